@@ -1,0 +1,1 @@
+"""Fused transformer operations for JAX on NVIDIA GPUs."""

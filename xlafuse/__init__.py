@@ -1,0 +1,1 @@
+"""Fusion strategies on one transformer block: capture, compare, report."""
