@@ -303,6 +303,8 @@ class ScopeCell:
     launches: tuple[int, ...]
     bytes: int
     roofline_us: float
+    fused_into: tuple[int, ...] = ()
+    """Launches counted under another scope that hold instructions of this one: their bytes are not in this cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
