@@ -281,6 +281,8 @@ class Numerics:
     baseline_error: float
     passed: bool
     """error <= 2 * baseline_error + one ulp."""
+    note: str = ""
+    """What was run to find this out, in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)

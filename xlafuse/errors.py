@@ -1,0 +1,25 @@
+"""Errors of the public functions: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class XlafuseError(Exception):
+    """Base class of this package's own errors."""
+
+
+class UnknownNameError(XlafuseError, ValueError):
+    """A name that is in no registry; the message lists the nearest names, then all of them."""
+
+    def __init__(self, what: str, name: object, known: Iterable[str]):
+        self.name = name
+        self.known = tuple(known)
+        self.nearest = tuple(difflib.get_close_matches(str(name), self.known, n=3, cutoff=0.5))
+        hint = f"; did you mean {' or '.join(map(repr, self.nearest))}?" if self.nearest else "."
+        super().__init__(f"unknown {what} {name!r}{hint} Known: {', '.join(self.known)}.")
+
+
+class InapplicablePlanError(XlafuseError, NotImplementedError):
+    """A fusion plan asks a block for an implementation that the block's configuration cannot use."""

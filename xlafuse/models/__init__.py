@@ -1,0 +1,18 @@
+"""A Flax NNX transformer block with presets, for fusion strategies to be compared on."""
+
+from xlafuse.models.block import TransformerBlock
+from xlafuse.models.config import PRESETS, BlockConfig, get_preset
+from xlafuse.models.functional import block_function, initial_params, resolve_config
+from xlafuse.models.plan import SITES, FusionPlan
+
+__all__ = [
+    "PRESETS",
+    "SITES",
+    "BlockConfig",
+    "FusionPlan",
+    "TransformerBlock",
+    "block_function",
+    "get_preset",
+    "initial_params",
+    "resolve_config",
+]

@@ -1,0 +1,152 @@
+"""A pre-norm transformer block whose sites can each be given to another implementation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from xlafuse.errors import InapplicablePlanError
+from xlafuse.models import layers
+from xlafuse.models.config import BlockConfig
+from xlafuse.models.plan import FusionPlan
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the hidden axis, with its weights."""
+
+    def __init__(self, config: BlockConfig):
+        dtype = jnp.dtype(config.param_dtype)
+        self.config = config
+        self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        if config.norm == "layer_norm":
+            self.bias = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
+
+    def __call__(self, x: Array) -> Array:
+        """Normalises `x` (B, T, hidden)."""
+        if self.config.norm == "layer_norm":
+            return layers.layer_norm(x, self.scale[...], self.bias[...], epsilon=self.config.epsilon)
+        return layers.rms_norm(x, self.scale[...], epsilon=self.config.epsilon)
+
+
+class TransformerBlock(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: one layer of Llama 3 or GPT-2, as `config` says.
+
+    Sites carry named scopes under `block`, so that everything the compiler makes can be traced back to them. The
+    weights do not depend on the plan.
+    """
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+        def linear(in_features: int, out_features: int) -> nnx.Linear:
+            return nnx.Linear(
+                in_features,
+                out_features,
+                use_bias=config.use_bias,
+                dtype=jnp.dtype(config.dtype),
+                param_dtype=jnp.dtype(config.param_dtype),
+                rngs=rngs,
+            )
+
+        kv_size = config.num_kv_heads * config.head_dim
+        self.config = config
+        self.attention_norm = Norm(config)
+        self.query = linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.key = linear(config.hidden_size, kv_size)
+        self.value = linear(config.hidden_size, kv_size)
+        self.output = linear(config.num_heads * config.head_dim, config.hidden_size)
+        self.mlp_norm = Norm(config)
+        if config.mlp == "swiglu":
+            self.gate = linear(config.hidden_size, config.mlp_size)
+        self.up = linear(config.hidden_size, config.mlp_size)
+        self.down = linear(config.mlp_size, config.hidden_size)
+
+    def __call__(
+        self,
+        x: Array,
+        positions: Array | None = None,
+        *,
+        plan: FusionPlan | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Applies the block to `x` (B, T, hidden).
+
+        `positions` (B, T), int32, are the tokens' places for RoPE; None counts from 0. `plan` names the implementation
+        of each site; None leaves all to XLA. Dropout acts only when `dropout_key` is given. Raises
+        `InapplicablePlanError` where the plan asks for a kernel that this block cannot use.
+        """
+        config = self.config
+        plan = plan or FusionPlan()
+        if x.ndim != 3 or x.shape[-1] != config.hidden_size:
+            raise ValueError(f"x must have the shape (batch, length, {config.hidden_size}), got {x.shape}.")
+        for site, reason in plan.inapplicable(config).items():
+            raise InapplicablePlanError(f"{getattr(plan, site)!r} cannot serve the site {site!r}: {reason}.")
+        attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        with jax.named_scope("block"):
+            with jax.named_scope("attention_norm"):
+                normed = self._normalise(self.attention_norm, x, plan.attention_norm)
+            attended = self._dropout(self._attend(normed, positions, plan), attention_key)
+            if plan.mlp_norm == "mosaic":
+                with jax.named_scope("mlp_norm"):
+                    normed, x = self._normalise_residual(self.mlp_norm, attended, x)
+            else:
+                with jax.named_scope("attention_residual"):
+                    x = x + attended
+                with jax.named_scope("mlp_norm"):
+                    normed = self.mlp_norm(x)
+            update = self._dropout(self._mlp(normed), mlp_key)
+            with jax.named_scope("mlp_residual"):
+                return x + update
+
+    def _normalise(self, norm: Norm, x: Array, implementation: str) -> Array:
+        if implementation == "xla":
+            return norm(x)
+        from pallas_kernels import rms_norm
+
+        return rms_norm(x, norm.scale[...], epsilon=self.config.epsilon, implementation=implementation)
+
+    def _normalise_residual(self, norm: Norm, update: Array, x: Array) -> tuple[Array, Array]:
+        from pallas_kernels import rms_norm
+
+        return rms_norm(update, norm.scale[...], residual=x, epsilon=self.config.epsilon, implementation="mosaic")
+
+    def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> Array:
+        config = self.config
+        batch, length, _ = x.shape
+        with jax.named_scope("qkv_projection"):
+            query = self.query(x).reshape(batch, length, config.num_heads, config.head_dim)
+            key = self.key(x).reshape(batch, length, config.num_kv_heads, config.head_dim)
+            value = self.value(x).reshape(batch, length, config.num_kv_heads, config.head_dim)
+        if config.rope_theta is not None:
+            with jax.named_scope("rope"):
+                if positions is None:
+                    positions = jnp.arange(length, dtype=jnp.int32)[None]
+                wide = jnp.promote_types(x.dtype, jnp.float32)
+                cosine, sine = layers.rotation(positions, config.head_dim, theta=config.rope_theta, dtype=wide)
+                query, key = layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
+        with jax.named_scope("attention"):
+            attention = layers.cudnn_attention if plan.attention == "cudnn" else layers.attention
+            mixed = attention(query, key, value, is_causal=config.is_causal)
+        with jax.named_scope("output_projection"):
+            return self.output(mixed.reshape(batch, length, config.num_heads * config.head_dim))
+
+    def _mlp(self, x: Array) -> Array:
+        if self.config.mlp == "swiglu":
+            with jax.named_scope("gate_up_projection"):
+                gate, up = self.gate(x), self.up(x)
+            with jax.named_scope("activation"):
+                hidden = jax.nn.silu(gate) * up
+        else:
+            with jax.named_scope("up_projection"):
+                up = self.up(x)
+            with jax.named_scope("activation"):
+                hidden = jax.nn.gelu(up, approximate=True)
+        with jax.named_scope("down_projection"):
+            return self.down(hidden)
+
+    def _dropout(self, x: Array, key: Array | None) -> Array:
+        if key is None or self.config.dropout_rate == 0.0:
+            return x
+        with jax.named_scope("dropout"):
+            kept = jax.random.bernoulli(key, 1.0 - self.config.dropout_rate, x.shape)
+            return jnp.where(kept, x / (1.0 - self.config.dropout_rate), 0).astype(x.dtype)

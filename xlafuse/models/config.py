@@ -1,0 +1,88 @@
+"""The shape of a transformer block, and the presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xlafuse.errors import UnknownNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What a pre-norm transformer block computes: sizes, kind of norm and MLP, and dtypes.
+
+    Sizes are numbers of elements. `dtype` is what matrix products compute in, `param_dtype` what the weights are kept
+    in; norms, softmax and RoPE compute in at least float32.
+    """
+
+    name: str
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    rope_theta: float | None = 500_000.0
+    """Base of the rotary embedding's wavelengths; None: no rotary embedding."""
+    use_bias: bool = False
+    is_causal: bool = True
+    epsilon: float = 1e-5
+    dropout_rate: float = 0.0
+    """Applied to what attention and MLP add to the residual stream, and only when a dropout key is given."""
+    dtype: str = "bfloat16"
+    param_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        for name in ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.rope_theta is not None and self.head_dim % 2:
+            raise ValueError(f"RoPE rotates pairs: head_dim must be even, got {self.head_dim}.")
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
+        if self.norm not in ("rms_norm", "layer_norm"):
+            raise UnknownNameError("norm", self.norm, ("rms_norm", "layer_norm"))
+        if self.mlp not in ("swiglu", "gelu"):
+            raise UnknownNameError("mlp", self.mlp, ("swiglu", "gelu"))
+
+
+PRESETS: dict[str, BlockConfig] = {
+    config.name: config
+    for config in (
+        # arXiv:2407.21783, table 3, and the released configuration of Llama 3 8B.
+        BlockConfig(
+            name="llama3-8b", hidden_size=4096, mlp_size=14336, num_heads=32, num_kv_heads=8, head_dim=128
+        ),
+        # The released configuration of GPT-2 medium; its positions are learned and added before the first block.
+        BlockConfig(
+            name="gpt2-medium",
+            hidden_size=1024,
+            mlp_size=4096,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=64,
+            norm="layer_norm",
+            mlp="gelu",
+            rope_theta=None,
+            use_bias=True,
+            dropout_rate=0.1,
+        ),
+        # Llama's structure, small enough for a CPU and for Pallas' interpret mode.
+        BlockConfig(name="tiny", hidden_size=256, mlp_size=512, num_heads=4, num_kv_heads=2, head_dim=64),
+    )
+}
+"""The configurations by name."""
+
+
+def get_preset(name: str) -> BlockConfig:
+    """Returns the preset called `name`; raises `UnknownNameError` with the nearest names."""
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise UnknownNameError("preset", name, PRESETS) from None

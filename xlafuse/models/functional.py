@@ -1,0 +1,60 @@
+"""The block as a pure function of its weights, without making any weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, ShapeDtypeStruct
+
+from xlafuse.models.block import TransformerBlock
+from xlafuse.models.config import BlockConfig, get_preset
+from xlafuse.models.plan import FusionPlan
+
+BlockFunction = Callable[..., Array]
+"""`(params, x, positions=None, dropout_key=None) -> y`: `x` and `y` are (B, T, hidden), `params` a nested dict."""
+
+
+def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> BlockConfig:
+    """Returns the configuration that `block` is or names; `dtype` replaces its compute and parameter dtypes."""
+    config = get_preset(block) if isinstance(block, str) else block
+    return config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+
+
+def block_function(
+    block: str | BlockConfig, shape: tuple[int, int], *, plan: FusionPlan | None = None, dropout: bool = False
+) -> tuple[BlockFunction, tuple[Any, ...]]:
+    """Returns the block as a pure function, and abstract arguments of `shape` (batch, length) to trace it with.
+
+    The arguments are the weights (a nested dict), `x`, and for a block with RoPE the tokens' positions: a server's
+    step gets those from its caller, and with constants in their place XLA would fold the angles away. With
+    `dropout=True` a random key (uint32[2]) comes last. No array is made, so that any size can be traced on a laptop.
+
+    Raises `UnknownNameError` for an unknown preset and `ValueError` for a shape that is not two positive integers.
+    """
+    config = resolve_config(block)
+    if len(shape) != 2 or any(int(size) < 1 for size in shape):
+        raise ValueError(f"a block's shape is (batch, length), two positive integers; got {shape!r}.")
+    batch, length = shape
+    abstract = nnx.eval_shape(lambda: TransformerBlock(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    params = nnx.to_pure_dict(state)
+
+    def apply(params: Any, x: Array, positions: Array | None = None, dropout_key: Array | None = None) -> Array:
+        restored = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
+        return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key)
+
+    apply.__name__ = apply.__qualname__ = "block"
+    x = ShapeDtypeStruct((batch, length, config.hidden_size), jnp.dtype(config.dtype))
+    positions = ShapeDtypeStruct((batch, length), jnp.int32) if config.rope_theta is not None else None
+    arguments = (params, x, positions, ShapeDtypeStruct((2,), jnp.uint32)) if dropout else (params, x, positions)
+    return apply, arguments if arguments[-1] is not None else arguments[:-1]
+
+
+def initial_params(block: str | BlockConfig, *, seed: int = 0) -> dict[str, Any]:
+    """Makes the weights of the block, the tree that `block_function`'s function takes."""
+    return nnx.to_pure_dict(nnx.state(TransformerBlock(resolve_config(block), rngs=nnx.Rngs(seed))))
