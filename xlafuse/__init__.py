@@ -1,1 +1,51 @@
-"""Fusion strategies on one transformer block: capture, compare, report."""
+"""Fusion strategies on one transformer block: capture, compare, report.
+
+Names are loaded when first used, so that `import xlafuse` costs nothing and asks no device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xlafuse.compare import compare
+    from xlafuse.errors import ComparisonError, InapplicablePlanError, UnknownNameError, XlafuseError
+    from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function
+    from xlafuse.strategies import STRATEGIES, Strategy, get_strategy
+
+__all__ = [
+    "PRESETS",
+    "STRATEGIES",
+    "BlockConfig",
+    "ComparisonError",
+    "FusionPlan",
+    "InapplicablePlanError",
+    "Strategy",
+    "TransformerBlock",
+    "UnknownNameError",
+    "XlafuseError",
+    "block_function",
+    "compare",
+    "get_strategy",
+]
+
+_HOMES = {
+    "xlafuse.compare": ("compare",),
+    "xlafuse.errors": ("ComparisonError", "InapplicablePlanError", "UnknownNameError", "XlafuseError"),
+    "xlafuse.models": ("PRESETS", "BlockConfig", "FusionPlan", "TransformerBlock", "block_function"),
+    "xlafuse.strategies": ("STRATEGIES", "Strategy", "get_strategy"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,3 +23,16 @@ class UnknownNameError(XlafuseError, ValueError):
 
 class InapplicablePlanError(XlafuseError, NotImplementedError):
     """A fusion plan asks a block for an implementation that the block's configuration cannot use."""
+
+
+class ComparisonError(XlafuseError, RuntimeError):
+    """No strategy gave an analysis; `reasons` maps each strategy to what kept it from one."""
+
+    def __init__(self, reasons: dict[str, str]):
+        self.reasons = dict(reasons)
+        # Strategies often fail alike, as when the function does not trace: say it once.
+        grouped: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            grouped.setdefault(reason, []).append(name)
+        told = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in grouped.items())
+        super().__init__(f"no strategy could be analysed.\n{told}")

@@ -56,9 +56,7 @@ PRESETS: dict[str, BlockConfig] = {
     config.name: config
     for config in (
         # arXiv:2407.21783, table 3, and the released configuration of Llama 3 8B.
-        BlockConfig(
-            name="llama3-8b", hidden_size=4096, mlp_size=14336, num_heads=32, num_kv_heads=8, head_dim=128
-        ),
+        BlockConfig(name="llama3-8b", hidden_size=4096, mlp_size=14336, num_heads=32, num_kv_heads=8, head_dim=128),
         # The released configuration of GPT-2 medium; its positions are learned and added before the first block.
         BlockConfig(
             name="gpt2-medium",

@@ -56,7 +56,7 @@ class FusionPlan:
             if getattr(self, site) == "mosaic" and config.norm != "rms_norm":
                 reasons[site] = f"the kernel computes RMSNorm, and {config.name} has {config.norm}"
         if self.attention == "cudnn" and config.dtype not in ("bfloat16", "float16"):
-            reasons["attention"] = f"cuDNN attention computes in bfloat16 or float16, and {config.name} in {config.dtype}"
+            reasons["attention"] = f"cuDNN computes in bfloat16 or float16, and {config.name} in {config.dtype}"
         return reasons
 
     def applicable(self, config: BlockConfig) -> FusionPlan:

@@ -1,0 +1,173 @@
+"""Whether a plan computes the right numbers: errors on the CPU against a float64 reference.
+
+The bound is relative to the baseline's own error in the same dtype, as is usual for low-precision kernels: a plan
+passes when its error is at most twice that of the plain program, plus one unit in the last place. An absolute
+tolerance would either hide errors in a small norm or fail an honest sum over a long row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlo_analysis.records import Numerics
+from xlafuse.models.config import BlockConfig
+from xlafuse.models.functional import block_function, initial_params
+from xlafuse.models.plan import FusionPlan
+
+Mode = Literal["forward", "grad"]
+
+
+def reduced(config: BlockConfig) -> BlockConfig:
+    """The same block at a size for the CPU: hidden size at most 256, four heads or fewer, same kind of norm and MLP."""
+    heads = min(config.num_heads, 4)
+    groups = config.num_heads // config.num_kv_heads
+    return dataclasses.replace(
+        config,
+        hidden_size=min(config.hidden_size, 256),
+        mlp_size=min(config.mlp_size, 512),
+        num_heads=heads,
+        num_kv_heads=max(1, heads // groups) if heads % groups == 0 else 1,
+        head_dim=min(config.head_dim, 64),
+    )
+
+
+def check_plans(
+    config: BlockConfig,
+    plans: Mapping[str, FusionPlan],
+    *,
+    mode: Mode = "forward",
+    shape: tuple[int, int] = (2, 16),
+    seed: int = 0,
+) -> dict[str, Numerics | str]:
+    """Runs each plan on the CPU at a reduced size of `config`, and measures its error against float64.
+
+    Inputs and cotangents are random normal in `config.dtype`, the weights are the block's initial ones with norm scales
+    and biases disturbed; mode "grad" compares the gradients of every weight and of `x`. Mosaic kernels run in Pallas'
+    interpret mode. Errors are the largest difference over an array divided by the array's largest magnitude; of several
+    arrays the one nearest to its bound is reported. Returns a sentence in place of a record for what cannot run here.
+    """
+    small = reduced(config)
+    with _on_cpu():
+        arguments, cotangent = _inputs(small, shape, seed)
+        reference = _run_float64(small, shape, arguments, cotangent, mode)
+        baseline = _run(small, shape, FusionPlan(), arguments, cotangent, mode)
+        results: dict[str, Numerics | str] = {}
+        for name, plan in plans.items():
+            if plan.attention == "cudnn":
+                results[name] = "Numerics not checked: cuDNN attention runs on a GPU only."
+                continue
+            output = baseline if not plan.fused_sites else _run(small, shape, plan, arguments, cotangent, mode)
+            error, allowed_from, passed = judge(output, baseline, reference)
+            results[name] = Numerics(
+                shape=f"{shape[0]}x{shape[1]}x{small.hidden_size}",
+                dtype=small.dtype,
+                error=error,
+                baseline_error=allowed_from,
+                passed=passed,
+                note=_note(small, plan, mode),
+            )
+    return results
+
+
+def judge(output: Any, baseline: Any, reference: Any) -> tuple[float, float, bool]:
+    """Applies the rule `error <= 2 * baseline_error + ulp` to each array of three equal trees.
+
+    Returns error and baseline error of the array nearest to its bound, and whether all arrays keep theirs. The unit in
+    the last place is that of the array's largest magnitude, in the output's dtype. An array with a NaN or an infinity
+    that the reference does not have fails.
+    """
+    rows: list[tuple[float, float, float]] = []
+    for ours, plain, exact in zip(*map(jax.tree.leaves, (output, baseline, reference)), strict=True):
+        exact = np.asarray(exact, np.float64)
+        magnitude = float(np.max(np.abs(exact), initial=0.0)) or 1.0
+        error, baseline_error = (_largest_error(each, exact) / magnitude for each in (ours, plain))
+        rows.append((error, baseline_error, 2 * baseline_error + float(jnp.finfo(ours.dtype).eps)))
+    error, baseline_error, _ = max(rows, key=lambda row: row[0] / row[2] if np.isfinite(row[0]) else np.inf)
+    return error, baseline_error, all(row[0] <= row[2] for row in rows)
+
+
+def _largest_error(value: Any, exact: np.ndarray) -> float:
+    difference = np.abs(np.asarray(value).astype(np.float64) - exact)
+    return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0.0))
+
+
+def _inputs(config: BlockConfig, shape: tuple[int, int], seed: int) -> tuple[tuple[Any, ...], np.ndarray]:
+    """Weights, x and positions for `block_function`, and a cotangent, as NumPy arrays."""
+    generator = np.random.default_rng(seed)
+    _, abstract = block_function(config, shape)
+
+    def normal(like: Any) -> np.ndarray:
+        return generator.standard_normal(like.shape).astype(like.dtype)
+
+    def disturb(weight: Any) -> np.ndarray:
+        weight = np.asarray(weight)
+        # Norm scales start as ones and biases as zeros: a kernel that forgot them would pass.
+        return weight if weight.ndim > 1 else (weight + 0.25 * normal(weight)).astype(weight.dtype)
+
+    params = jax.tree.map(disturb, initial_params(config, seed=seed))
+    # Tokens in the middle of a sequence, so that RoPE turns the first one too.
+    positions = (np.broadcast_to(np.arange(shape[1], dtype=np.int32) + 7, shape),) if len(abstract) == 3 else ()
+    return (params, normal(abstract[1]), *positions), normal(abstract[1])
+
+
+def _run(
+    config: BlockConfig,
+    shape: tuple[int, int],
+    plan: FusionPlan,
+    arguments: tuple[Any, ...],
+    cotangent: np.ndarray,
+    mode: Mode,
+) -> Any:
+    function, _ = block_function(config, shape, plan=plan)
+
+    def forward(params: Any, x: Any, *rest: Any) -> Any:
+        return function(params, x, *rest)
+
+    def gradient(params: Any, x: Any, *rest: Any) -> Any:
+        _, pullback = jax.vjp(lambda params, x: function(params, x, *rest), params, x)
+        return pullback(jnp.asarray(cotangent))
+
+    with _interpreted(plan):
+        return jax.device_get(jax.jit(gradient if mode == "grad" else forward)(*arguments))
+
+
+def _run_float64(
+    config: BlockConfig, shape: tuple[int, int], arguments: tuple[Any, ...], cotangent: np.ndarray, mode: Mode
+) -> Any:
+    wide = dataclasses.replace(config, dtype="float64", param_dtype="float64")
+
+    def widen(array: np.ndarray) -> np.ndarray:
+        return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float64)
+
+    # Thread-local and undone on leaving: the caller's own precision setting stays.
+    with jax.enable_x64(True):
+        return _run(wide, shape, FusionPlan(), jax.tree.map(widen, arguments), widen(cotangent), mode)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def _interpreted(plan: FusionPlan) -> contextlib.AbstractContextManager[Any]:
+    if "mosaic" not in plan.fused_sites.values():
+        return contextlib.nullcontext()
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+
+
+def _note(config: BlockConfig, plan: FusionPlan, mode: Mode) -> str:
+    what = "output" if mode == "forward" else "gradients"
+    how = (
+        "its Mosaic kernels in interpret mode"
+        if plan.fused_sites
+        else "the plain program, which this strategy's compile options do not change on a CPU"
+    )
+    return f"{what} of {config.name} at hidden size {config.hidden_size} on the CPU, {how}, against float64"
