@@ -1,0 +1,13 @@
+"""Makes XLA tell what it does with a program: `capture(fn, *shapes, target="h200")` compiles and keeps every word."""
+
+from __future__ import annotations
+
+from hlo_analysis.capture.api import capture
+from hlo_analysis.capture.archive import Capture, Manifest
+from hlo_analysis.capture.autotune import merge_autotune
+from hlo_analysis.capture.quiet import has_nvidia_gpu, silence_missing_gpu
+
+__all__ = ["Capture", "Manifest", "capture", "has_nvidia_gpu", "merge_autotune", "silence_missing_gpu"]
+
+# At import, because a library user's own first use of JAX, before any capture, would print the plugin's complaint.
+silence_missing_gpu()

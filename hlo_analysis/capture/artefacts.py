@@ -1,0 +1,138 @@
+"""What is what in a folder that XLA's `xla_dump_to` wrote, told by file names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hlo_analysis.errors import DumpError
+
+# module_0001.jit_f.0004.fusion.after_sort-iota-fusion.before_priority-fusion.txt; the module's own name may hold dots.
+_FILE = re.compile(r"(?P<module>module_\d+\.(?P<name>.+?))\.(?P<rest>(?:\d{4}\.[^/]+\.after_[^/]+|[^/.]+\.txt|[^/]+))$")
+_STAGE = re.compile(r"(?P<order>\d{4})\.(?P<pipeline>.+?)\.after_(?P<after>.+?)\.before_(?P<before>.+?)\.txt$")
+
+# Key of an artefact, by the end of its file name.
+_ENDINGS: tuple[tuple[str, str], ...] = (
+    ("before_optimizations", ".before_optimizations.txt"),
+    ("final_hlo", "_after_optimizations.txt"),
+    ("thunk_sequence", ".thunk_sequence.txt"),
+    ("thunk_sequence_after_passes", ".thunk_sequence_after_thunk_passes.txt"),
+    ("thunk_metadata", ".thunk_metadata.txt"),
+    ("priority_fusion_dump", ".priority_fusion_dump.txt"),
+    ("buffer_assignment", "_after_optimizations-buffer-assignment.txt"),
+    ("memory_usage", "_after_optimizations-memory-usage-report.txt"),
+    ("live_range", "_after_optimizations-live-range.txt"),
+    ("before_config_assignment", ".before_config_assignment.txt"),
+    ("target_config", ".gpu_target_config.pbtxt"),
+    ("debug_options", ".debug_options"),
+    ("module_config", ".config.pbtxt"),
+    ("ptx", ".ptx"),
+)
+
+# Key of an artefact, by the pass whose dump it is: the module before it, and after.
+_PASSES: tuple[tuple[str, str], ...] = (
+    ("priority-fusion", "priority_fusion"),
+    ("multi_output_fusion", "multi_output_fusion"),
+    ("rename_fusions", "rename"),
+    ("triton-gemm-rewriter", "gemm_rewriter"),
+    ("triton-softmax-rewriter", "softmax_rewriter"),
+    ("config-assigner", "config_assigner"),
+    ("fusion", "cpu_fusion"),
+)
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Stage:
+    """The module as it was between two passes."""
+
+    order: int
+    pipeline: str
+    after: str
+    before: str
+    path: Path
+
+
+def modules(names: Iterable[str]) -> dict[str, list[str]]:
+    """File names by the module they belong to ('module_0001.jit_f')."""
+    heads: dict[str, list[str]] = {}
+    known = sorted(names)
+    # before_optimizations is the first thing XLA writes of every module, and its name tells where the module's ends.
+    starts = [name.removesuffix(".before_optimizations.txt") for name in known if name.endswith(_ENDINGS[0][1])]
+    if not starts:
+        starts = sorted({match["module"] for name in known if (match := _FILE.match(name))})
+    for start in sorted(starts, key=len, reverse=True):
+        own = [name for name in known if name.startswith(start + ".")]
+        heads[start] = own
+        known = [name for name in known if name not in set(own)]
+    return heads
+
+
+def main_module(folder: Path, preferred: str | None = None) -> tuple[str, list[str]]:
+    """The module of a dump folder that matters (the largest one), and its files.
+
+    Args:
+      folder: where `xla_dump_to` wrote.
+      preferred: the function's name; a module `jit_<name>` is taken over a larger one.
+
+    Raises:
+      DumpError: no folder, nothing in it, or nothing that XLA wrote.
+    """
+    if not folder.is_dir():
+        raise DumpError(f"{folder} is not a folder; expected a capture or what xla_dump_to wrote")
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    if not names:
+        raise DumpError(f"{folder} is empty; expected a capture or what xla_dump_to wrote (with xla_dump_hlo_as_text)")
+    found = modules(names)
+    if not found:
+        raise DumpError(
+            f"{folder} holds no XLA dump: expected files such as module_0001.jit_f.before_optimizations.txt, found "
+            f"{', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}"
+        )
+
+    def weight(module: str) -> tuple[bool, bool, int]:
+        files = found[module]
+        name = module.partition(".")[2]
+        compiled = any(file.endswith("_after_optimizations.txt") for file in files)
+        return name == preferred, compiled, sum((folder / file).stat().st_size for file in files)
+
+    chosen = max(found, key=weight)
+    return chosen, found[chosen]
+
+
+def index(module: str, names: Iterable[str]) -> dict[str, str]:
+    """File names of one module by artefact key."""
+    own = sorted(names)
+    files: dict[str, str] = {}
+    for key, ending in _ENDINGS:
+        # The module's name may itself end like an artefact, so only what follows it counts.
+        matches = [name for name in own if ("." + name[len(module) + 1 :]).endswith(ending)]
+        if matches:
+            files[key] = matches[-1]
+    for stage in stages(module, own):
+        for name, key in _PASSES:
+            if stage.before == name:
+                files.setdefault(f"before_{key}", stage.path.name)
+            if stage.after == name:
+                files[f"after_{key}"] = stage.path.name
+    return files
+
+
+def stages(module: str, names: Iterable[str], folder: Path | None = None) -> list[Stage]:
+    """The dumps between passes of one module, in the order in which XLA made them."""
+    found: list[Stage] = []
+    for name in names:
+        match = _STAGE.match(name[len(module) + 1 :])
+        if match:
+            path = (folder / name) if folder else Path(name)
+            found.append(
+                Stage(
+                    order=int(match["order"]),
+                    pipeline=match["pipeline"],
+                    after=match["after"],
+                    before=match["before"],
+                    path=path,
+                )
+            )
+    return sorted(found)

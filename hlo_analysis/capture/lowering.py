@@ -1,0 +1,176 @@
+"""From a function and shapes to StableHLO for a GPU that need not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.errors import CaptureError
+from hlo_analysis.targets import Target
+
+Mode = Literal["forward", "grad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A program ready to be compiled."""
+
+    bytecode: bytes
+    """StableHLO."""
+    function: str
+    arguments: tuple[str, ...]
+    """'name: dtype[shape]' of each array argument."""
+
+
+def lower(
+    fn: Callable[..., Any],
+    shapes: Sequence[Any],
+    *,
+    target: Target,
+    mode: Mode = "forward",
+    lower_context: AbstractContextManager[Any] | None = None,
+) -> Lowered:
+    """Traces `fn` and lowers it for the target, under an abstract mesh of one such device.
+
+    Raises:
+      CaptureError: `fn` does not trace with these shapes, or does not lower for the target.
+    """
+    from jax._src.interpreters import mlir
+
+    name = function_name(fn)
+    arguments = tuple(jax.tree.map(_abstract, shape) for shape in shapes)
+    described = describe_arguments(fn, arguments)
+    platform = "cpu" if target.kind == "cpu" else "cuda"
+    try:
+        with contextlib.ExitStack() as stack:
+            if platform == "cuda":
+                stack.enter_context(jax.sharding.use_abstract_mesh(_mesh(target)))
+                stack.enter_context(answer_cudnn_checks(target))
+            if lower_context is not None:
+                stack.enter_context(lower_context)
+            if mode == "grad":
+                program, cotangents = gradient(fn, arguments)
+                traced = jax.jit(program).trace(*arguments, cotangents)
+            else:
+                traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*arguments)
+            module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+            bytecode = mlir.module_to_bytecode(module)
+    except CaptureError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n\n")[0]
+        raise CaptureError(
+            f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
+            f"mode {mode!r}: {type(error).__name__}: {reason}"
+        ) from error
+    return Lowered(bytecode=bytecode, function=name, arguments=described)
+
+
+def gradient(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+    """What a training step does with `fn`: its outputs, and the cotangents of its floating-point arguments.
+
+    Gives the function `(*arguments, cotangents) -> (outputs, gradients)` and the shapes of `cotangents`, one for each
+    floating-point output. The cotangents are an argument, not ones, so that XLA cannot fold them away; the outputs are
+    returned because the next layer needs them, so that XLA cannot drop the end of the forward pass. Gradients come for
+    each floating-point argument leaf, in order.
+    """
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    is_float = [_is_float(leaf) for leaf in leaves]
+    if not any(is_float):
+        raise CaptureError(
+            f"{function_name(fn)} has no floating-point argument to take a gradient of; use mode='forward'"
+        )
+    outputs = jax.eval_shape(fn, *arguments)
+    cotangents = [leaf for leaf in jax.tree.leaves(outputs) if _is_float(leaf)]
+    if not cotangents:
+        raise CaptureError(
+            f"{function_name(fn)} has no floating-point output to take a gradient of; use mode='forward'"
+        )
+
+    def program(*operands: Any) -> Any:
+        *values, cotangent = operands
+        flat = jax.tree.leaves(tuple(values))
+
+        def differentiated(*floats: Any) -> tuple[list[Any], Any]:
+            given = iter(floats)
+            merged = [next(given) if wanted else leaf for wanted, leaf in zip(is_float, flat, strict=True)]
+            result = fn(*jax.tree.unflatten(tree, merged))
+            return [leaf for leaf in jax.tree.leaves(result) if _is_float(leaf)], result
+
+        floats = [leaf for wanted, leaf in zip(is_float, flat, strict=True) if wanted]
+        _, pullback, result = jax.vjp(differentiated, *floats, has_aux=True)
+        return result, pullback(cotangent)
+
+    program.__name__ = program.__qualname__ = f"{_identifier(function_name(fn))}_grad"
+    names = [*_parameter_names(fn, len(arguments)), "cotangents"]
+    if len(set(names)) == len(names):  # names that the HLO's parameters then carry
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        program.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return program, cotangents
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """A name for messages: the function's own, or its type's."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", None)
+    return str(name) if name else type(fn).__name__
+
+
+def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[str, ...]:
+    """'name: dtype[shape]' of each array argument; a leaf of a tree is named by its path."""
+    from jax._src.core import shaped_abstractify
+
+    described: list[str] = []
+    for name, argument in zip(_parameter_names(fn, len(arguments)), arguments, strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+            try:
+                kind = shaped_abstractify(leaf).str_short(short_dtypes=True)
+            except TypeError:
+                kind = repr(leaf)
+            described.append(f"{name}{jax.tree_util.keystr(path)}: {kind}")
+    return tuple(described)
+
+
+def _mesh(target: Target) -> AbstractMesh:
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.core_count, platform="gpu")
+    return AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+def _abstract(leaf: Any) -> Any:
+    """Shape and dtype alone: an array's values and its place on a device must not enter the program."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
+    names: list[str] = []
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    for parameter in parameters:
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        else:
+            break
+    return [names[index] if index < len(names) else f"argument_{index}" for index in range(count)]
+
+
+def _identifier(name: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in name).strip("_") or "function"

@@ -1,0 +1,102 @@
+"""The process that compiles: reads a request, writes XLA's dumps and a result, and may die without harm to its parent.
+
+Run as a script (`python -P worker.py FOLDER`) with nothing of this package imported, so that it starts fast and from
+anywhere. It imports JAX while its parent still traces, then waits for the name of the request file on its input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+
+
+def main(folder: Path) -> int:
+    """Compiles the request that the parent names on standard input; 0 when a result file says how it went."""
+    import jax
+
+    try:
+        # Brings the symbols that Mosaic kernels link to; without it: "Symbols not found: mosaic_gpu_init_tma_desc".
+        import jax.experimental.mosaic.gpu
+    except ImportError:
+        pass
+    line = sys.stdin.readline().strip()
+    if not line:  # the parent gave up before there was anything to compile
+        return 0
+    request = json.loads((folder / line).read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"ok": False, "versions": versions(), "backend": jax.__version__}
+    started = time.perf_counter()
+    try:
+        result |= compile_module(request, (folder / request["module"]).read_bytes())
+        result["ok"] = True
+    except Exception as error:
+        result |= {"error": str(error), "error_type": type(error).__name__}
+    result["seconds"] = time.perf_counter() - started
+    partial = folder / "result.json.partial"
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(folder / "result.json")
+    return 0
+
+
+def compile_module(request: dict[str, Any], bytecode: bytes) -> dict[str, Any]:
+    """Compiles StableHLO bytecode with the request's options, and says how much memory the program takes."""
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jaxlib import _jax
+    from jaxlib.mlir import ir
+
+    device = find_device(request)
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    options.env_option_overrides = [(name, value) for name, value in request["options"]]
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+        devices = _jax.DeviceList((device,))
+        if request["kind"] == "attached":
+            # Loading is what makes XLA tune on the GPU and link as it would for a run.
+            executable = device.client.compile_and_load(module, devices, options)
+        else:
+            executable = device.client.compile(module, devices, options)
+    stats = executable.get_compiled_memory_stats()
+    return {
+        "memory": {
+            "argument_bytes": stats.argument_size_in_bytes,
+            "output_bytes": stats.output_size_in_bytes,
+            "alias_bytes": stats.alias_size_in_bytes,
+            "temp_bytes": stats.temp_size_in_bytes,
+            "peak_bytes": getattr(stats, "peak_memory_in_bytes", 0),
+        },
+        "device_kind": device.device_kind,
+    }
+
+
+def find_device(request: dict[str, Any]) -> Any:
+    """The device to compile for: a described GPU, the attached one, or the CPU."""
+    import jax
+    from jax.experimental import topologies
+
+    if request["kind"] == "cuda":
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology="1x1x1", target_config=request["target_config"]
+        )
+        return topology.devices[0]
+    return jax.devices("cpu" if request["kind"] == "cpu" else "cuda")[0]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what comes out."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

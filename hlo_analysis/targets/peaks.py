@@ -1,0 +1,67 @@
+"""What the vendors' datasheets say that XLA's target configs do not: dense peaks of the matrix units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# XLA's own model of a launch on these GPUs; the gap between dependent kernels of a scan on an H200 measured the same.
+LAUNCH_OVERHEAD_US = 2.4
+LAUNCH_OVERHEAD_SOURCE = "launch overhead 2.4 µs: gap between kernels of a scan, measured on an H200"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Dense peak FLOP/s (or OP/s) by element type; f32 is the matrix units' TF32 rate, which XLA's GEMMs may use."""
+
+    matrix_flops: tuple[tuple[str, float], ...]
+    vector_flops: float
+    source: str
+
+
+def _tera(**teraflops: float) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value * 1e12) for name, value in teraflops.items())
+
+
+_HOPPER = _tera(bf16=989.4, f16=989.4, f32=494.7, f64=66.9, f8=1978.9, s8=1978.9)
+_AMPERE_SXM = _tera(bf16=312.0, f16=312.0, f32=156.0, f64=19.5, s8=624.0)
+
+PEAKS: dict[str, Peaks] = {
+    "NVIDIA H200": Peaks(
+        matrix_flops=_HOPPER, vector_flops=66.9e12, source="NVIDIA H200 datasheet (SXM), dense: half the sparse figures"
+    ),
+    "NVIDIA H100 80GB HBM3": Peaks(
+        matrix_flops=_HOPPER,
+        vector_flops=66.9e12,
+        source="NVIDIA H100 datasheet (SXM5), dense: half the sparse figures",
+    ),
+    "NVIDIA A100-SXM4-80GB": Peaks(
+        matrix_flops=_AMPERE_SXM, vector_flops=19.5e12, source="NVIDIA A100 datasheet (SXM 80 GB), dense"
+    ),
+    "NVIDIA A100-SXM4-40GB": Peaks(
+        matrix_flops=_AMPERE_SXM, vector_flops=19.5e12, source="NVIDIA A100 datasheet (SXM 40 GB), dense"
+    ),
+    "NVIDIA B200": Peaks(
+        matrix_flops=_tera(bf16=2250.0, f16=2250.0, f32=1125.0, f64=37.0, f8=4500.0, s8=4500.0),
+        vector_flops=75e12,
+        source="NVIDIA HGX B200 datasheet, one GPU of eight, dense: half the sparse figures",
+    ),
+    "NVIDIA RTX A6000": Peaks(
+        matrix_flops=_tera(bf16=154.8, f16=154.8, f32=77.4, s8=309.7),
+        vector_flops=38.7e12,
+        source="NVIDIA Ampere GA102 whitepaper (RTX A6000), dense",
+    ),
+    "NVIDIA RTX PRO 6000 Blackwell": Peaks(
+        matrix_flops=_tera(bf16=503.8, f16=503.8, f32=251.9, f8=1007.6, s8=1007.6),
+        vector_flops=125.9e12,
+        source="NVIDIA RTX Blackwell PRO whitepaper (RTX PRO 6000 workstation edition), dense",
+    ),
+}
+
+
+def peaks_of(device_name: str) -> Peaks | None:
+    """Peaks of a GPU by the name it gives itself; a longer name with a known one in front counts as that one."""
+    exact = PEAKS.get(device_name)
+    if exact is not None:
+        return exact
+    near = [name for name in PEAKS if device_name.startswith(name)]
+    return PEAKS[max(near, key=len)] if near else None

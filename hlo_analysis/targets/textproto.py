@@ -1,0 +1,137 @@
+"""A reader for protobuf's text format, schema-free: enough for XLA's target configs and thunk metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hlo_analysis.errors import DumpError
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+      | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+      | (?P<word>[A-Za-z_][\w.]*|[-+]?(?:\d[\w.+]*|\.\d+\w*|inf|nan))
+      | (?P<mark>[{}<>\[\]:;,])""",
+    re.VERBOSE,
+)
+
+_ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
+_NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Fields in text order. A value is a `Message`, or the text of a scalar with quotes and escapes undone."""
+
+    fields: tuple[tuple[str, str | Message], ...]
+
+    def all(self, name: str) -> tuple[str | Message, ...]:
+        """Every value of a repeated field."""
+        return tuple(value for key, value in self.fields if key == name)
+
+    def messages(self, name: str) -> tuple[Message, ...]:
+        """Every sub-message of a repeated field."""
+        return tuple(value for value in self.all(name) if isinstance(value, Message))
+
+    def message(self, name: str) -> Message:
+        """The last sub-message of that name; an empty one where there is none."""
+        found = self.messages(name)
+        return found[-1] if found else Message(())
+
+    def scalar(self, name: str, default: str = "") -> str:
+        """The last scalar of that name."""
+        found = [value for value in self.all(name) if isinstance(value, str)]
+        return found[-1] if found else default
+
+
+def parse_textproto(text: str) -> Message:
+    """Reads text format. Raises `DumpError` with the line number when it is not well formed."""
+    fields, closed = _message(_tokens(text), None)
+    if closed is not None:
+        raise DumpError(f"text proto, line {closed}: a closing bracket that nothing opened")
+    return Message(fields)
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+    position, line = 0, 1
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise DumpError(f"text proto, line {line}: unexpected {text[position]!r}")
+        kind = match.lastgroup or ""
+        if kind != "space":
+            yield kind, match.group(), line
+        line += match.group().count("\n")
+        position = match.end()
+    yield "end", "", line
+
+
+_Fields = tuple[tuple[str, "str | Message"], ...]
+
+
+def _message(tokens: Iterator[tuple[str, str, int]], closer: str | None) -> tuple[_Fields, int | None]:
+    """Fields up to `closer` (or the end of text), and the line of a stray closing bracket at top level."""
+    fields: list[tuple[str, str | Message]] = []
+    pending: tuple[str, str, int] | None = None
+    while True:
+        kind, token, line = pending or next(tokens)
+        pending = None
+        if token == closer and kind == "mark":
+            return tuple(fields), None
+        if kind == "end":
+            if closer is None:
+                return tuple(fields), None
+            raise DumpError(f"text proto, line {line}: the text ends inside a message, {closer!r} expected")
+        if kind == "mark" and token in ";,":
+            continue
+        if kind == "mark" and token in "}>" and closer is None:
+            return tuple(fields), line
+        if kind != "word":
+            raise DumpError(f"text proto, line {line}: a field name expected, found {token!r}")
+        name = token
+        kind, token, line = next(tokens)
+        if token == ":" and kind == "mark":
+            kind, token, line = next(tokens)
+        if kind == "mark" and token in "{<":
+            fields.append((name, Message(_message(tokens, "}" if token == "{" else ">")[0])))
+        elif kind == "mark" and token == "[":
+            fields.extend((name, value) for value in _list(tokens))
+        elif kind == "string":
+            value = ""
+            while kind == "string":  # adjacent literals are one string
+                value += _unquote(token)
+                kind, token, line = next(tokens)
+            fields.append((name, value))
+            pending = (kind, token, line)
+        elif kind == "word":
+            fields.append((name, token))
+        else:
+            raise DumpError(f"text proto, line {line}: a value for {name!r} expected, found {token or 'the end'!r}")
+
+
+def _list(tokens: Iterator[tuple[str, str, int]]) -> Iterator[str | Message]:
+    while True:
+        kind, token, line = next(tokens)
+        if kind == "mark" and token == "]":
+            return
+        if kind == "mark" and token == ",":
+            continue
+        if kind == "mark" and token in "{<":
+            yield Message(_message(tokens, "}" if token == "{" else ">")[0])
+        elif kind in ("string", "word"):
+            yield _unquote(token) if kind == "string" else token
+        else:
+            raise DumpError(f"text proto, line {line}: a list item expected, found {token or 'the end'!r}")
+
+
+def _unquote(literal: str) -> str:
+    def replace(match: re.Match[str]) -> str:
+        escape = match.group(1)
+        if escape[0] in "01234567":
+            return chr(int(escape, 8) & 255)
+        if escape[0] == "x" and len(escape) > 1:
+            return chr(int(escape[1:], 16))
+        return _NAMED.get(escape, escape)
+
+    return _ESCAPE.sub(replace, literal[1:-1])
