@@ -1,0 +1,8 @@
+"""Views of a Comparison. Pure: they return text or draw on the console given; only the command line writes files."""
+
+from hlo_analysis.report.html import render_html
+from hlo_analysis.report.notebook import render_notebook, show
+from hlo_analysis.report.terminal import render_terminal
+from hlo_analysis.report.words import verdict
+
+__all__ = ["render_html", "render_notebook", "render_terminal", "show", "verdict"]

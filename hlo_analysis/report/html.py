@@ -1,0 +1,189 @@
+"""The report as one HTML file: no network, works from file://, every text from the program escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hlo_analysis.records import Analysis, Comparison, Provenance, StrategyResult
+from hlo_analysis.report import kinds, words
+from hlo_analysis.report.payload import embedded_json, payload, totals
+
+STYLES = ("page.css", "tables.css", "sections.css")
+SCRIPTS = ("data.js", "card.js", "strategies.js", "launches.js", "missed.js", "decisions.js", "graph.js", "main.js")
+
+
+def render_html(comparison: Comparison) -> str:
+    """The whole page as text.
+
+    Raises:
+        KeyError: the comparison's baseline is none of its strategies.
+    """
+    base = comparison[comparison.baseline]
+    script = Markup(_static(SCRIPTS))
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            comparison=comparison,
+            base=base,
+            verdict=words.verdict(comparison),
+            strategies=[_strategy(result, base.analysis) for result in comparison.strategies],
+            tiles=_tiles(base.analysis) if base.analysis else [],
+            bars=_traffic_bars(comparison),
+            rows=_scope_rows(comparison),
+            provenance=_provenance(comparison),
+            families=_families_present(comparison),
+            has_measured=any(result.measured_us is not None for result in comparison.strategies),
+            has_numerics=any(result.numerics is not None for result in comparison.strategies),
+            data=Markup(embedded_json(payload(comparison))),
+            style=Markup(_static(STYLES)),
+            script=script,
+            script_hash=_sha256(script),
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("hlo_analysis.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=words.format_bytes,
+        us=words.format_us,
+        gb=lambda count: f"{count / words.GB:.2f}",
+        ms=lambda microseconds: f"{microseconds / 1e3:.2f}",
+        percent=lambda share: f"{share:.0%}",
+        family=kinds.family_of,
+        plural=words.plural,
+    )
+    environment.globals.update(change=words.format_change, family_words=kinds.FAMILIES)
+    return environment
+
+
+@cache
+def _static(names: tuple[str, ...]) -> str:
+    folder = files("hlo_analysis.report") / "static"
+    return "\n" + "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def _sha256(text: str) -> str:
+    """The script's hash for the content security policy: nothing else on the page may run."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _strategy(result: StrategyResult, base: Analysis | None) -> dict[str, Any]:
+    analysis = result.analysis
+    made: dict[str, Any] = {"result": result, "analysis": analysis, "numerics": words.numerics_words(result.numerics)}
+    if analysis is None:
+        return made
+    return made | {
+        "totals": totals(result, analysis),
+        "saved_share": words.saved_share(analysis),
+        "gemm": words.gemm_words(analysis.provenance),
+        "kinds": [(kind, count) for kind, count in analysis.launches_by_kind.items()],
+    }
+
+
+def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
+    """(label, number, remark, counted or estimated) of the baseline."""
+    traffic = analysis.traffic
+    return [
+        ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
+        ("HBM traffic", words.format_bytes(traffic.bytes), f"of {words.format_bytes(traffic.unfused_bytes)} unfused", "counted"),
+        ("Saved by fusion", f"{words.saved_share(analysis):.0%}", words.format_bytes(traffic.saved_bytes), "counted"),
+        ("Between launches", words.format_bytes(traffic.intermediate_bytes), "written by one, read by others", "counted"),
+        ("Roofline time", words.format_us(analysis.roofline_us), f"{words.format_flops(traffic.flops)}, {traffic.intensity:.0f} FLOP/B", "estimated"),
+        ("Peak memory", words.format_bytes(analysis.memory.peak_bytes), f"{words.format_bytes(analysis.memory.temp_bytes)} temporary", "counted"),
+    ]  # fmt: skip
+
+
+def _kinds_words(analysis: Analysis) -> str:
+    top = list(analysis.launches_by_kind.items())
+    words_ = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in top[:3])
+    rest = sum(count for _, count in top[3:])
+    return f"{words_}, {rest} more" if rest else words_
+
+
+def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:
+    """Widths, in percent of the longest bar, of each strategy's HBM traffic: between launches, and the rest."""
+    done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
+    longest = max((analysis.traffic.bytes for _, analysis in done), default=0) or 1
+    return [
+        {
+            "name": result.name,
+            "between": 100 * min(analysis.traffic.intermediate_bytes, analysis.traffic.bytes) / longest,
+            "total": 100 * analysis.traffic.bytes / longest,
+            "bytes": analysis.traffic.bytes,
+            "between_bytes": analysis.traffic.intermediate_bytes,
+        }
+        for result, analysis in done
+    ]
+
+
+def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """The aligned rows, each cell with its launches and its share of the largest cell."""
+    analyses = {result.name: result.analysis for result in comparison.strategies if result.analysis is not None}
+    largest = max((cell.roofline_us for row in comparison.rows for cell in row.cells), default=0) or 1
+    rows = []
+    for row in comparison.rows:
+        cells = []
+        for cell in row.cells:
+            launches = analyses[cell.strategy].launches
+            cells.append(
+                {
+                    "strategy": cell.strategy,
+                    "launches": [launches[index] for index in cell.launches],
+                    "hosts": [launches[index] for index in cell.fused_into],
+                    "bytes": cell.bytes,
+                    "roofline_us": cell.roofline_us,
+                    "heat": round(cell.roofline_us / largest, 3),
+                }
+            )
+        parent, _, name = row.scope.rpartition("/")
+        rows.append({"parent": parent, "name": name, "phase": row.phase, "cells": cells})
+    return rows
+
+
+def _families_present(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """(family, label, meaning) of every kind of launch in the comparison, in the order of `kinds.FAMILIES`."""
+    present = {
+        kinds.family_of(kind)
+        for result in comparison.strategies
+        if result.analysis is not None
+        for kind in result.analysis.launches_by_kind
+    }
+    return [(family, *said) for family, said in kinds.FAMILIES.items() if family in present]
+
+
+def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
+    """What the numbers rest on, from the baseline or the first strategy that has an analysis."""
+    done = [result.analysis for result in comparison.strategies if result.analysis is not None]
+    analysis = comparison[comparison.baseline].analysis or (done[0] if done else None)
+    if analysis is None:
+        return []
+    origin: Provenance = analysis.provenance
+    device = analysis.device
+    peaks = ", ".join(f"{name} {flops / 1e12:.0f} TFLOP/s" for name, flops in device.matrix_flops)
+    facts = [
+        ("Function", f"{origin.function}, {origin.mode}"),
+        ("Arguments", ", ".join(origin.arguments)),
+        ("Target", f"{origin.target}: {device.description}"),
+        ("Peaks of the roofline", f"{device.memory_bandwidth / 1e12:.2f} TB/s, {peaks} ({device.source})"),
+        ("GEMM choice", words.gemm_words(origin)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in origin.versions)),
+        ("Captured", f"{origin.created}, {sum(item.provenance.compile_seconds for item in done):.1f} s of compiling"),
+    ]
+    notes = dict.fromkeys(note for item in done for note in item.provenance.notes)
+    return [*((name, said) for name, said in facts if said), *(("Not known", note) for note in notes)]

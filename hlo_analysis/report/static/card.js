@@ -1,0 +1,90 @@
+// The card of one launch: all that is known about it.
+
+const card = document.getElementById("card");
+
+function fact(name, value, how) {
+  if (value === null || value === undefined || value === "") return null;
+  return el("div", {}, el("dt", {}, name, how ? el("span", { className: `how ${how}`, textContent: how }) : null), el("dd", {}, value));
+}
+
+function valueTable(values, heading, strategy, column) {
+  if (!values.length) return null;
+  const rows = values.map(([name, shape, bytes, producer]) =>
+    el("tr", {},
+      el("td", { className: "m" }, producer !== null && column ? launchLink(strategy, producer, name) : name),
+      el("td", { className: "m" }, shape),
+      el("td", { className: "n" }, formatBytes(bytes)),
+      column ? el("td", {}, producer === null ? "argument or constant" : `#${producer}`) : null));
+  return el("div", {}, el("h3", { textContent: heading }),
+    el("div", { className: "scroll" }, el("table", {},
+      el("thead", {}, el("tr", {}, el("th", { textContent: "Value" }), el("th", { textContent: "Shape" }),
+        el("th", { className: "n", textContent: "Bytes" }), column ? el("th", { textContent: "From" }) : null)),
+      el("tbody", {}, ...rows))));
+}
+
+/** A button that opens a launch's card. */
+function launchLink(strategy, index, label) {
+  const launch = strategies.get(strategy).launches[index];
+  return el("button", {
+    type: "button", className: "link", "data-strategy": strategy, "data-launch": index,
+    title: launch.name,
+  }, label ?? `#${index} ${launch.name}`);
+}
+
+function edgesOf(strategy, index) {
+  const touching = strategies.get(strategy).decisions.filter(
+    (edge) => edge.verdict !== "fused" && (edge.from === index || edge.to === index));
+  if (!touching.length) return null;
+  return el("div", {}, el("h3", { textContent: "Why it stops here" }),
+    el("ul", { className: "edges" }, ...touching.slice(0, 12).map((edge) =>
+      el("li", {}, el("span", { className: "m" }, `${edge.producer} → ${edge.consumer}`), " ",
+        el("span", { className: `verdict ${edge.verdict}`, textContent: edge.verdict }), el("br"), edge.reason))));
+}
+
+/** A details element whose text is put in when it is first opened. */
+function lazyText(title, text) {
+  const box = el("details", { className: "hlo" }, el("summary", { textContent: title }));
+  box.addEventListener("toggle", () => {
+    if (box.open && !box.querySelector("pre")) box.append(el("pre", { tabIndex: 0 }, el("code", { textContent: text })));
+  });
+  return box;
+}
+
+function openCard(strategy, index) {
+  const launch = strategies.get(strategy).launches[index];
+  const moved = launch.read + launch.written;
+  const size = (dims) => (dims ? dims.join(" × ") : null);
+  card.replaceChildren(
+    el("header", {},
+      el("div", {}, el("p", { className: "over", textContent: `${strategy} · launch #${index}` }),
+        el("h2", { id: "card-title" }, swatch(launch.kind), launch.name)),
+      el("button", { type: "button", className: "close", "aria-label": "Close", textContent: "×", onclick: () => card.close() })),
+    el("dl", { className: "facts" },
+      ...[
+        fact("Kind", launch.kind), fact("Scope", launch.scope ? `${launch.scope} (${launch.phase})` : launch.phase),
+        fact("Source", launch.source), fact("Operation", launch.opName),
+        fact("Reads", formatBytes(launch.read), "counted"), fact("Writes", formatBytes(launch.written), "counted"),
+        fact("Unfused", launch.unfused ? formatBytes(launch.unfused) : null, "counted"),
+        fact("Work", launch.flops ? `${formatFlops(launch.flops)}, ${(launch.flops / Math.max(moved, 1)).toFixed(1)} FLOP/B` : null, "counted"),
+        fact("Roofline", `${formatUs(launch.roofline)}, bound by ${launch.limiter}`, "estimated"),
+        fact("XLA's estimate", launch.xla === null ? null : `${formatUs(launch.xla)}${launch.xlaModel ? ` (${launch.xlaModel})` : ""}`, "estimated"),
+        fact("Time", launch.measured === null ? null : formatUs(launch.measured), "measured"),
+        fact("Launches a run", launch.repeat > 1 ? formatCount(launch.repeat) : null, "counted"),
+        fact("Grid", size(launch.grid)), fact("Threads a block", size(launch.block)),
+        fact("Shared memory", launch.shared ? formatBytes(launch.shared) : null),
+        fact("Registers", launch.registers), fact("Spills", launch.spill ? formatBytes(launch.spill) : null),
+        fact("Inside", launch.opcodes.map(([name, count]) => (count > 1 ? `${count} ${name}` : name)).join(", ")),
+      ].filter(Boolean)),
+    ...[
+      valueTable(launch.inputs, "Inputs", strategy, true), valueTable(launch.outputs, "Outputs", strategy, false),
+      edgesOf(strategy, index), launch.hlo ? lazyText("HLO", launch.hlo) : null,
+    ].filter(Boolean));
+  if (!card.open) card.showModal();
+  card.scrollTop = 0;
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-launch]");
+  if (button) openCard(button.dataset.strategy, Number(button.dataset.launch));
+  else if (event.target === card) card.close();
+});

@@ -1,0 +1,90 @@
+// The comparison, decoded; words for numbers; a way to make elements that can never inject markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+/** Rows of a {columns, pooled, rows} table as objects, pooled numbers turned back into texts. */
+function decode(table) {
+  const pooled = new Set(table.pooled);
+  return table.rows.map((row) => {
+    const made = {};
+    table.columns.forEach((name, place) => {
+      const value = row[place];
+      made[name] = pooled.has(name) && value !== null ? data.texts[value] : value;
+    });
+    return made;
+  });
+}
+
+const strategies = new Map();
+for (const raw of data.strategies) {
+  if (!raw.launches) continue;
+  let launches;
+  let decisions;
+  strategies.set(raw.name, {
+    ...raw,
+    get launches() {
+      return (launches ??= decode(raw.launches));
+    },
+    get decisions() {
+      return (decisions ??= decode(raw.decisions));
+    },
+    missed: decode(raw.missed),
+  });
+}
+
+const FAMILY = {
+  cublas: "library", cublaslt: "library", cudnn: "library", triton_gemm: "triton-gemm", triton: "triton",
+  mosaic: "ours", jax_triton: "ours", loop: "loop", reduction: "reduction", transpose: "layout",
+  concatenate: "layout", scatter: "layout", sort: "layout", copy: "copy", memset: "copy",
+};
+const family = (kind) => FAMILY[kind] ?? "other";
+
+/** An element. `props` are properties (className, textContent, ...), `data-` and `aria-` attributes, or listeners (onclick). */
+function el(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null) continue;
+    if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+  return made;
+}
+
+function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function scaled(value, steps, digits) {
+  for (const [unit, size] of steps) {
+    if (Math.abs(value) >= size) {
+      const shown = value / size;
+      return `${shown.toFixed(Math.abs(shown) >= 100 ? 0 : digits)} ${unit}`;
+    }
+  }
+  return null;
+}
+const formatBytes = (count) =>
+  scaled(count, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]], 1) ?? `${Math.round(count)} B`;
+const formatFlops = (count) =>
+  count ? (scaled(count, [["PFLOP", 1e15], ["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6], ["kFLOP", 1e3]], 1) ?? `${count} FLOP`) : "–";
+const formatUs = (time) =>
+  scaled(time, [["s", 1e6], ["ms", 1e3]], 2) ?? `${Math.abs(time) >= 10 ? Math.round(time) : time.toFixed(1)} µs`;
+const formatCount = (count) => count.toLocaleString("en-US");
+
+/** '−12%', '+3%', '=' or ''. */
+function formatChange(value, base) {
+  if (value === base) return "=";
+  if (!base) return "";
+  const percent = (value / base - 1) * 100;
+  const text = Math.abs(percent).toFixed(Math.abs(percent) >= 10 ? 0 : 1);
+  return Number(text) === 0 ? "≈" : `${percent < 0 ? "−" : "+"}${text}%`;
+}
+
+const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? "" : /(ch|s|sh)$/.test(word) ? "es" : "s"}`;
+const lastScope = (scope) => scope.slice(scope.lastIndexOf("/") + 1);
+const scopeLabel = (scope, phase) => (lastScope(scope) || "no scope") + (phase === "backward" ? " · backward" : "");
+const swatch = (kind) => el("i", { className: `k k-${family(kind)}` });

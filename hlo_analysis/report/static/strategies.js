@@ -1,0 +1,20 @@
+// Differences of the strategy table against the baseline that the reader chose.
+
+function showBaseline(name) {
+  const base = strategies.get(name);
+  for (const node of document.querySelectorAll(".baseline-name")) node.textContent = name;
+  for (const row of document.querySelectorAll("table.strategies tbody tr")) {
+    row.classList.toggle("base", row.dataset.strategy === name);
+    for (const cell of row.querySelectorAll("[data-metric]")) {
+      const metric = cell.dataset.metric;
+      const value = Number(cell.dataset.value);
+      const from = base.totals[metric];
+      const change = row.dataset.strategy === name ? "baseline"
+        : metric === "launches" ? (value === from ? "=" : `${value < from ? "−" : "+"}${Math.abs(value - from)}`)
+        : formatChange(value, from);
+      const note = cell.querySelector(".d");
+      note.textContent = change;
+      note.className = `d ${change.startsWith("−") ? "less" : change.startsWith("+") ? "more" : ""}`;
+    }
+  }
+}

@@ -1,0 +1,125 @@
+"""The report on a terminal: verdict, strategies, top missed fusions."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
+from hlo_analysis.report import words
+
+
+def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
+    """Prints the comparison on `console`: verdict, strategy table, and the `missed` costliest missed fusions."""
+    console.print()
+    console.print(Text(comparison.title, style="bold"))
+    console.print(Text(words.verdict(comparison)))
+    console.print()
+    console.print(strategy_table(comparison))
+    for line in _footnotes(comparison):
+        console.print(Text(line, style="dim"))
+    base = comparison[comparison.baseline]
+    if base.analysis is not None and base.analysis.missed:
+        console.print()
+        count = min(missed, len(base.analysis.missed))
+        console.print(Text(f"Missed fusions of {base.name}: the top {count} of {len(base.analysis.missed)}", "bold"))
+        console.print(Group(*(_missed(base.analysis, item) for item in base.analysis.missed[:missed])))
+    console.print()
+
+
+def strategy_table(comparison: Comparison) -> Table:
+    """One row a strategy; differences in percent are against the comparison's baseline."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("launches\ncounted", justify="right")
+    table.add_column("by kind\ncounted", overflow="fold")
+    table.add_column("HBM GB\ncounted", justify="right", no_wrap=True)
+    table.add_column("saved\ncounted", justify="right", no_wrap=True)
+    table.add_column("roofline ms\nestimated", justify="right", no_wrap=True)
+    table.add_column("peak GB\ncounted", justify="right", no_wrap=True)
+    measured = any(result.measured_us is not None for result in comparison.strategies)
+    if measured:
+        table.add_column("time ms\nmeasured", justify="right", no_wrap=True)
+    base = comparison[comparison.baseline].analysis
+    for result in comparison.strategies:
+        name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)
+        table.add_row(name, *_cells(result, base), *([_measured(result)] if measured else []))
+    return table
+
+
+def _cells(result: StrategyResult, base: Analysis | None) -> list[str]:
+    analysis = result.analysis
+    if analysis is None:
+        return ["–", f"[red]failed:[/] {escape((result.error or 'no reason given').splitlines()[0])}", *["–"] * 4]
+    kinds = " · ".join(f"{count} {kind}" for kind, count in analysis.launches_by_kind.items())
+    against = base if base is not None and base is not analysis else None
+    return [
+        str(analysis.launch_count),
+        kinds,
+        _with_change(
+            f"{analysis.traffic.bytes / words.GB:.2f}", analysis.traffic.bytes, against and against.traffic.bytes
+        ),
+        f"{words.saved_share(analysis):.0%}",
+        _with_change(f"{analysis.roofline_us / 1e3:.2f}", analysis.roofline_us, against and against.roofline_us),
+        f"{analysis.memory.peak_bytes / words.GB:.2f}",
+    ]
+
+
+def _with_change(text: str, value: float, base: float | None) -> str:
+    if base is None:
+        return text
+    change = words.format_change(value, base)
+    colour = {"−": "green", "+": "red"}.get(change[:1], "dim")
+    return f"{text} [{colour}]{change:>5}[/]"
+
+
+def _measured(result: StrategyResult) -> str:
+    return "–" if result.measured_us is None else f"{result.measured_us / 1e3:.2f}"
+
+
+def _footnotes(comparison: Comparison) -> list[str]:
+    """What the numbers rest on: the baseline mark, GEMM choices, numerics, what the captures could not know."""
+    done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
+    lines = ["* baseline of the differences. HBM: bytes read and written; saved: of the same program unfused."]
+    choices: dict[str, list[str]] = {}
+    for result, analysis in done:
+        choices.setdefault(words.gemm_words(analysis.provenance), []).append(result.name)
+    if len(choices) == 1:
+        lines.append(f"GEMM choice: {next(iter(choices))}.")
+    elif choices:
+        lines.append("GEMM choice: " + "; ".join(f"{words} ({', '.join(who)})" for words, who in choices.items()) + ".")
+    checked = [result for result, _ in done if result.numerics is not None]
+    if checked:
+        failed = [result.name for result in checked if result.numerics is not None and not result.numerics.passed]
+        lines.append(
+            f"Numerics against float64: {len(checked) - len(failed)} of {len(checked)} within twice the baseline's error"
+            + (f"; FAILED: {', '.join(failed)}." if failed else ".")
+        )
+    lines.extend(dict.fromkeys(note for _, analysis in done for note in analysis.provenance.notes))
+    return lines
+
+
+def _missed(analysis: Analysis, item: MissedFusion) -> Padding:
+    ends = " → ".join(
+        [_launch(analysis, item.producer), ", ".join(_launch(analysis, index) for index in item.consumers)]
+    )
+    head = Text.assemble(
+        (f"{item.rank}. ", "bold"),
+        (words.format_bytes(item.bytes_at_stake), "bold yellow"),
+        f"  {words.format_us(item.time_at_stake_us)} estimated  ",
+        (item.scope or "no scope", "cyan"),
+        f"  {item.shape}",
+    )
+    body = Text.assemble(
+        (ends, "dim"), "\n", "why     ", item.reason, "\n", (f"{item.remedy_kind:<8}", "green"), item.remedy
+    )
+    return Padding(Group(head, Padding(body, (0, 0, 0, 3))), (0, 0, 1, 0))
+
+
+def _launch(analysis: Analysis, index: int) -> str:
+    launch = analysis.launches[index]
+    return f"#{index} {launch.name} ({launch.kind})"

@@ -1,0 +1,163 @@
+"""Numbers as people read them, and the sentences that every view shares."""
+
+from __future__ import annotations
+
+from hlo_analysis.records import Analysis, Comparison, Numerics, Provenance, StrategyResult
+
+GB = 1e9
+"""Bytes are shown decimal, as memory bandwidths are quoted."""
+
+TARGET_NAMES = {
+    "h200": "an H200",
+    "h100": "an H100",
+    "a100": "an A100",
+    "b200": "a B200",
+    "a6000": "an RTX A6000",
+    "rtx-pro-6000": "an RTX PRO 6000",
+    "cpu": "this CPU",
+    "attached": "the attached GPU",
+}
+
+
+def format_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'; decimal units."""
+    sign, count = ("-" if count < 0 else ""), abs(count)
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{sign}{value:.0f} {unit}" if value >= 100 else f"{sign}{value:.1f} {unit}"
+    return f"{sign}{count:.0f} B"
+
+
+def format_us(microseconds: float) -> str:
+    """A time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
+    if abs(microseconds) >= 1e6:
+        return f"{microseconds / 1e6:.2f} s"
+    if abs(microseconds) >= 1e3:
+        return f"{microseconds / 1e3:.2f} ms"
+    return f"{microseconds:.0f} µs" if abs(microseconds) >= 10 else f"{microseconds:.1f} µs"
+
+
+def format_flops(count: float) -> str:
+    """Floating-point operations: '1.1 TFLOP'."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} FLOP"
+
+
+def format_change(value: float, base: float) -> str:
+    """The difference in percent: '−12%', '+3%', '=' where equal, '' where there is nothing to divide by."""
+    if value == base:
+        return "="
+    if not base:
+        return ""
+    percent = (value / base - 1) * 100
+    digits = 0 if abs(percent) >= 10 else 1
+    text = f"{abs(percent):.{digits}f}%"
+    return "≈" if float(text[:-1]) == 0 else ("−" if percent < 0 else "+") + text
+
+
+def plural(count: int, word: str) -> str:
+    """'1 launch', '2 launches'."""
+    if count == 1:
+        return f"1 {word}"
+    return f"{count} {word}es" if word.endswith(("ch", "s", "sh")) else f"{count} {word}s"
+
+
+def target_words(name: str) -> str:
+    """The target as it stands in a sentence."""
+    return TARGET_NAMES.get(name, name)
+
+
+def gemm_words(provenance: Provenance) -> str:
+    """Where the matrix-product kernels come from: 'replayed 15 of 15', 'default (no autotuning)', ..."""
+    match provenance.gemm_choice:
+        case "replayed":
+            return f"replayed {provenance.autotune_hits} of {provenance.autotune_lookups}"
+        case "attached":
+            return "attached (autotuned on this GPU)"
+        case "default":
+            return "default (no autotuning)"
+        case _:
+            return "none to choose"
+
+
+def numerics_words(numerics: Numerics | None) -> str:
+    """'1.1× baseline error', with a warning where the bound is broken; '' where nothing was checked."""
+    if numerics is None:
+        return ""
+    if not numerics.baseline_error:
+        ratio = "exact" if not numerics.error else f"error {numerics.error:.2g}, baseline exact"
+    else:
+        ratio = f"{numerics.error / numerics.baseline_error:.2f}× baseline error"
+    return ratio if numerics.passed else f"FAILED: {ratio}"
+
+
+def scope_words(scope: str) -> str:
+    """A scope for people: its last part, or words where the program named none."""
+    return scope.rsplit("/", 1)[-1].replace("_", " ") if scope else "unnamed part"
+
+
+def saved_share(analysis: Analysis) -> float:
+    """The part of the unfused HBM traffic that fusion saved, 0 to 1."""
+    return analysis.traffic.saved_bytes / analysis.traffic.unfused_bytes if analysis.traffic.unfused_bytes else 0.0
+
+
+def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
+    """Bytes that values move between launches, by the scope that makes them, largest first."""
+    totals: dict[str, int] = {}
+    for value in analysis.intermediates:
+        scope = analysis.launches[value.producer].scope
+        totals[scope] = totals.get(scope, 0) + value.bytes_moved
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def verdict(comparison: Comparison) -> str:
+    """What happened, in one to three sentences about the baseline and the strategy that moves least."""
+    base = comparison[comparison.baseline]
+    if base.analysis is None:
+        return f"{base.name} could not be analysed: {base.error}"
+    return " ".join(filter(None, (_baseline_sentence(base.name, base.analysis), _best_sentence(comparison))))
+
+
+def _baseline_sentence(name: str, analysis: Analysis) -> str:
+    subject = "XLA" if name == "xla" else name
+    parts = [
+        f"On {target_words(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
+        f"of this program"
+    ]
+    if analysis.traffic.unfused_bytes:
+        parts.append(f"fusion saves {saved_share(analysis):.0%} of the unfused HBM traffic")
+    moved = analysis.traffic.intermediate_bytes
+    if not moved:
+        parts.append("nothing goes through HBM between launches")
+    else:
+        where = ""
+        scopes = intermediates_by_scope(analysis)
+        if scopes:
+            scope, largest = next(iter(scopes.items()))
+            share = largest / sum(scopes.values())
+            amount = "most of it" if share > 0.5 else f"{share:.0%} of it"
+            where = f", {amount} from {scope_words(scope)}"
+        parts.append(f"{format_bytes(moved)} still goes through HBM between launches{where}")
+    return "; ".join(parts) + "."
+
+
+def _best_sentence(comparison: Comparison) -> str:
+    """The strategy with the lowest roofline time, where that is another than the baseline."""
+    base = comparison[comparison.baseline]
+    done: list[tuple[StrategyResult, Analysis]] = [
+        (result, result.analysis) for result in comparison.strategies if result.analysis is not None
+    ]
+    if base.analysis is None or len(done) < 2:
+        return ""
+    best, analysis = min(done, key=lambda item: item[1].roofline_us)
+    if analysis.roofline_us >= base.analysis.roofline_us * 0.995:
+        return f"None of the other {len(done) - 1} strategies has a lower roofline time (estimated)."
+    traffic = format_change(analysis.traffic.bytes, base.analysis.traffic.bytes)
+    time = format_change(analysis.roofline_us, base.analysis.roofline_us)
+    return (
+        f"Lowest roofline of the {len(done)} strategies: {best.name}, {time} estimated time and {traffic} HBM traffic "
+        f"in {plural(analysis.launch_count, 'launch')}."
+    )

@@ -1,0 +1,485 @@
+"""A comparison built by hand, with the sizes of a Llama-size block at B2 S4096 in bf16, for tests of the views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hlo_analysis.diff import compare_analyses
+from hlo_analysis.records import (
+    Analysis,
+    Comparison,
+    Decision,
+    Device,
+    Intermediate,
+    Launch,
+    LaunchKind,
+    Memory,
+    MissedFusion,
+    Numerics,
+    Provenance,
+    StrategyResult,
+    Traffic,
+    Value,
+)
+
+ROWS, MODEL, HIDDEN, HEADS, KV, HEAD = 8192, 4096, 14336, 32, 8, 128
+X = f"bf16[{ROWS},{MODEL}]"
+X_BYTES = ROWS * MODEL * 2
+SCORES = "bf16[2,32,4096,4096]"
+SCORES_BYTES = 2 * HEADS * 4096 * 4096 * 2
+WIDE = f"bf16[{ROWS},{HIDDEN}]"
+WIDE_BYTES = ROWS * HIDDEN * 2
+GEMM = 2 * ROWS * MODEL
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">{{7*7}}\u2028&amp;"
+
+H200 = Device(
+    name="h200",
+    description="NVIDIA H200 SXM, 132 SMs, 141 GB HBM3e",
+    memory_bandwidth=4.8e12,
+    matrix_flops=(("bf16", 989e12), ("f32", 494e12)),
+    vector_flops=66.9e12,
+    launch_overhead_us=2.0,
+    source="NVIDIA H200 datasheet",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One launch in brief: what it is called, where it belongs, what it reads (names of steps or arguments)."""
+
+    name: str
+    kind: LaunchKind
+    scope: str
+    shape: str
+    size: int
+    reads: tuple[str, ...]
+    flops: int = 0
+    unfused: float = 1.0
+    hlo: str = ""
+
+
+ARGUMENTS: dict[str, tuple[str, int]] = {
+    "x": (X, X_BYTES),
+    "w_qkv": ("bf16[4096,6144]", 4096 * 6144 * 2),
+    "w_out": ("bf16[4096,4096]", 4096 * 4096 * 2),
+    "w_gate_up": ("bf16[4096,28672]", 4096 * 28672 * 2),
+    "w_down": ("bf16[14336,4096]", 4096 * 14336 * 2),
+    "norm_scale": ("bf16[4096]", 8192),
+}
+
+XLA_STEPS = (
+    Step(
+        name="input_reduce_fusion",
+        kind="reduction",
+        scope="block/attention_norm",
+        shape="f32[8192]",
+        size=32768,
+        reads=("x",),
+        unfused=5,
+    ),
+    Step(
+        name="loop_multiply_fusion",
+        kind="loop",
+        scope="block/attention_norm",
+        shape=X,
+        size=X_BYTES,
+        reads=("x", "input_reduce_fusion", "norm_scale"),
+        unfused=2.4,
+    ),
+    Step(
+        name="cublas-gemm.1",
+        kind="cublaslt",
+        scope="block/qkv_projection",
+        shape="bf16[8192,6144]",
+        size=ROWS * 6144 * 2,
+        reads=("loop_multiply_fusion", "w_qkv"),
+        flops=GEMM * 6144,
+    ),
+    Step(
+        name="loop_concatenate_fusion",
+        kind="concatenate",
+        scope="block/rope",
+        shape="bf16[2,4096,40,128]",
+        size=2 * 4096 * 40 * 128 * 2,
+        reads=("cublas-gemm.1",),
+        unfused=4.1,
+    ),
+    Step(
+        name="gemm_fusion_dot.2",
+        kind="triton_gemm",
+        scope="block/attention",
+        shape=SCORES,
+        size=SCORES_BYTES,
+        reads=("loop_concatenate_fusion",),
+        flops=4096 * 4096 * HEAD * HEADS * 4,
+    ),
+    Step(
+        name="softmax_fusion",
+        kind="triton",
+        scope="block/attention",
+        shape=SCORES,
+        size=SCORES_BYTES,
+        reads=("gemm_fusion_dot.2",),
+        unfused=4.6,
+        hlo='softmax_fusion = bf16[2,32,4096,4096]{3,2,1,0} fusion(gemm_fusion_dot.2), kind=kCustom, calls=fused_softmax, metadata={op_name="jit(f)/block/attention/softmax"}',
+    ),
+    Step(
+        name="gemm_fusion_dot.3",
+        kind="triton_gemm",
+        scope="block/attention",
+        shape=X,
+        size=X_BYTES,
+        reads=("softmax_fusion", "cublas-gemm.1"),
+        flops=4096 * 4096 * HEAD * HEADS * 4,
+    ),
+    Step(
+        name="cublas-gemm.4",
+        kind="cublaslt",
+        scope="block/output_projection",
+        shape=X,
+        size=X_BYTES,
+        reads=("gemm_fusion_dot.3", "w_out"),
+        flops=GEMM * MODEL,
+    ),
+    Step(
+        name="input_add_reduce_fusion",
+        kind="reduction",
+        scope="block/mlp_norm",
+        shape="(f32[8192], bf16[8192,4096])",
+        size=X_BYTES,
+        reads=("x", "cublas-gemm.4"),
+        unfused=4.2,
+        hlo='%fused { add = bf16[8192,4096] add(p0, p1), metadata={op_name="jit(f)/block/attention_residual/add"} }',
+    ),
+    Step(
+        name="loop_multiply_fusion.1",
+        kind="loop",
+        scope="block/mlp_norm",
+        shape=X,
+        size=X_BYTES,
+        reads=("input_add_reduce_fusion", "norm_scale"),
+        unfused=2.4,
+    ),
+    Step(
+        name="cublas-gemm.5",
+        kind="cublas",
+        scope="block/gate_up_projection",
+        shape="bf16[8192,28672]",
+        size=ROWS * 28672 * 2,
+        reads=("loop_multiply_fusion.1", "w_gate_up"),
+        flops=GEMM * 28672,
+    ),
+    Step(
+        name="loop_multiply_fusion.2",
+        kind="loop",
+        scope="block/activation",
+        shape=WIDE,
+        size=WIDE_BYTES,
+        reads=("cublas-gemm.5",),
+        unfused=3.5,
+    ),
+    Step(
+        name="gemm_fusion_dot.6",
+        kind="triton_gemm",
+        scope="block/down_projection",
+        shape=X,
+        size=X_BYTES,
+        reads=("loop_multiply_fusion.2", "w_down", "input_add_reduce_fusion"),
+        flops=GEMM * HIDDEN,
+        unfused=1.3,
+        hlo='%gemm { add = bf16[8192,4096] add(dot, p2), metadata={op_name="jit(f)/block/mlp_residual/add"} }',
+    ),
+)
+
+CUDNN_STEPS = (
+    *XLA_STEPS[:4],
+    Step(
+        name="custom-call.1",
+        kind="cudnn",
+        scope="block/attention",
+        shape=X,
+        size=X_BYTES,
+        reads=("loop_concatenate_fusion", "cublas-gemm.1"),
+        flops=4096 * 4096 * HEAD * HEADS * 8,
+    ),
+    replace(XLA_STEPS[7], reads=("custom-call.1", "w_out")),
+    *XLA_STEPS[8:],
+)
+
+PALLAS_STEPS = (
+    Step(
+        name="rms_norm",
+        kind="mosaic",
+        scope="block/attention_norm",
+        shape=X,
+        size=X_BYTES,
+        reads=("x", "norm_scale"),
+        unfused=6,
+    ),
+    replace(XLA_STEPS[2], reads=("rms_norm", "w_qkv")),
+    *XLA_STEPS[3:8],
+    Step(
+        name="rms_norm.1",
+        kind="mosaic",
+        scope="block/mlp_norm",
+        shape="(bf16[8192,4096], bf16[8192,4096])",
+        size=2 * X_BYTES,
+        reads=("x", "cublas-gemm.4", "norm_scale"),
+        unfused=4,
+        hlo='metadata={op_name="jit(f)/block/attention_residual/add"}',
+    ),
+    replace(XLA_STEPS[10], reads=("rms_norm.1", "w_gate_up")),
+    XLA_STEPS[11],
+    replace(XLA_STEPS[12], reads=("loop_multiply_fusion.2", "w_down", "rms_norm.1")),
+)
+
+UNFUSED_STEPS = tuple(
+    replace(
+        step,
+        name=f"{step.name}.{part}" if part else step.name,
+        kind="loop" if part else step.kind,
+        reads=step.reads if not part else (step.name if part == 1 else f"{step.name}.{part - 1}",),
+        flops=0 if part else step.flops,
+        unfused=1,
+        hlo="",
+    )
+    for step in XLA_STEPS
+    for part in range(max(1, round(step.unfused)))
+)
+
+
+def launches_of(steps: tuple[Step, ...]) -> tuple[Launch, ...]:
+    """The steps as launches: bytes from the sizes, roofline from the H200's peaks."""
+    made: dict[str, int] = {}
+    sizes = dict(ARGUMENTS)
+    launches = []
+    for index, step in enumerate(steps):
+        inputs = tuple(
+            Value(name=name, shape=sizes[name][0], bytes=sizes[name][1], producer=made.get(name)) for name in step.reads
+        )
+        read = sum(value.bytes for value in inputs)
+        moved = read + step.size
+        memory_us, compute_us = moved / 4.8e12 * 1e6, step.flops / 989e12 * 1e6
+        launches.append(
+            Launch(
+                index=index,
+                thunk_id=index + 1,
+                name=step.name,
+                kind=step.kind,
+                computation="main",
+                grid=(8192, 1, 1) if step.kind not in ("cublas", "cublaslt", "cudnn") else None,
+                block=(128, 1, 1) if step.kind not in ("cublas", "cublaslt", "cudnn") else None,
+                shared_memory_bytes=12288 if step.kind == "triton_gemm" else 0,
+                scope=step.scope,
+                source="block.py:114",
+                op_name=f"jit(forward)/{step.scope}/op",
+                opcodes=(("multiply", 3), ("convert", 2), ("reduce", 1)),
+                inputs=inputs,
+                outputs=(Value(name=step.name, shape=step.shape, bytes=step.size, producer=index),),
+                bytes_read=read,
+                bytes_written=step.size,
+                flops=step.flops,
+                unfused_bytes=round(moved * step.unfused),
+                roofline_us=max(memory_us, compute_us) + 2.0,
+                limiter="memory" if memory_us > compute_us else "compute",
+                xla_estimate_us=memory_us * 1.2 if step.kind == "loop" else None,
+                hlo=step.hlo or f"{step.name} = {step.shape} fusion({', '.join(step.reads)}), kind=kLoop",
+            )
+        )
+        made[step.name] = index
+        sizes[step.name] = (step.shape, step.size)
+    return tuple(launches)
+
+
+def intermediates_of(launches: tuple[Launch, ...]) -> tuple[Intermediate, ...]:
+    """Every output that a later launch reads."""
+    found = []
+    for launch in launches:
+        readers = tuple(other.index for other in launches for value in other.inputs if value.producer == launch.index)
+        if readers:
+            output = launch.outputs[0]
+            found.append(
+                Intermediate(
+                    name=output.name,
+                    shape=output.shape,
+                    bytes=output.bytes,
+                    producer=launch.index,
+                    consumers=readers,
+                    bytes_moved=output.bytes * (1 + len(readers)),
+                )
+            )
+    return tuple(found)
+
+
+_REASONS = {
+    "cublas": ("library call", "[cuBLAS call: its operands and result are in HBM]", "gemm-rewriter"),
+    "cublaslt": ("library call", "[cuBLASLt call: its operands and result are in HBM]", "gemm-rewriter"),
+    "cudnn": ("library call", "[cuDNN call: its operands and result are in HBM]", "cudnn-fused-mha-rewriter"),
+    "mosaic": ("custom kernel", "[custom call: XLA does not fuse into it]", "priority-fusion"),
+    "triton_gemm": ("cost model: fusing is slower", "Fusing costs more than it saves", "priority-fusion"),
+}
+
+
+def decisions_of(launches: tuple[Launch, ...], intermediates: tuple[Intermediate, ...]) -> tuple[Decision, ...]:
+    """One decision an edge between launches, and a fused one inside each fusion."""
+    found = []
+    for value in intermediates:
+        for consumer in value.consumers:
+            first, second = launches[value.producer], launches[consumer]
+            library = next((_REASONS[launch.kind] for launch in (second, first) if launch.kind in _REASONS), None)
+            category, reason, name = library or (
+                "multiple consumers",
+                f"{first.name} has more than one consumer and fusing would compute it twice",
+                "priority-fusion",
+            )
+            found.append(
+                Decision(
+                    producer=first.name,
+                    consumer=second.name,
+                    verdict="rejected" if category.startswith("cost") else "ineligible",
+                    reason=reason,
+                    category=category,
+                    pass_name=name,
+                    gain_us=-151.0 if category.startswith("cost") else None,
+                    producer_launch=first.index,
+                    consumer_launch=second.index,
+                    bytes=value.bytes,
+                    shape=value.shape,
+                    scope=first.scope,
+                )
+            )
+    for launch in launches:
+        if launch.unfused_bytes > launch.bytes_read + launch.bytes_written:
+            found.append(
+                Decision(
+                    producer=f"convert.{launch.index}",
+                    consumer=launch.name,
+                    verdict="fused",
+                    reason="Fusing saves time",
+                    category="fused",
+                    pass_name="priority-fusion",
+                    gain_us=12.5,
+                    producer_launch=launch.index,
+                    consumer_launch=launch.index,
+                    bytes=launch.outputs[0].bytes,
+                    shape=launch.outputs[0].shape,
+                    scope=launch.scope,
+                )
+            )
+    return tuple(found)
+
+
+def missed_of(launches: tuple[Launch, ...], intermediates: tuple[Intermediate, ...]) -> tuple[MissedFusion, ...]:
+    """The intermediates ranked by bytes."""
+    ranked = sorted(intermediates, key=lambda value: -value.bytes_moved)
+    found = []
+    for rank, value in enumerate(ranked[:8], start=1):
+        ends = [launches[value.producer], *(launches[index] for index in value.consumers)]
+        around = sum(launch.bytes_read + launch.bytes_written for launch in ends)
+        attention = "attention" in ends[0].scope and "norm" not in ends[0].scope
+        found.append(
+            MissedFusion(
+                rank=rank,
+                value=value.name,
+                shape=value.shape,
+                producer=value.producer,
+                consumers=value.consumers,
+                bytes_at_stake=value.bytes_moved,
+                time_at_stake_us=value.bytes_moved / 4.8e12 * 1e6 + 2,
+                share=value.bytes_moved / around,
+                reason="Triton GEMM fusions take elementwise prologues only; a softmax between two products is not one",
+                category="no such fusion in XLA" if attention else "library call",
+                remedy_kind="option" if attention else "kernel",
+                remedy="Use cuDNN attention: jax.nn.dot_product_attention(implementation='cudnn'), strategy xla_cudnn"
+                if attention
+                else "A product with a fused epilogue keeps this value in registers",
+                scope=ends[0].scope,
+            )
+        )
+    return tuple(found)
+
+
+def analysis_of(
+    steps: tuple[Step, ...], label: str, *, gemm_hits: int = 6, options: tuple[tuple[str, str], ...] = ()
+) -> Analysis:
+    """A whole analysis of the steps."""
+    launches = launches_of(steps)
+    intermediates = intermediates_of(launches)
+    return Analysis(
+        label=label,
+        provenance=Provenance(
+            function="TransformerBlock(llama3-8b)",
+            mode="forward",
+            arguments=("bf16[2,4096,4096]",),
+            target="h200",
+            gemm_choice="replayed",
+            autotune_hits=gemm_hits,
+            autotune_lookups=6,
+            compiler_options=options,
+            versions=(("jax", "0.11.2"), ("jaxlib", "0.11.2"), ("jax-cuda13-plugin", "0.11.2")),
+            created="2026-11-20T10:00:00Z",
+            compile_seconds=2.1,
+            notes=("Registers and spills are unknown: ptxas was not asked.",),
+        ),
+        device=H200,
+        launches=launches,
+        decisions=decisions_of(launches, intermediates),
+        intermediates=intermediates,
+        missed=missed_of(launches, intermediates),
+        traffic=Traffic(
+            bytes_read=sum(launch.bytes_read for launch in launches),
+            bytes_written=sum(launch.bytes_written for launch in launches),
+            flops=sum(launch.flops for launch in launches),
+            unfused_bytes=sum(launch.unfused_bytes for launch in launches),
+            intermediate_bytes=sum(value.bytes_moved for value in intermediates),
+        ),
+        memory=Memory(argument_bytes=570 << 20, output_bytes=X_BYTES, temp_bytes=5 << 30, peak_bytes=6 << 30),
+        silent=(("p0", "parameter"),),
+    )
+
+
+def llama_comparison() -> Comparison:
+    """Four strategies and one that failed, on the forward pass of a Llama-size block."""
+    numerics = Numerics(shape="bf16[2,64,128]", dtype="bfloat16", error=0.0031, baseline_error=0.0029, passed=True)
+    results = [
+        StrategyResult(
+            name=name,
+            description=description,
+            analysis=analysis_of(steps, name, options=options),
+            numerics=numerics,
+        )
+        for name, description, steps, options in (
+            ("unfused", "Fusion passes off", UNFUSED_STEPS, (("xla_disable_hlo_passes", "priority-fusion"),)),
+            ("xla", "XLA as it comes", XLA_STEPS, ()),
+            ("xla_cudnn", "cuDNN attention", CUDNN_STEPS, ()),
+            ("pallas", "Our kernels at the norm sites", PALLAS_STEPS, ()),
+        )
+    ]
+    failed = StrategyResult(
+        name="xla_gemm_v2",
+        description="XLA's second GEMM fusion",
+        analysis=None,
+        error="XLA said: INTERNAL: no such thing",
+    )
+    return compare_analyses("llama3-8b block, forward, B2 S4096", [*results, failed], baseline="xla")
+
+
+def hostile_comparison() -> Comparison:
+    """The same words everywhere that a name can stand, all of them an attempt to break out of the page."""
+    step = Step(
+        name=HOSTILE, kind="loop", scope=f"block/{HOSTILE}", shape=HOSTILE, size=1024, reads=("x",), hlo=HOSTILE
+    )
+    second = replace(step, name=HOSTILE + "2", reads=(HOSTILE,))
+    analysis = analysis_of((step, second), HOSTILE, options=((HOSTILE, HOSTILE),))
+    provenance = replace(analysis.provenance, function=HOSTILE, notes=(HOSTILE,), versions=((HOSTILE, HOSTILE),))
+    decisions = tuple(
+        replace(decision, reason=HOSTILE, category=HOSTILE, pass_name=HOSTILE) for decision in analysis.decisions
+    )
+    missed = tuple(replace(miss, reason=HOSTILE, remedy=HOSTILE, category=HOSTILE) for miss in analysis.missed)
+    launches = tuple(replace(launch, source=HOSTILE, op_name=HOSTILE) for launch in analysis.launches)
+    analysis = replace(analysis, provenance=provenance, decisions=decisions, missed=missed, launches=launches)
+    results = [
+        StrategyResult(name=HOSTILE, description=HOSTILE, analysis=analysis),
+        StrategyResult(name=HOSTILE + "!", description=HOSTILE, analysis=None, error=HOSTILE),
+    ]
+    return compare_analyses(HOSTILE, results, baseline=HOSTILE)
