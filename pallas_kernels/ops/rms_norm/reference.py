@@ -1,0 +1,18 @@
+"""RMSNorm in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm_reference(
+    x: jax.Array, scale: jax.Array, *, residual: jax.Array | None = None, epsilon: float = 1e-6
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.rms_norm`. Accumulates in float32 (float64 for float64 inputs)."""
+    total = x if residual is None else x + residual
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    value = total.astype(wide)
+    mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+    y = (value * jax.lax.rsqrt(mean_square + epsilon) * scale.astype(wide)).astype(x.dtype)
+    return y if residual is None else (y, total)

@@ -1,0 +1,134 @@
+"""RMSNorm's registry entry: how it is called in tests and benchmarks, its traffic, and its kernel variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.ops.rms_norm.api import rms_norm
+from pallas_kernels.ops.rms_norm.config import backward_candidates, forward_candidates
+from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
+from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+
+
+def _call(
+    *shape: int,
+    dtype: str = "bfloat16",
+    scale_dtype: str | None = None,
+    residual: bool = True,
+    fill: Fill = "normal",
+    tags: tuple[str, ...] = ("test",),
+) -> ArgSpec:
+    x = ArraySpec(shape=shape, dtype=dtype, fill=fill)
+    arguments = {
+        "x": x,
+        "scale": ArraySpec(shape=shape[-1:], dtype=scale_dtype or dtype, mean=1.0, deviation=0.1),
+        **({"residual": x} if residual else {}),
+    }
+    name = "x".join(map(str, shape)) + f"-{dtype}"
+    name += f"-{scale_dtype}_scale" if scale_dtype else ""
+    name += "-residual" if residual else ""
+    name += f"-{fill}" if fill != "normal" else ""
+    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+
+
+_GPU = ("gpu",)
+_BENCH = ("gpu", "bench")
+
+_ARG_SPECS = (
+    _call(6, 1024),
+    _call(2, 3, 1024, residual=False),
+    _call(4, 512, scale_dtype="float32"),
+    _call(4, 512, dtype="float32"),
+    _call(4, 256, dtype="float16", residual=False),
+    _call(256, residual=False),
+    _call(4, 1152, scale_dtype="float32", tags=("test", "ragged")),
+    _call(4, 1000, tags=("test", "ragged")),
+    _call(4, 1000, dtype="float32", residual=False, tags=("test", "ragged")),
+    _call(2, 4097, tags=("test", "ragged")),
+    _call(4, 127, tags=("test", "ragged")),
+    _call(4, 1, dtype="float32", tags=("test", "ragged")),
+    _call(2, 20004, tags=("test", "ragged", "long")),
+    _call(2, 16384 + 4096, residual=False, tags=("test", "long")),
+    _call(4, 512, fill="extreme", tags=("test", "extreme")),
+    _call(4, 512, fill="zeros", tags=("test", "extreme")),
+    _call(4, 512, fill="ones", residual=False, tags=("test", "extreme")),
+    _call(0, 512, tags=("test", "empty")),
+    _call(4, 0, residual=False, tags=("test", "empty")),
+    _call(1000, 4096, tags=_GPU),
+    _call(333, 8192, scale_dtype="float32", tags=_GPU),
+    _call(300, 16384, tags=_GPU),
+    _call(517, 4096, dtype="float32", tags=_GPU),
+    _call(300, 8192, dtype="float32", tags=_GPU),
+    _call(2000, 1152, tags=(*_GPU, "ragged")),
+    _call(1000, 4097, tags=(*_GPU, "ragged")),
+    _call(700, 4100, residual=False, tags=(*_GPU, "ragged")),
+    _call(64, 65536, tags=(*_GPU, "long")),
+    _call(40, 65537, tags=(*_GPU, "ragged", "long")),
+    _call(8, 262144, residual=False, tags=(*_GPU, "long")),
+    _call(8192, 4096, tags=(*_BENCH, "block")),
+    _call(32768, 4096, tags=_BENCH),
+    _call(32768, 4096, residual=False, tags=_BENCH),
+    _call(8192, 8192, tags=_BENCH),
+    _call(8192, 8192, residual=False, tags=_BENCH),
+    _call(16384, 4096, dtype="float32", tags=_BENCH),
+    _call(16384, 1024, tags=_BENCH),
+    _call(65536, 1152, tags=(*_BENCH, "ragged")),
+    _call(4096, 16384, tags=_BENCH),
+    _call(1, 4096, tags=_BENCH),
+    _call(64, 4096, tags=_BENCH),
+)
+
+
+def _forward_traffic(arguments: Arguments) -> Traffic:
+    size = array_bytes(arguments["x"])
+    count = 1 if arguments.get("residual") is None else 2
+    return Traffic(read=(size,) * count, written=(size,) * count)
+
+
+def _backward_traffic(arguments: Arguments) -> Traffic:
+    # Reads the normalised rows, dy, and the cotangent of the sum where there is one.
+    size = array_bytes(arguments["x"])
+    return Traffic(read=(size,) * (2 if arguments.get("residual") is None else 3), written=(size,))
+
+
+def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    x, scale = arguments["x"], arguments["scale"]
+    features, itemsize = x.shape[-1], jnp.dtype(x.dtype).itemsize
+    has_residual = arguments.get("residual") is not None
+    if phase == "forward":
+        candidates = forward_candidates(features, itemsize)
+        return {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
+    candidates = backward_candidates(
+        features, itemsize, scale_itemsize=jnp.dtype(scale.dtype).itemsize, streams=3 if has_residual else 2
+    )
+    return {name: partial(_backward_variant, config=config) for name, config in candidates.items()}
+
+
+def _forward_variant(*, x, scale, residual=None, config):
+    return rms_norm_forward(x, scale, residual, epsilon=1e-6, config=config)
+
+
+def _backward_variant(*, x, scale, residual=None, cotangent, config):
+    del residual  # the same shape as the sum, which x stands for
+    dy, dtotal = cotangent if isinstance(cotangent, tuple) else (cotangent, None)
+    return rms_norm_backward(x, scale, dy, dtotal, epsilon=1e-6, config=config)
+
+
+RMS_NORM = OpSpec(
+    name="rms_norm",
+    function=rms_norm,
+    reference=rms_norm_reference,
+    implementations=("mosaic", "xla"),
+    differentiable=("x", "scale", "residual"),
+    batched=("x", "residual"),
+    arg_specs=_ARG_SPECS,
+    forward_traffic=_forward_traffic,
+    backward_traffic=_backward_traffic,
+    variants=_variants,
+)

@@ -1,0 +1,122 @@
+"""A row in the registers of one warpgroup.
+
+A row of `features` values is cut into segments. Thread t of the 128 holds `vector` neighbouring values out of every
+128 x `vector`; the widest vectors come first, so that nearly all of a row moves in 16-byte accesses and a length that
+is no multiple of anything still fits:
+
+    1152 bf16 values = 1024 (vectors of 8) + 128 (vectors of 1)
+    4097 bf16 values = 4096 (vectors of 1: rows start on odd addresses) + the last 128 again, 127 of them masked
+
+Mosaic GPU has no masked loads. The last segment of a ragged row therefore starts early, inside the one before, and its
+first `repeated` values count for nothing in sums. Stores write them a second time, with the same bits, from the same
+warpgroup.
+
+Row values are tuples of float32 arrays, one a segment, so `jax.tree.map` works on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+LANES = 128
+"""Threads of a warpgroup."""
+ACCESS_BYTES = 16
+"""The widest access of one thread."""
+
+RowValues = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Columns `offset` to `offset + size` of a row, `vector` values a thread and access.
+
+    The first `repeated` columns are in the segment before, too.
+    """
+
+    offset: int
+    size: int
+    vector: int
+    repeated: int = 0
+
+    @property
+    def layout(self) -> plgpu.Layout | Any:
+        """How the warpgroup holds the segment."""
+        return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
+
+    @property
+    def columns(self) -> pl.Slice:
+        """The segment as an index of the row's last axis."""
+        return pl.ds(self.offset, self.size)
+
+
+def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | None = None) -> tuple[Segment, ...]:
+    """Cuts `features` values of `itemsize` bytes, from column `offset` on, into segments.
+
+    `stride` is the length of the whole row (default: `features`), which decides how its accesses are aligned.
+
+    A tail of less than 128 columns needs at least 128 columns in all: in front of `offset` or in the segments.
+
+    Raises:
+        ValueError: for a row of fewer than 128 features, which one warpgroup cannot share.
+    """
+    if features + offset < LANES:
+        raise ValueError(f"a warpgroup shares at least {LANES} values of a row, got {features}")
+    stride = features + offset if stride is None else stride
+    vector = max(1, ACCESS_BYTES // itemsize)
+    while stride % vector or offset % vector:
+        vector //= 2
+    segments = []
+    start, left = offset, features
+    while vector:
+        size = left - left % (LANES * vector)
+        if size:
+            segments.append(Segment(offset=start, size=size, vector=vector))
+            start, left = start + size, left - size
+        vector //= 2
+    if left:
+        segments.append(Segment(offset=start + left - LANES, size=LANES, vector=1, repeated=LANES - left))
+    return tuple(segments)
+
+
+def load_row(ref, segments: Sequence[Segment]) -> RowValues:
+    """Reads one row of a (features,) reference, in the reference's dtype."""
+    return tuple(plgpu.load(ref.at[s.columns], layout=s.layout, optimized=False) for s in segments)
+
+
+def store_row(ref, values: RowValues, segments: Sequence[Segment]) -> None:
+    """Writes one row, cast to the reference's dtype."""
+    for segment, value in zip(segments, values, strict=True):
+        ref[segment.columns] = value.astype(ref.dtype)
+
+
+def map_row(function: Callable[..., jax.Array], *rows: RowValues) -> RowValues:
+    """Applies `function` to the matching segments of rows."""
+    return tuple(function(*values) for values in zip(*rows, strict=True))
+
+
+def to_float32(values: RowValues) -> RowValues:
+    """The same row in float32."""
+    return tuple(v.astype(jnp.float32) for v in values)
+
+
+def zeros_row(segments: Sequence[Segment]) -> RowValues:
+    """A row of float32 zeros, to accumulate into."""
+    return tuple(plgpu.layout_cast(jnp.zeros((s.size,), jnp.float32), s.layout) for s in segments)
+
+
+def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
+    """The sum over a row, a float32 scalar that every thread holds. Repeated columns count once."""
+    total = jnp.float32(0)
+    for segment, value in zip(segments, values, strict=True):
+        if segment.repeated:
+            column = plgpu.broadcasted_iota(jnp.int32, (segment.size,), 0, layout=segment.layout)
+            value = jnp.where(column >= segment.repeated, value, jnp.float32(0))
+        total += jnp.sum(value)
+    return total

@@ -1,0 +1,28 @@
+"""The table of operations that tests, benchmark, tuner, command line and report read.
+
+A new operation is a folder in `ops` and one entry here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pallas_kernels.ops.rms_norm.specs import RMS_NORM
+from pallas_kernels.specs import OpSpec
+
+REGISTRY: Mapping[str, OpSpec] = MappingProxyType({spec.name: spec for spec in (RMS_NORM,)})
+
+
+def get_op(name: str) -> OpSpec:
+    """The entry called `name`.
+
+    Raises:
+        ValueError: no such operation; the message has the nearest names.
+    """
+    if name in REGISTRY:
+        return REGISTRY[name]
+    close = difflib.get_close_matches(name, REGISTRY, n=3)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    raise ValueError(f"unknown operation {name!r}.{hint} There are {', '.join(map(repr, REGISTRY))}.")

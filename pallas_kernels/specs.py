@@ -1,0 +1,130 @@
+"""What an operation's registry entry is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Fill = Literal["normal", "zeros", "ones", "extreme"]
+"""Values of an array: random normal, or constants, or plus and minus 1e4."""
+
+Arguments = Mapping[str, Any]
+"""Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """An array argument. `normal` has the given mean and deviation."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    fill: Fill = "normal"
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype without values."""
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    def make(self, key: jax.Array) -> jax.Array:
+        """The array; random ones are drawn from `key`."""
+        dtype = jnp.dtype(self.dtype)
+        match self.fill:
+            case "normal":
+                wide = jax.random.normal(key, self.shape, jnp.float32)
+                return (self.mean + self.deviation * wide).astype(dtype)
+            case "extreme":
+                return jnp.where(jax.random.bernoulli(key, 0.5, self.shape), 1e4, -1e4).astype(dtype)
+            case "zeros" | "ones":
+                return jnp.full(self.shape, self.fill == "ones", dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgSpec:
+    """One way of calling an operation, used by tests, benchmark and tuner alike.
+
+    Tags: "test" (small enough for the interpreter), "gpu" (tested on a GPU only), "bench" (timed), "block" (occurs in
+    the transformer block), "ragged", "extreme", "empty".
+    """
+
+    name: str
+    arguments: Mapping[str, ArraySpec | Any]
+    tags: frozenset[str] = field(default_factory=frozenset)
+
+    def make(self, seed: int) -> dict[str, Any]:
+        """Arguments with fresh values drawn from `seed`."""
+        keys = jax.random.split(jax.random.key(seed), max(1, len(self.arguments)))
+        return {
+            name: value.make(key) if isinstance(value, ArraySpec) else value
+            for key, (name, value) in zip(keys, self.arguments.items(), strict=False)
+        }
+
+    def structs(self) -> dict[str, Any]:
+        """The same arguments as ShapeDtypeStructs."""
+        return {name: value.struct if isinstance(value, ArraySpec) else value for name, value in self.arguments.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBound:
+    """How far from a float64 reference a result may be.
+
+    `baseline_factor` times the largest error of `"xla"` in the same dtype, and on top `ulps` units in the last place of
+    the value itself.
+    """
+
+    baseline_factor: float = 2.0
+    ulps: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Arrays that a perfect kernel reads and writes once, in bytes; small ones (a scale) may be left out."""
+
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return sum(self.read) + sum(self.written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """One operation.
+
+    function: the public function, called with the keyword arguments of an `ArgSpec` and `implementation`.
+    reference: the same in plain jnp; in float64 it is the oracle.
+    differentiable: the arguments that have gradients.
+    batched: the arguments with leading dimensions (for vmap and shard_map); the others are shared.
+    forward_traffic, backward_traffic: the bytes of a call with such arguments.
+    variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
+        takes the arguments (backward: and the cotangents) and runs that kernel alone.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    implementations: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    batched: tuple[str, ...]
+    arg_specs: tuple[ArgSpec, ...]
+    forward_traffic: Callable[[Arguments], Traffic]
+    backward_traffic: Callable[[Arguments], Traffic]
+    variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]]
+    error_bound: ErrorBound = ErrorBound()
+
+    def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:
+        """The argument specs that carry all of `tags`."""
+        return tuple(spec for spec in self.arg_specs if spec.tags.issuperset(tags))
+
+
+def array_bytes(array: Any) -> int:
+    """Bytes of an array or ShapeDtypeStruct."""
+    return int(np.prod(array.shape)) * jnp.dtype(array.dtype).itemsize
