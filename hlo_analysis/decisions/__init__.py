@@ -1,0 +1,6 @@
+"""Every source of fusion decisions, as one table of edges."""
+
+from hlo_analysis.decisions.categories import CATEGORIES
+from hlo_analysis.decisions.table import decide
+
+__all__ = ["CATEGORIES", "decide"]

@@ -1,0 +1,172 @@
+"""The closed set of reasons for which two launches stayed apart, and the way from XLA's words to it.
+
+XLA explains itself in free text that changes between versions. A report groups by category and quotes the text: a text
+that is not known lands in `OTHER_RULE`, verbatim, never in a wrong group.
+"""
+
+from __future__ import annotations
+
+FUSED = "fused"
+RANDOM_BITS = "random bits"
+SLOWER = "cost model: fusing is slower"
+BITCAST_USERS = "only bitcast users"
+LIBRARY_CALL = "library call"
+CUSTOM_KERNEL = "custom kernel"
+MATRIX_PRODUCT = "matrix product: not worth fusing"
+MATRIX_PRODUCT_OPAQUE = "matrix product kernel"
+SEVERAL_USERS = "matrix product with several users"
+TWO_REDUCTIONS = "reduction into reduction"
+AFTER_REDUCTION = "work after a reduction"
+NORMALIZATION = "not a normalization pattern"
+OTHER_CONSUMER = "another consumer cannot take it"
+CONSUMER = "consumer cannot take it"
+PRODUCER = "producer cannot be fused"
+DUPLICATION = "would duplicate work"
+TOO_LARGE = "fusion too large"
+TILING = "tiling cannot follow"
+DIFFERENT_SHAPES = "different loop shapes"
+IN_PLACE = "in-place update"
+CYCLE = "would make a cycle"
+MULTIPLE_OUTPUTS = "multiple outputs"
+OUTPUT = "program output"
+BOUNDARY = "loop or branch boundary"
+SWITCHED_OFF = "switched off"
+UNRECORDED = "unrecorded"
+OTHER_RULE = "other rule"
+
+CATEGORIES: dict[str, str] = {
+    FUSED: "One launch holds both ends: the value never leaves the chip.",
+    RANDOM_BITS: "Steps of the integer random-number generator, folded into one line for each launch.",
+    SLOWER: "XLA's cost model expects the fused kernel to take longer than the two it would replace, "
+    "often because the producer would be computed again for each user.",
+    BITCAST_USERS: "The value is only re-labelled with another shape before a kernel that takes no fusion reads it; "
+    "priority fusion weighs a producer only against users that compute.",
+    LIBRARY_CALL: "One end is a cuBLAS or cuDNN call: a finished kernel that XLA cannot fuse anything into.",
+    CUSTOM_KERNEL: "One end is a kernel from outside XLA (Pallas, Triton, a foreign call), opaque to its passes.",
+    MATRIX_PRODUCT: "The Triton matrix-product rewriter weighed this work as a prologue or epilogue and declined: it "
+    "would read more bytes inside the product's loop, or the rewriter does not analyse several inputs.",
+    MATRIX_PRODUCT_OPAQUE: "One end is a Triton matrix product, which is closed by the time priority fusion runs.",
+    SEVERAL_USERS: "The Triton matrix-product rewriter puts an epilogue on a product only if one operation alone reads it.",
+    TWO_REDUCTIONS: "Both ends reduce: XLA has no cost model for a reduction that feeds a reduction.",
+    AFTER_REDUCTION: "The reduction's emitter cannot go on with this work after the sum; fused, the kernel would lose "
+    "its fast reduction.",
+    NORMALIZATION: "The Triton softmax rewriter, which can hold a reduction and what follows it in one kernel, did not "
+    "recognise the pattern.",
+    OTHER_CONSUMER: "A producer is fused into all of its users or none, and another user of this value cannot take it.",
+    CONSUMER: "The consumer is not an operation that takes a fused producer.",
+    PRODUCER: "The producer is not an operation that XLA can fuse into its user.",
+    DUPLICATION: "The fused code would repeat the producer's work, or its code, too often.",
+    TOO_LARGE: "The fused kernel would have too many operands, outputs or reductions, or too much shared memory.",
+    TILING: "The tiled code generator cannot follow this transpose, reshape, slice or data type inside one tile.",
+    DIFFERENT_SHAPES: "The two kernels loop over different shapes, so that one loop cannot write both outputs.",
+    IN_PLACE: "One end updates a buffer in place, and fusing would let it read what it overwrites.",
+    CYCLE: "The consumer also depends on the producer through a third kernel.",
+    MULTIPLE_OUTPUTS: "The rule concerns kernels with several outputs, which XLA fuses only in part.",
+    OUTPUT: "The value is an output of the program and must be written.",
+    BOUNDARY: "The value crosses into or out of a loop or branch, over which nothing is fused.",
+    SWITCHED_OFF: "An option keeps this kind of fusion off.",
+    UNRECORDED: "Two launches, and no pass left a word about the edge.",
+    OTHER_RULE: "XLA gave a reason that this tool has no group for; its words are kept.",
+}
+"""Category → one sentence for the reader of a report."""
+
+# Fragments of XLA's texts, lower case; the first that occurs decides, so that the more special come first.
+# Sources: priority_fusion.cc, gpu_priority_fusion.cc, gpu_fusible.cc, instruction_fusion.cc, multi_output_fusion.cc,
+# gemm_fusion.cc, triton_tiling_propagation.cc, triton/support.cc, softmax_rewriter_triton.cc (XLA of jaxlib 0.11.2).
+_FRAGMENTS: tuple[tuple[str, str], ...] = (
+    ("only bitcast users", BITCAST_USERS),
+    ("single bitcast as consumer", BITCAST_USERS),
+    ("output of the root instruction", OUTPUT),
+    ("is the root instruction", OUTPUT),
+    ("both the producer and the consumer contain a reduce", TWO_REDUCTIONS),
+    ("into a significant reduction", TILING),
+    ("output of a reduce fusion would create a loop fusion", AFTER_REDUCTION),
+    ("reduction output fusion", AFTER_REDUCTION),
+    ("continuous dims epilogue", AFTER_REDUCTION),
+    ("is not enabled", SWITCHED_OFF),
+    ("at low fusion levels", SWITCHED_OFF),
+    ("fusion is disabled", SWITCHED_OFF),
+    ("ignored elementwise operation", SWITCHED_OFF),
+    ("slower if fused", SLOWER),
+    ("negative benefit", SLOWER),
+    ("not obviously profitable to fuse", MATRIX_PRODUCT),
+    ("not properly analyzed yet", MATRIX_PRODUCT),
+    ("not fusing a broadcast", MATRIX_PRODUCT),
+    ("skipping unsupported broadcast", MATRIX_PRODUCT),
+    ("concatenate fusion is inefficient", MATRIX_PRODUCT),
+    ("overly large code duplication", DUPLICATION),
+    ("expensive op duplication", DUPLICATION),
+    ("power op with multiple users", DUPLICATION),
+    ("heavy computation", DUPLICATION),
+    ("too large ir", TOO_LARGE),
+    ("number of operands and output buffers", TOO_LARGE),
+    ("shared memory", TOO_LARGE),
+    ("unnested reductions in fusion", TOO_LARGE),
+    ("too many reductions", TOO_LARGE),
+    ("parameter limit", TOO_LARGE),
+    ("maximum number of elements of a triton tensor", TOO_LARGE),
+    ("different loop shapes", DIFFERENT_SHAPES),
+    ("non-overlapping", DIFFERENT_SHAPES),
+    ("tiled transpose would become untiled", DIFFERENT_SHAPES),
+    ("transpose and a reduction", DIFFERENT_SHAPES),
+    ("element-wise root", DIFFERENT_SHAPES),
+    ("nested transpose", DIFFERENT_SHAPES),
+    ("in-place", IN_PLACE),
+    ("inplace", IN_PLACE),
+    ("scatter", IN_PLACE),
+    ("into dus", IN_PLACE),
+    ("duss", IN_PLACE),
+    ("dynamic-update-slice", IN_PLACE),
+    ("would introduce a cycle", CYCLE),
+    ("creates a cycle", CYCLE),
+    ("are connected", CYCLE),
+    ("multi-output fusion", MULTIPLE_OUTPUTS),
+    ("not an array", MULTIPLE_OUTPUTS),
+    ("normalization diamond", NORMALIZATION),
+    ("diamond", NORMALIZATION),
+    ("trivial connection from", NORMALIZATION),
+    ("more than one use of broadcast or reduce", NORMALIZATION),
+    ("producer is not trivially connected", NORMALIZATION),
+    ("elementwise binary", NORMALIZATION),
+    ("broadcast is not along the reduction", NORMALIZATION),
+    ("not tileable", TILING),
+    ("can not be tiled", TILING),
+    ("cannot tile", TILING),
+    ("estimatetritonruntimes", TILING),
+    ("tiledruntimedata", TILING),
+    ("no valid tilings", TILING),
+    ("tile size", TILING),
+    ("transpose within a dimension", TILING),
+    ("transposing sliced", TILING),
+    ("physically transposing", TILING),
+    ("read coalescing", TILING),
+    ("split of a dimension", TILING),
+    ("split non-contracting", TILING),
+    ("dimension can be split", TILING),
+    ("splittable dimension", TILING),
+    ("splits other dimensions", TILING),
+    ("concatenat", TILING),
+    ("fragment", TILING),
+    ("slicing", TILING),
+    ("pads are not fused", TILING),
+    ("reductions are not fused", TILING),
+    ("data type", TILING),
+    ("unsupported", TILING),
+    ("not supported", TILING),
+    ("dimension order", TILING),
+    ("triton codegen can't", TILING),
+    ("producer is not fusible", PRODUCER),
+    ("producer is not loop-fusible", PRODUCER),
+    ("not fusing constant", PRODUCER),
+    ("not fusing a constant", PRODUCER),
+    ("consumer is not", CONSUMER),
+    ("user is not fusible", CONSUMER),
+    ("consumer not eligible", MULTIPLE_OUTPUTS),
+    ("no users to fuse", OUTPUT),
+)
+
+
+def classify(reason: str) -> str:
+    """The category of a reason in XLA's words; `OTHER_RULE` for a text that is not known."""
+    lowered = reason.lower()
+    return next((category for fragment, category in _FRAGMENTS if fragment in lowered), OTHER_RULE)

@@ -1,0 +1,110 @@
+"""Data edges between launches: what one writes and another reads, bitcasts and tuples looked through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from hlo_analysis.dataflow import CONTROL_FLOW, Dataflow, Path, Source, leaf_shape, leaves
+from hlo_analysis.hlo import Computation, Module, Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """Everything that one launch hands another."""
+
+    producer: str
+    consumer: str
+    values: tuple[tuple[Path, Shape], ...]
+    """Which outputs of the producer (() for its only one), with their shapes."""
+    crosses: bool
+    """Whether every value gets here through the boundary of a loop or branch."""
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of the values."""
+        return sum(shape.byte_size for _, shape in self.values)
+
+    @property
+    def shape_text(self) -> str:
+        """Shapes of the values, without layouts."""
+        return ", ".join(str(shape) for _, shape in self.values)
+
+
+def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
+    """The edges between the named instructions, in text order of the consumer.
+
+    Args:
+        module: any module, before or after scheduling.
+        launches: instructions of its entry, loop bodies and branches. Every other instruction is looked through.
+    """
+    dataflow = Dataflow(module)
+    edges: list[Edge] = []
+    for computation in executed_computations(module):
+        order = {name: position for position, name in enumerate(computation.instructions)}
+        for consumer in computation.instructions.values():
+            if consumer.name not in launches:
+                continue
+            found: dict[tuple[str, str], dict[Path, bool]] = {}
+            for operand in consumer.operands:
+                for path, _ in leaves(computation.instructions[operand].shape):
+                    for source in _written(dataflow, launches, computation, operand, path):
+                        if source.instruction != consumer.name:
+                            # Only a loop brings a value from further down, or from another computation.
+                            here = source.computation == computation.name
+                            crosses = not here or order[source.instruction] > order[consumer.name]
+                            outputs = found.setdefault((source.computation, source.instruction), {})
+                            outputs[source.path] = outputs.get(source.path, True) and crosses
+            for (home, producer), outputs in found.items():
+                shape = module.computations[home].instructions[producer].shape
+                edges.append(
+                    Edge(
+                        producer=producer,
+                        consumer=consumer.name,
+                        values=tuple((path, leaf_shape(shape, path)) for path in sorted(outputs)),
+                        crosses=all(outputs.values()),
+                    )
+                )
+    return tuple(edges)
+
+
+def output_values(module: Module, launches: Collection[str]) -> frozenset[tuple[str, Path]]:
+    """The values that the program returns: the launch, and which of its outputs."""
+    dataflow = Dataflow(module)
+    return frozenset(
+        (source.instruction, source.path)
+        for path, _ in leaves(module.entry.root_instruction.shape)
+        for source in _written(dataflow, launches, module.entry, module.entry.root, path)
+    )
+
+
+def executed_computations(module: Module) -> tuple[Computation, ...]:
+    """The entry and the bodies of loops, branches and calls, in text order; not fused or reduction computations."""
+    wanted = {module.entry_name}
+    queue = [module.entry]
+    while queue:
+        for instruction in queue.pop().instructions.values():
+            if instruction.opcode in CONTROL_FLOW:
+                new = [name for name in instruction.called if name not in wanted]
+                wanted.update(new)
+                queue += [module.computations[name] for name in new]
+    return tuple(computation for name, computation in module.computations.items() if name in wanted)
+
+
+def _written(
+    dataflow: Dataflow, launches: Collection[str], computation: Computation, name: str, path: Path
+) -> Iterator[Source]:
+    """The launches behind a value; what neither launches nor renames (the end of a copy) is looked through."""
+    queue, seen = list(dataflow.sources(computation.name, name, path)), set()
+    while queue:
+        source = queue.pop(0)
+        if source in seen:
+            continue
+        seen.add(source)
+        if source.instruction in launches:
+            yield source
+            continue
+        home = dataflow.module.computations[source.computation]
+        for operand in home.instructions[source.instruction].operands:
+            for inner, _ in leaves(home.instructions[operand].shape):
+                queue += dataflow.sources(home.name, operand, inner)

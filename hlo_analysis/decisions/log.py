@@ -1,0 +1,106 @@
+"""What the passes before priority fusion said in the compiler's log, where the capture asked them to speak.
+
+The Triton matrix-product rewriter (`gemm_fusion.cc`) names each producer and user that it left out of a product, with
+its reason; the softmax rewriter (`softmax_rewriter_triton.cc`) says why an instruction is not the root of a
+normalization; multi-output fusion only says what it fused. They speak at `TF_CPP_VMODULE` level 5 (3 for the last).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GEMM_PASS = "triton-gemm-rewriter"
+SOFTMAX_PASS = "triton-softmax-rewriter"
+MULTI_OUTPUT_PASS = "multi_output_fusion"
+
+# The one refusal of the softmax rewriter that every other instruction of the program gets.
+_NOT_A_CANDIDATE = "Root is not elementwise binary."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One pass's refusal. Names are those of the module at that pass."""
+
+    pass_name: str
+    role: Literal["prologue", "epilogue", "root"]
+    """Of `instruction`: before the matrix product, after it, or the last operation of a would-be normalization."""
+    instruction: str
+    product: str | None
+    """The matrix product in question."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiOutputFusion:
+    """Multi-output fusion put two kernels side by side: siblings, or a producer that keeps its output."""
+
+    first: str
+    second: str
+    siblings: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogWords:
+    """What the log holds of fusion."""
+
+    refusals: tuple[Refusal, ...] = ()
+    multi_output: tuple[MultiOutputFusion, ...] = ()
+
+
+def read_log(text: str) -> LogWords:
+    """Collect the passes' words; lines of any other shape are passed over (the log is XLA's, and free text)."""
+    refusals: list[Refusal] = []
+    multi_output: list[MultiOutputFusion] = []
+    product: str | None = None
+    for line in text.splitlines():
+        prefix, found, body = line.partition("] ")
+        if not found:
+            continue
+        source = prefix.rsplit(" ", 1)[-1].partition(":")[0]
+        if source == "gemm_fusion.cc":
+            if body.startswith("%") and " dot(" in body:
+                product = _name(body)
+            elif refusal := _gemm_refusal(body, product):
+                refusals.append(refusal)
+        elif source == "softmax_rewriter_triton.cc":
+            if refusal := _softmax_refusal(body):
+                refusals.append(refusal)
+        elif source == "multi_output_fusion.cc" and (fusion := _multi_output(body)):
+            multi_output.append(fusion)
+    return LogWords(refusals=tuple(dict.fromkeys(refusals)), multi_output=tuple(multi_output))
+
+
+def _name(instruction: str) -> str:
+    return instruction.removeprefix("%").partition(" ")[0]
+
+
+def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
+    instruction, found, reason = body.partition(" due to the decision: ")
+    if not found or not instruction.startswith("Not fusing "):
+        return None
+    # "to the output" closes the search from the product towards its operands, "to the input" towards its users.
+    role = "epilogue" if instruction.endswith(" to the input") else "prologue"
+    name = _name(instruction.removeprefix("Not fusing "))
+    return Refusal(pass_name=GEMM_PASS, role=role, instruction=name, product=product, reason=reason)
+
+
+def _softmax_refusal(body: str) -> Refusal | None:
+    instruction, found, reason = body.rpartition(" Reason: ")
+    start = "Cannot match the diamond pattern for instruction "
+    if not found or not instruction.startswith(start) or reason == _NOT_A_CANDIDATE:
+        return None
+    name = _name(instruction.removeprefix(start))
+    return Refusal(pass_name=SOFTMAX_PASS, role="root", instruction=name, product=None, reason=reason)
+
+
+def _multi_output(body: str) -> MultiOutputFusion | None:
+    for start, middle, siblings in (
+        ("Fuse siblings ", " and ", True),
+        ("Fuse producer ", " into its consumer ", False),
+    ):
+        if body.startswith(start):
+            first, found, second = body.removeprefix(start).partition(middle)
+            if found:
+                return MultiOutputFusion(first=first, second=second.strip(), siblings=siblings)
+    return None

@@ -1,0 +1,242 @@
+"""Why two launches of the final module stayed apart: the best word that any pass left about the edge between them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.decisions.align import Origins, contents, stem, working
+from hlo_analysis.decisions.edges import Edge, launch_edges
+from hlo_analysis.decisions.fold import Folded, Word
+from hlo_analysis.decisions.log import GEMM_PASS, LogWords
+from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.records import Verdict
+
+PRIORITY_PASS = "priority-fusion"
+_CONFIG_PASS = "config-assigner"
+_LIBRARIES = ("__cublas", "__cudnn", "__cusolver", "__cub", "__onednn")
+
+# Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
+_CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
+_WHOLE = frozenset(
+    {"custom-call", "sort", "dot", "convolution", "fft", "cholesky", "triangular-solve", "rng-bit-generator"}
+)
+_TAKE_NONE = _CONTROL | _WHOLE
+
+Role = Literal["product", "library", "kernel", "other"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """A verdict with its reason; the fields are those of `records.Decision`."""
+
+    verdict: Verdict
+    reason: str
+    category: str
+    pass_name: str
+    gain_us: float | None = None
+
+
+class Survivors:
+    """Explains the edges of the final module from what the passes left behind.
+
+    Args:
+        final: the final module.
+        early: the module right after priority fusion, or None where the capture has none.
+        origins: final instruction → instructions of `early` that it came from.
+        folded: the end state of priority fusion, its names those of `early`.
+        log: words of the passes before it.
+        before: the module that priority fusion began with.
+    """
+
+    def __init__(
+        self,
+        final: Module,
+        early: Module | None,
+        origins: Origins,
+        folded: Folded | None,
+        log: LogWords,
+        before: Module | None = None,
+    ):
+        self._final = {name: i for c in final.computations.values() for name, i in c.instructions.items()}
+        self._module = final
+        self._early_module = early
+        self._early: Mapping[str, Instruction] = (
+            {name: i for c in early.computations.values() for name, i in c.instructions.items()} if early else {}
+        )
+        self._origins = origins
+        self._words: Mapping[str, Word] = folded.words if folded else {}
+        self._users: dict[str, set[str]] = defaultdict(set)
+        for edge in launch_edges(early, working(early)) if early else ():
+            self._users[edge.producer].add(edge.consumer)
+        self._users_before = Counter(
+            edge.producer for edge in (launch_edges(before, working(before)) if before else ())
+        )
+        self._refusals = {
+            (r.role, r.product, r.instruction): r.reason for r in log.refusals if r.pass_name == GEMM_PASS
+        }
+
+    def explain(self, edge: Edge) -> Explanation:
+        """The reason for which the two launches of an edge are not one."""
+        if edge.crosses:
+            return _ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
+        roles = (self._role(edge.producer), self._role(edge.consumer))
+        if "kernel" in roles:
+            name = edge.producer if roles[0] == "kernel" else edge.consumer
+            text = f"{name} is a kernel from outside XLA"
+            return self._opaque(edge, roles, categories.CUSTOM_KERNEL, text)
+        if "library" in roles:
+            return self._library(edge, roles)
+        return self._product(edge, roles) or self._priority(edge, roles)
+
+    def _library(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
+        """XLA settles on a library for a matrix product after all fusion, and takes back what Triton had fused."""
+        call = edge.producer if roles[0] == "library" else edge.consumer
+        shared = set(self._origins.get(edge.producer, ())) & set(self._origins.get(edge.consumer, ()))
+        if shared:
+            text = f"XLA had fused the two into {min(shared)}, then took a library for the product, {call}"
+            return _ours(text, categories.LIBRARY_CALL, _CONFIG_PASS)
+        return self._opaque(edge, roles, categories.LIBRARY_CALL, f"{call} is a library call")
+
+    def _opaque(self, edge: Edge, roles: tuple[Role, Role], category: str, text: str) -> Explanation:
+        """A kernel that takes no fusion, with what a pass said of the edge before it was known to be one."""
+        spoken = self._product(edge, roles) or self._priority(edge, roles)
+        if spoken.verdict != "ineligible" or spoken.reason.startswith("["):
+            return _ours(text, category)
+        return replace(spoken, reason=f"{spoken.reason} [{text}]", category=category)
+
+    def _product(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation | None:
+        """What the matrix-product rewriter said of this edge, or None where the log has nothing."""
+        if roles[1] in ("product", "library"):
+            for product in self._products(edge.consumer):
+                for name in self._results(edge.producer):
+                    if reason := self._refusals.get(("prologue", product, name)):
+                        return _said(GEMM_PASS, reason)
+        if roles[0] in ("product", "library"):
+            inside = {n for i in contents(self._module, self._final[edge.consumer]) for n in (i.name, stem(i.name))}
+            for product in self._products(edge.producer):
+                for (role, refused, name), reason in self._refusals.items():
+                    if role == "epilogue" and refused == product and (name in inside or name == edge.consumer):
+                        return _said(GEMM_PASS, reason)
+        return None
+
+    def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
+        """The last word of priority fusion about the producer, if it is about this edge."""
+        consumers = set(self._origins.get(edge.consumer, ()))
+        sources = [name for name in self._origins.get(edge.producer, ()) if name in self._words]
+        sources.sort(key=lambda name: not self._users[name] & consumers)
+        if not sources:
+            return self._silent(roles)
+        word = self._words[sources[0]]
+        if word.reason is None:
+            return self._priced(word)
+        reason, category = word.reason, categories.classify(word.reason)
+        if "product" in roles and category in (categories.BITCAST_USERS, categories.PRODUCER, categories.CONSUMER):
+            category = categories.MATRIX_PRODUCT_OPAQUE
+            count = max((self._users_before[name] for name in sources), default=0)
+            if roles[0] == "product" and count > 1:
+                category = categories.SEVERAL_USERS
+                reason += f" [{count} users read the product, and only a single one can become its epilogue]"
+        elif self._concerns_another(category, sources[0], consumers):
+            category = categories.OTHER_CONSUMER
+        return Explanation(verdict="ineligible", reason=reason, category=category, pass_name=PRIORITY_PASS)
+
+    def _priced(self, word: Word) -> Explanation:
+        gain = word.gain_us
+        if gain is not None and gain < 0:
+            text = f"[the cost model: fused into all its users, {-gain:.1f} µs slower than apart]"
+            return Explanation(
+                verdict="rejected", reason=text, category=categories.SLOWER, pass_name=PRIORITY_PASS, gain_us=gain
+            )
+        text = "[priority fusion weighed the producer and left it, without giving a reason]"
+        return Explanation(
+            verdict="unrecorded", reason=text, category=categories.UNRECORDED, pass_name=PRIORITY_PASS, gain_us=gain
+        )
+
+    def _silent(self, roles: tuple[Role, Role]) -> Explanation:
+        if "product" in roles:
+            text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
+            return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
+        return Explanation(
+            verdict="unrecorded",
+            reason="[no pass left a word about this edge]",
+            category=categories.UNRECORDED,
+            pass_name="",
+        )
+
+    def _concerns_another(self, category: str, producer: str, consumers: set[str]) -> bool:
+        """Whether a rule means another user of the producer, which is fused into all its users or into none."""
+        own = self._users[producer] & consumers
+        if not own:
+            return False
+        if category == categories.CONSUMER:
+            return any(map(self._takes_none, self._users[producer] - own)) and not any(map(self._takes_none, own))
+        if category == categories.TWO_REDUCTIONS:
+            return not any(map(self._reduces, own)) and any(map(self._reduces, self._users[producer] - own))
+        return False
+
+    def _takes_none(self, name: str) -> bool:
+        """Whether priority fusion takes this instruction for one that no producer can be fused into."""
+        return self._early_role(name) != "other" or self._early[name].opcode in _TAKE_NONE
+
+    def _reduces(self, name: str) -> bool:
+        module, instruction = self._early_module, self._early.get(name)
+        return bool(module and instruction and any(i.opcode == "reduce" for i in contents(module, instruction)))
+
+    def _role(self, name: str) -> Role:
+        """What a launch is; one that a library call left behind is still the matrix product that it came from."""
+        role = _role(self._module, self._final[name])
+        origins = self._origins.get(name, ())
+        came_out = role == "other" and origins and all(self._early_role(origin) == "product" for origin in origins)
+        return "product" if came_out else role
+
+    def _early_role(self, name: str) -> Role:
+        instruction = self._early.get(name)
+        return _role(self._early_module, instruction) if self._early_module and instruction else "other"
+
+    def _products(self, name: str) -> list[str]:
+        """The dots behind a launch, under the names that the matrix-product rewriter knew."""
+        return [origin.removeprefix("gemm_fusion_") for origin in (*self._origins.get(name, ()), name)]
+
+    def _results(self, name: str) -> list[str]:
+        """Names that a launch's results may have had at an earlier pass, clone numbers taken off."""
+        found: list[str] = []
+        for module, instruction in (
+            (self._module, self._final[name]),
+            *((self._early_module, self._early[o]) for o in self._origins.get(name, ()) if o in self._early),
+        ):
+            if module is None:
+                continue
+            found.append(instruction.name)
+            if instruction.opcode == "fusion":
+                fused = module.computations[instruction.called[0]]
+                root = fused.root_instruction
+                found += root.operands if root.opcode == "tuple" else (root.name,)
+        return list(dict.fromkeys(n for name in found for n in (name, stem(name.partition(".clone")[0]))))
+
+
+def _role(module: Module, instruction: Instruction) -> Role:
+    if instruction.opcode == "custom-call":
+        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        return "library" if target.startswith(_LIBRARIES) else "kernel"
+    if instruction.opcode != "fusion" or instruction.attributes.get("kind") != "kCustom":
+        return "other"
+    config = instruction.backend_config
+    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
+    kind = str(settings.get("kind", ""))
+    if kind.startswith("__cudnn"):
+        return "library"
+    if kind.startswith("__custom"):
+        return "kernel"
+    return "product" if any(i.opcode in ("dot", "scaled-dot") for i in contents(module, instruction)) else "other"
+
+
+def _ours(text: str, category: str, pass_name: str = "") -> Explanation:
+    return Explanation(verdict="ineligible", reason=f"[{text}]", category=category, pass_name=pass_name)
+
+
+def _said(pass_name: str, reason: str) -> Explanation:
+    return Explanation(verdict="ineligible", reason=reason, category=categories.classify(reason), pass_name=pass_name)

@@ -1,0 +1,84 @@
+"""The decision table of a capture: why each edge between launches survived, and which edges did not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+from hlo_analysis.decisions.align import origins
+from hlo_analysis.decisions.dump import read_fusion_dump
+from hlo_analysis.decisions.edges import launch_edges
+from hlo_analysis.decisions.fold import fold
+from hlo_analysis.decisions.fused import fused_edges
+from hlo_analysis.decisions.log import read_log
+from hlo_analysis.decisions.survivors import Survivors
+from hlo_analysis.hlo import Module, parse_module
+from hlo_analysis.hlo.scope import scope_of
+from hlo_analysis.records import Decision
+
+
+class Texts(Protocol):
+    """What is needed of a Capture: its artefacts by key, None for one that it has not."""
+
+    def text(self, key: str) -> str | None:
+        """The artefact's text."""
+        ...
+
+
+def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple[Decision, ...]:
+    """Every data edge between two launches with the best reason known, then the edges that were fused.
+
+    Args:
+        capture: reads `priority_fusion_dump`, `before_priority_fusion`, `after_priority_fusion`, `before_rename`,
+            `after_rename` and `worker_log`. Whatever is missing leaves edges with our own reasons, in brackets.
+        final: the final module, parsed.
+        launch_of: instruction of the final module → index of its launch.
+
+    Raises:
+        DumpError: the fusion dump is there and is not whole.
+        HloParseError: one of the modules is there and is not whole.
+    """
+    dump_text = capture.text("priority_fusion_dump")
+    dump = read_fusion_dump(dump_text) if dump_text else None
+    folded = fold(dump.steps) if dump else None
+    log = read_log(capture.text("worker_log") or "")
+    before, early, *renamed = (
+        parse_module(text) if (text := capture.text(key)) else None
+        for key in ("before_priority_fusion", "after_priority_fusion", "before_rename", "after_rename")
+    )
+    if before is None and dump is not None:
+        before = parse_module(dump.module_text)
+    came_from = origins([stage for stage in (early, *renamed, final) if stage is not None]) if early else {}
+
+    decisions = _surviving(Survivors(final, early, came_from, folded, log, before), final, launch_of)
+    held: dict[str, list[int]] = defaultdict(list)
+    for name, index in launch_of.items():
+        for origin in came_from.get(name, ()):
+            held[origin].append(index)
+    launches = {name: tuple(sorted(indices)) for name, indices in held.items()}
+    return (*decisions, *fused_edges(before, folded, log, launches))
+
+
+def _surviving(survivors: Survivors, final: Module, launch_of: Mapping[str, int]) -> list[Decision]:
+    op_names = {name: i.op_name for c in final.computations.values() for name, i in c.instructions.items()}
+    decisions: list[Decision] = []
+    for edge in launch_edges(final, launch_of.keys()):
+        why = survivors.explain(edge)
+        decisions.append(
+            Decision(
+                producer=edge.producer,
+                consumer=edge.consumer,
+                verdict=why.verdict,
+                reason=why.reason,
+                category=why.category,
+                pass_name=why.pass_name,
+                gain_us=why.gain_us,
+                producer_launch=launch_of[edge.producer],
+                consumer_launch=launch_of[edge.consumer],
+                bytes=edge.byte_size,
+                shape=edge.shape_text,
+                scope=scope_of(op_names[edge.producer])[0],
+            )
+        )
+    return decisions
