@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from hlo_analysis.records import Comparison, StrategyResult
+from hlo_analysis.records import Comparison, Numerics, StrategyResult
 from xlafuse.errors import ComparisonError, InapplicablePlanError
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
+from xlafuse.models.plan import FusionPlan
 from xlafuse.strategies import Strategy, get_strategy, resolve_strategies
 
+if TYPE_CHECKING:
+    from hlo_analysis.targets import Target
+
+Mode = Literal["forward", "grad"]
 State = Literal["compiling", "analysing", "done", "failed", "not applicable", "numerics"]
 Progress = Callable[[str, State], None]
-"""Told the strategy's name and what happens to it; for "numerics" the name is empty."""
+"""Told the strategy's name and what happens to it, from several threads, one call at a time. For "numerics" the name is
+empty."""
 
 
 def compare(
@@ -23,7 +33,7 @@ def compare(
     *,
     strategies: Iterable[str | Strategy] | None = None,
     target: str = "h200",
-    mode: Literal["forward", "grad"] = "forward",
+    mode: Mode = "forward",
     baseline: str = "xla",
     numerics: bool = True,
     progress: Progress | None = None,
@@ -39,7 +49,7 @@ def compare(
       mode: "forward", or "grad" for the gradients with respect to all floating-point arguments.
       baseline: the strategy that differences are told against.
       numerics: for a block, also run each plan on the CPU at a small size against float64.
-      progress: called with a strategy's name and state as work goes on.
+      progress: called with a strategy's name and state as work goes on; see `Progress`.
       **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `keep`, ...).
 
     Returns a Comparison with a result for every strategy: one that failed, or that cannot be used here, holds the
@@ -50,42 +60,34 @@ def compare(
     from hlo_analysis.targets import load_target
 
     config = None if callable(block_or_fn) else resolve_config(block_or_fn)
+    if config is not None:
+        block_function(config, tuple(shapes))  # a bad shape is the caller's error, and not each strategy's
     chosen = resolve_strategies(strategies)
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
     described = load_target(target)
-    report = progress or (lambda name, state: None)
+    told = _Telling(progress)
+    jobs = [_prepare(strategy, config, described) for strategy in chosen]
 
-    results: list[StrategyResult] = []
-    plans = {}
-    for strategy in chosen:
-        reason = strategy.unmet(
-            is_block=config is not None, kind=described.kind, compute_capability=described.compute_capability
-        )
-        note = ""
-        if reason is None and config is not None:
-            try:
-                strategy, note = fit_plan(strategy, config)
-            except InapplicablePlanError as error:
-                reason = str(error)
-        result = StrategyResult(
-            name=strategy.name, description=strategy.description + note, analysis=None, error=reason
-        )
-        if reason is None:
-            result = _analysed(result, strategy, block_or_fn, config, shapes, target, mode, report, capture_options)
-        if result.analysis is not None:
-            plans[strategy.name] = strategy.plan
-        report(strategy.name, "done" if result.analysis else "not applicable" if reason else "failed")
-        results.append(result)
+    def run(job: _Job) -> StrategyResult:
+        return _analysed(job, block_or_fn, config, shapes, target, mode, told, capture_options)
 
-    if not plans:
+    # Each compilation has a process of its own. On an attached GPU they would disturb each other's autotuning.
+    workers = 1 if described.kind == "attached" else min(4, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(max_workers=workers)
+    try:
+        pending = [pool.submit(run, job) for job in jobs]
+        plans = {job.strategy.name: job.strategy.plan for job in jobs if job.refusal is None}
+        checked = _check_numerics(config, plans, mode, told) if numerics and config is not None else {}
+        results = [_with_numerics(future.result(), checked) for future in pending]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    analysed = [result.name for result in results if result.analysis is not None]
+    if not analysed:
         raise ComparisonError({result.name: result.error or "" for result in results})
-    if numerics and config is not None:
-        report("", "numerics")
-        results = _with_numerics(results, config, plans, mode)
-    if baseline not in plans:
-        baseline = next(iter(plans))
-    return diff.compare_analyses(_title(block_or_fn, config, shapes, mode, target), results, baseline)
+    reference = baseline if baseline in analysed else analysed[0]
+    return diff.compare_analyses(_title(block_or_fn, config, shapes, mode, target), results, reference)
 
 
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
@@ -105,25 +107,63 @@ def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
     return dataclasses.replace(strategy, plan=strategy.plan.applicable(config)), f" Left to XLA here: {reasons}."
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    strategy: Strategy
+    description: str
+    refusal: str | None
+
+
+class _Telling:
+    """Calls the progress function from one thread at a time."""
+
+    def __init__(self, progress: Progress | None):
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, state: State) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._progress(name, state)
+
+
+def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> _Job:
+    refusal = strategy.unmet(
+        is_block=config is not None, kind=target.kind, compute_capability=target.compute_capability
+    )
+    note = ""
+    if refusal is None and config is not None:
+        try:
+            strategy, note = fit_plan(strategy, config)
+        except InapplicablePlanError as error:
+            refusal = str(error)
+    return _Job(strategy=strategy, description=strategy.description + note, refusal=refusal)
+
+
 def _analysed(
-    result: StrategyResult,
-    strategy: Strategy,
+    job: _Job,
     block_or_fn: Any,
     config: BlockConfig | None,
     shapes: Sequence[Any],
     target: str,
-    mode: str,
-    report: Progress,
+    mode: Mode,
+    told: _Telling,
     capture_options: dict[str, Any],
 ) -> StrategyResult:
-    from hlo_analysis import analyze, capture
+    from hlo_analysis.analysis import analyze
+    from hlo_analysis.capture import capture
 
+    strategy = job.strategy
+    result = StrategyResult(name=strategy.name, description=job.description, analysis=None, error=job.refusal)
+    if job.refusal is not None:
+        told(strategy.name, "not applicable")
+        return result
     if config is not None:
         function, arguments = block_function(config, tuple(shapes), plan=strategy.plan)
     else:
         function, arguments = block_or_fn, tuple(shapes)
     try:
-        report(strategy.name, "compiling")
+        told(strategy.name, "compiling")
         captured = capture(
             function,
             *arguments,
@@ -133,27 +173,33 @@ def _analysed(
             label=strategy.name,
             **capture_options,
         )
-        report(strategy.name, "analysing")
-        return dataclasses.replace(result, analysis=analyze(captured, label=strategy.name))
+        told(strategy.name, "analysing")
+        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name))
     # One strategy's failure, of whatever kind, must not cost the others their result.
     except Exception as error:
+        told(strategy.name, "failed")
         return dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+    told(strategy.name, "done")
+    return result
 
 
-def _with_numerics(
-    results: list[StrategyResult], config: BlockConfig, plans: dict[str, Any], mode: Literal["forward", "grad"]
-) -> list[StrategyResult]:
+def _check_numerics(
+    config: BlockConfig, plans: Mapping[str, FusionPlan], mode: Mode, told: _Telling
+) -> dict[str, Numerics | str]:
     from xlafuse.numerics import check_plans
 
-    checked = check_plans(config, plans, mode=mode)
-    joined = []
-    for result in results:
-        found = checked.get(result.name)
-        if isinstance(found, str):
-            joined.append(dataclasses.replace(result, description=f"{result.description} {found}"))
-        else:
-            joined.append(dataclasses.replace(result, numerics=found))
-    return joined
+    told("", "numerics")
+    try:
+        return check_plans(config, plans, mode=mode)
+    except Exception as error:  # as when JAX was told to leave the CPU out; the analyses are worth having all the same
+        return dict.fromkeys(plans, f"Numerics not checked: {type(error).__name__}: {error}")
+
+
+def _with_numerics(result: StrategyResult, checked: Mapping[str, Numerics | str]) -> StrategyResult:
+    found = checked.get(result.name)
+    if isinstance(found, str):
+        return dataclasses.replace(result, description=f"{result.description} {found}")
+    return dataclasses.replace(result, numerics=found)
 
 
 def _title(block_or_fn: Any, config: BlockConfig | None, shapes: Sequence[Any], mode: str, target: str) -> str:

@@ -63,13 +63,17 @@ def check_plans(
             if plan.attention == "cudnn":
                 results[name] = "Numerics not checked: cuDNN attention runs on a GPU only."
                 continue
-            output = baseline if not plan.fused_sites else _run(small, shape, plan, arguments, cotangent, mode)
-            error, allowed_from, passed = judge(output, baseline, reference)
+            try:
+                output = baseline if not plan.fused_sites else _run(small, shape, plan, arguments, cotangent, mode)
+            except NotImplementedError as error:
+                results[name] = f"Numerics not checked: {error}"
+                continue
+            error, baseline_error, passed = judge(output, baseline, reference)
             results[name] = Numerics(
                 shape=f"{shape[0]}x{shape[1]}x{small.hidden_size}",
                 dtype=small.dtype,
                 error=error,
-                baseline_error=allowed_from,
+                baseline_error=baseline_error,
                 passed=passed,
                 note=_note(small, plan, mode),
             )
@@ -84,10 +88,16 @@ def judge(output: Any, baseline: Any, reference: Any) -> tuple[float, float, boo
     that the reference does not have fails.
     """
     rows: list[tuple[float, float, float]] = []
-    for ours, plain, exact in zip(*map(jax.tree.leaves, (output, baseline, reference)), strict=True):
-        exact = np.asarray(exact, np.float64)
-        magnitude = float(np.max(np.abs(exact), initial=0.0)) or 1.0
-        error, baseline_error = (_largest_error(each, exact) / magnitude for each in (ours, plain))
+    exacts = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(reference)]
+    magnitudes = [float(np.max(np.abs(exact), initial=0.0)) for exact in exacts]
+    largest = max(magnitudes, default=0.0) or 1.0
+    for ours, plain, exact, magnitude in zip(
+        jax.tree.leaves(output), jax.tree.leaves(baseline), exacts, magnitudes, strict=True
+    ):
+        # Zero but for float64's own rounding, like the gradient of the key's bias, which softmax cannot see: nothing
+        # can be relative to that.
+        scale = magnitude if magnitude > 1e-9 * largest else largest
+        error, baseline_error = (_largest_error(each, exact) / scale for each in (ours, plain))
         rows.append((error, baseline_error, 2 * baseline_error + float(jnp.finfo(ours.dtype).eps)))
     error, baseline_error, _ = max(rows, key=lambda row: row[0] / row[2] if np.isfinite(row[0]) else np.inf)
     return error, baseline_error, all(row[0] <= row[2] for row in rows)
