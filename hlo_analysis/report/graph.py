@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import igraph
 
@@ -85,7 +86,7 @@ def _sugiyama(
     """(column, layer) of each vertex, and of the bends of each edge from its first vertex to its second."""
     # Edges against program order (loops, interleaved scopes) are laid out reversed: the layering wants no cycles.
     forward = [(min(edge), max(edge)) for edge in edges]
-    layout = igraph.Graph(n=count, edges=forward, directed=True).layout_sugiyama(maxiter=200)
+    layout: Any = igraph.Graph(n=count, edges=forward, directed=True).layout_sugiyama(maxiter=200)
     places = [(float(x), round(y)) for x, y in layout.coords]
     bends = [sorted(((float(x), round(y)) for x, y in bend), key=lambda at: at[1]) for bend in layout.edge_routing]
     for (source, target), bend in zip(edges, bends, strict=True):

@@ -33,7 +33,7 @@ def render_html(comparison: Comparison) -> str:
         .render(
             comparison=comparison,
             base=base,
-            verdict=words.verdict(comparison),
+            verdict=words.verdict_sentences(comparison),
             strategies=[_strategy(result, base.analysis) for result in comparison.strategies],
             tiles=_tiles(base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
@@ -92,21 +92,38 @@ def _strategy(result: StrategyResult, base: Analysis | None) -> dict[str, Any]:
         "totals": totals(result, analysis),
         "saved_share": words.saved_share(analysis),
         "gemm": words.gemm_words(analysis.provenance),
-        "kinds": [(kind, count) for kind, count in analysis.launches_by_kind.items()],
+        "kinds": sorted(analysis.launches_by_kind.items(), key=lambda item: _family_place(item[0])),
     }
+
+
+def _family_place(kind: str) -> int:
+    return list(kinds.FAMILIES).index(kinds.family_of(kind))
 
 
 def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
     """(label, number, remark, counted or estimated) of the baseline."""
-    traffic = analysis.traffic
+    traffic, memory = analysis.traffic, analysis.memory
+    unfused, work = words.format_bytes(traffic.unfused_bytes), words.format_flops(traffic.flops)
+    roofline = words.format_us(analysis.roofline_us)
+    between = words.format_bytes(traffic.intermediate_bytes)
     return [
         ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
-        ("HBM traffic", words.format_bytes(traffic.bytes), f"of {words.format_bytes(traffic.unfused_bytes)} unfused", "counted"),
+        ("HBM traffic", words.format_bytes(traffic.bytes), f"of {unfused} unfused", "counted"),
         ("Saved by fusion", f"{words.saved_share(analysis):.0%}", words.format_bytes(traffic.saved_bytes), "counted"),
-        ("Between launches", words.format_bytes(traffic.intermediate_bytes), "written by one, read by others", "counted"),
-        ("Roofline time", words.format_us(analysis.roofline_us), f"{words.format_flops(traffic.flops)}, {traffic.intensity:.0f} FLOP/B", "estimated"),
-        ("Peak memory", words.format_bytes(analysis.memory.peak_bytes), f"{words.format_bytes(analysis.memory.temp_bytes)} temporary", "counted"),
-    ]  # fmt: skip
+        ("Between launches", between, "written by one, read by others", "counted"),
+        (
+            "Roofline time",
+            words.format_us(analysis.roofline_us),
+            f"{work}, {traffic.intensity:.0f} FLOP/B",
+            "estimated",
+        ),
+        (
+            "Peak memory",
+            words.format_bytes(memory.peak_bytes),
+            f"{words.format_bytes(memory.temp_bytes)} temporary",
+            "counted",
+        ),
+    ]
 
 
 def _kinds_words(analysis: Analysis) -> str:

@@ -96,7 +96,8 @@ def _footnotes(comparison: Comparison) -> list[str]:
     if checked:
         failed = [result.name for result in checked if result.numerics is not None and not result.numerics.passed]
         lines.append(
-            f"Numerics against float64: {len(checked) - len(failed)} of {len(checked)} within twice the baseline's error"
+            f"Numerics against float64: {len(checked) - len(failed)} of {len(checked)} within twice the baseline's "
+            + "error"
             + (f"; FAILED: {', '.join(failed)}." if failed else ".")
         )
     lines.extend(dict.fromkeys(note for _, analysis in done for note in analysis.provenance.notes))

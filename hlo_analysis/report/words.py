@@ -114,11 +114,16 @@ def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """What happened, in one to three sentences about the baseline and the strategy that moves least."""
+    """What happened, in one or two sentences about the baseline and the strategy with the lowest roofline."""
+    return " ".join(verdict_sentences(comparison))
+
+
+def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
+    """The sentences of the verdict: first the baseline's."""
     base = comparison[comparison.baseline]
     if base.analysis is None:
-        return f"{base.name} could not be analysed: {base.error}"
-    return " ".join(filter(None, (_baseline_sentence(base.name, base.analysis), _best_sentence(comparison))))
+        return (f"{base.name} could not be analysed: {base.error}",)
+    return tuple(filter(None, (_baseline_sentence(base.name, base.analysis), _best_sentence(comparison))))
 
 
 def _baseline_sentence(name: str, analysis: Analysis) -> str:

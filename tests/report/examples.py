@@ -121,7 +121,7 @@ XLA_STEPS = (
         size=SCORES_BYTES,
         reads=("gemm_fusion_dot.2",),
         unfused=4.6,
-        hlo='softmax_fusion = bf16[2,32,4096,4096]{3,2,1,0} fusion(gemm_fusion_dot.2), kind=kCustom, calls=fused_softmax, metadata={op_name="jit(f)/block/attention/softmax"}',
+        hlo="softmax_fusion = bf16[2,32,4096,4096] fusion(gemm_fusion_dot.2), kind=kCustom, calls=fused_softmax",
     ),
     Step(
         name="gemm_fusion_dot.3",

@@ -1,0 +1,8 @@
+"""The command line: `xlafuse report`, `xlafuse targets`, `xlafuse strategies`.
+
+Heavy imports (jax, flax) wait until a command needs them, so that `xlafuse --help` answers at once.
+"""
+
+from xlafuse.cli.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,5 @@
+"""`python -m xlafuse.cli`."""
+
+from xlafuse.cli.app import app
+
+app(prog_name="xlafuse")

@@ -1,0 +1,151 @@
+"""Commands and options. What they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xlafuse.cli.failures import told_in_one_line
+
+app = typer.Typer(
+    name="xlafuse",
+    help="Find what XLA fused in a JAX program, explain what it left apart and what that costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Mode(StrEnum):
+    """What is compiled of the program."""
+
+    forward = "forward"
+    grad = "grad"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"xlafuse {version('xlafuse')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def report(
+    block: Annotated[
+        str | None,
+        typer.Option(metavar="PRESET", help="A transformer block: llama3-8b (the default), gpt2-medium, tiny."),
+    ] = None,
+    fn: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Any JAX function instead, as package.module:name or file.py:name."
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="For a block BATCHxLENGTH, as 2x4096 (the default). For a function one for each argument, as "
+            "'bf16[8192,4096]' or 'f32[]'.",
+        ),
+    ] = None,
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="For a function whose arguments are trees: what returns them as a tuple, of arrays or of "
+            "jax.ShapeDtypeStruct.",
+        ),
+    ] = None,
+    mode: Annotated[Mode, typer.Option(help="The program itself, or a training step's gradients too.")] = Mode.forward,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET", help="What to compile for: see `xlafuse targets`, or the path of a target config."
+        ),
+    ] = "h200",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All by default.")
+    ] = None,
+    baseline: Annotated[str, typer.Option(metavar="STRATEGY", help="What differences are taken against.")] = "xla",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Where report.html and report.json go: xlafuse-report by default; with --json nowhere.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False,
+    numerics: Annotated[
+        bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU, at a small size.")
+    ] = True,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long one compilation may take.")] = 300.0,
+) -> None:
+    """Compile a program under several strategies and show what became of it.
+
+    Needs no GPU. Exits with 0 when there is a report, 1 when no strategy could be compiled, 2 on bad input.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.report import Request, run
+
+        run(
+            Request(
+                block=block,
+                fn=fn,
+                shapes=tuple(shape or ()),
+                args=args,
+                mode=mode.value,
+                target=target,
+                strategies=tuple(name.strip() for name in strategies.split(",") if name.strip())
+                if strategies
+                else None,
+                baseline=baseline,
+                output=output,
+                json=json,
+                open_page=open_page,
+                numerics=numerics,
+                timeout=timeout,
+            )
+        )
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """'a,b' → ('a', 'b'); nothing typed: None."""
+    return tuple(name for part in text.split(",") if (name := part.strip())) if text else None
+
+
+@app.command()
+def targets() -> None:
+    """List the targets that can be compiled for, with the peaks that the roofline uses."""
+    with told_in_one_line():
+        from xlafuse.cli.lists import print_targets
+
+        print_targets()
+
+
+@app.command()
+def strategies() -> None:
+    """List the fusion strategies."""
+    with told_in_one_line():
+        from xlafuse.cli.lists import print_strategies
+
+        print_strategies()

@@ -1,0 +1,49 @@
+"""Errors as one line on stderr and an exit code: 1 nothing compiled, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from xlafuse.errors import ComparisonError, XlafuseError
+
+
+class InputError(XlafuseError, ValueError):
+    """What was typed cannot be used; the message says what was expected and what came."""
+
+
+_LAST_WORDS = 15
+"""Lines of a compiler's complaint that are shown."""
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Turns errors that the packages raise on purpose into a message and an exit code. Others are bugs, and pass."""
+    from hlo_analysis.errors import HloAnalysisError
+
+    try:
+        yield
+    except ComparisonError as error:
+        reasons = set(error.reasons.values())
+        _say(_short(str(error)))
+        # All alike: the program itself is at fault, and that is input.
+        raise typer.Exit(2 if len(reasons) == 1 else 1) from None
+    except (XlafuseError, HloAnalysisError) as error:
+        _say(_short(str(error)))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _say("interrupted")
+        raise typer.Exit(130) from None
+
+
+def _say(message: str) -> None:
+    typer.echo(f"xlafuse: {message}", err=True)
+
+
+def _short(message: str) -> str:
+    lines = [line for line in message.splitlines() if line.strip()]
+    if len(lines) > _LAST_WORDS:
+        lines = [*lines[: _LAST_WORDS - 1], f"... and {len(lines) - _LAST_WORDS + 1} more lines"]
+    return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""`xlafuse targets` and `xlafuse strategies`."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def print_targets() -> None:
+    """The targets with their peaks and where those come from."""
+    from hlo_analysis.targets import load_target, target_names
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("target", no_wrap=True)
+    table.add_column("TB/s", justify="right")
+    table.add_column("bf16 TFLOP/s", justify="right")
+    table.add_column("cores", justify="right")
+    table.add_column("GEMM choice")
+    table.add_column("what it is")
+    for name in target_names():
+        target = load_target(name)
+        device = target.device
+        peak = dict(device.matrix_flops).get("bf16")
+        recorded = "recorded" if target.autotune else {"cuda": "default", "attached": "attached"}.get(target.kind, "–")
+        table.add_row(
+            name,
+            f"{device.memory_bandwidth / 1e12:.2f}" if device.memory_bandwidth else "–",
+            f"{peak / 1e12:.0f}" if peak else "–",
+            str(target.core_count) if target.core_count else "–",
+            recorded,
+            escape(device.description),
+        )
+    Console().print(table)
+
+
+def print_strategies() -> None:
+    """The strategies with what they need and the XLA options that they set."""
+    from xlafuse.strategies import STRATEGIES
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("what it does")
+    table.add_column("needs")
+    for name, strategy in STRATEGIES.items():
+        table.add_row(name, escape(strategy.description), ", ".join(strategy.requires) or "–")
+    Console().print(table)

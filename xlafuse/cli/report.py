@@ -1,0 +1,143 @@
+"""`xlafuse report`: input → comparison → terminal, files, JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from xlafuse.cli.failures import InputError
+from xlafuse.cli.output import output_folder, write_files
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Comparison
+
+DEFAULT_BLOCK = "llama3-8b"
+DEFAULT_FOLDER = Path("xlafuse-report")
+# The files by which JAX itself decides whether there is an NVIDIA GPU.
+_NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of one `xlafuse report`, as typed."""
+
+    block: str | None
+    fn: str | None
+    shapes: tuple[str, ...]
+    args: str | None
+    mode: Literal["forward", "grad"]
+    target: str
+    strategies: tuple[str, ...] | None
+    baseline: str
+    output: Path | None
+    json: bool
+    open_page: bool
+    numerics: bool
+    timeout: float
+
+
+def run(request: Request) -> None:
+    """Carries the request out.
+
+    Raises:
+        InputError: and the other errors of `xlafuse` and `hlo_analysis`, all told in one line by the caller.
+    """
+    use_cpu_without_gpu()
+    _check(request)
+    program, shapes = _program(request)
+    folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
+    with output_folder(folder) if folder else nullcontext():
+        comparison = _compare(request, program, shapes)
+        written = _write(comparison, folder) if folder else []
+    _show(comparison, written, as_json=request.json)
+    if request.open_page and written:
+        webbrowser.open(written[0].resolve().as_uri())
+
+
+def use_cpu_without_gpu() -> None:
+    """On a machine without an NVIDIA GPU JAX is to look for none: the CUDA plugin would log that it found no driver.
+
+    The command line owns its process, so that it may set this; a library may not. Before jax is imported.
+    """
+    if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _check(request: Request) -> None:
+    """Names, before anything costs time."""
+    from hlo_analysis.targets import load_target
+    from xlafuse.strategies import get_strategy, resolve_strategies
+
+    if request.block is not None and request.fn is not None:
+        raise InputError("expected --block or --fn, got both")
+    if request.args is not None and request.fn is None:
+        raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
+    if request.timeout <= 0:
+        raise InputError(f"expected a --timeout above zero, got {request.timeout:g}")
+    load_target(request.target)
+    get_strategy(request.baseline)
+    resolve_strategies(request.strategies)
+
+
+def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
+    """What `xlafuse.compare` takes: a preset's name or a function, and its shapes."""
+    from xlafuse.cli import inputs
+
+    if request.fn is None:
+        from xlafuse.models import get_preset
+
+        block = request.block or DEFAULT_BLOCK
+        get_preset(block)
+        return block, inputs.block_shape(request.shapes)
+    function = inputs.load_function(request.fn)
+    arguments = inputs.load_arguments(request.args) if request.args else None
+    return function, inputs.function_arguments(function, request.shapes, arguments)
+
+
+def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Comparison:
+    from rich.console import Console
+
+    from xlafuse.cli.progress import progress_on
+    from xlafuse.compare import compare
+    from xlafuse.strategies import resolve_strategies
+
+    names = [strategy.name for strategy in resolve_strategies(request.strategies)]
+    with progress_on(Console(stderr=True), names) as progress:
+        return compare(
+            program,
+            shapes,
+            strategies=request.strategies,
+            target=request.target,
+            mode=request.mode,
+            baseline=request.baseline,
+            numerics=request.numerics,
+            progress=progress,
+            timeout=request.timeout,
+        )
+
+
+def _write(comparison: Comparison, folder: Path) -> list[Path]:
+    from hlo_analysis.report import render_html
+    from hlo_analysis.schema import to_json
+
+    return write_files(folder, {"report.html": render_html(comparison), "report.json": to_json(comparison) + "\n"})
+
+
+def _show(comparison: Comparison, written: list[Path], *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from hlo_analysis.report import render_terminal
+    from hlo_analysis.schema import to_json
+
+    if as_json:
+        sys.stdout.write(to_json(comparison) + "\n")
+    else:
+        render_terminal(comparison, Console())
+    console = Console(stderr=True) if as_json else Console()
+    for path in written:
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
