@@ -1,0 +1,124 @@
+"""`python -m hlo_analysis DUMP|module:function`: what XLA does with a program, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hlo_analysis.errors import CaptureError, HloAnalysisError
+from hlo_analysis.records import Analysis, Comparison, StrategyResult
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 1 after an error that was said in words."""
+    options = _parser().parse_args(arguments)
+    try:
+        analysis = _analysis(options)
+    except HloAnalysisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        from hlo_analysis.schema import to_json
+
+        sys.stdout.write(to_json(analysis))
+    else:
+        _print(analysis)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hlo_analysis", description=__doc__)
+    parser.add_argument("program", help="a folder that xla_dump_to wrote, a saved capture, or package.module:function")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="DTYPE[SIZES]",
+        help="one argument of the function, e.g. bf16[8192,4096]; once for each argument",
+    )
+    parser.add_argument("--target", default="h200", help="GPU to compile for (default: h200)")
+    parser.add_argument("--mode", choices=("forward", "grad"), default="forward")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option")
+    parser.add_argument("--json", action="store_true", help="print the analysis as JSON")
+    return parser
+
+
+def _analysis(options: argparse.Namespace) -> Analysis:
+    # A machine without a GPU has the CUDA plugin for its compiler alone. Ours is the process: nobody else's choice.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from hlo_analysis.analysis import analyze
+    from hlo_analysis.capture import Capture, capture
+
+    if ":" not in options.program or Path(options.program).exists():
+        return analyze(Capture.load(options.program))
+    function = _function(options.program)
+    shapes = [_argument(text) for text in options.shape]
+    compiler_options = dict(_setting(text) for text in options.option)
+    return analyze(
+        capture(function, *shapes, target=options.target, mode=options.mode, compiler_options=compiler_options)
+    )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise CaptureError(f"{name!r}: expected package.module:function, and {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise CaptureError(f"{name!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _argument(text: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from hlo_analysis.hlo import parse_shape
+
+    names = {
+        "pred": "bool_",
+        **{
+            f"{kind}{bits}": f"{word}{bits}"
+            for kind, word in (("s", "int"), ("u", "uint"))
+            for bits in (4, 8, 16, 32, 64)
+        },
+    }
+    shape = parse_shape(text)
+    names |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64"}
+    name = names.get(shape.element_type, shape.element_type.replace("f8", "float8_"))
+    dtype = getattr(jnp, name, None)
+    if shape.is_tuple or dtype is None:
+        raise CaptureError(f"--shape {text!r}: expected an array such as bf16[8192,4096]")
+    return jax.ShapeDtypeStruct(shape.dimensions, dtype)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise CaptureError(f"--option {text!r}: expected NAME=VALUE")
+    return name, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _print(analysis: Analysis) -> None:
+    from rich.console import Console
+
+    from hlo_analysis.report.terminal import render_terminal
+
+    result = StrategyResult(name=analysis.label, description="", analysis=analysis)
+    comparison = Comparison(title=analysis.label, baseline=analysis.label, strategies=(result,))
+    render_terminal(comparison, Console())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

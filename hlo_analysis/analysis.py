@@ -1,0 +1,102 @@
+"""`analyze`: a Capture to the records that every report is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hlo_analysis.capture import Capture
+from hlo_analysis.dataflow import Dataflow
+from hlo_analysis.errors import DumpError
+from hlo_analysis.hlo import Module, parse_module
+from hlo_analysis.intermediates import find_intermediates
+from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
+from hlo_analysis.memory import parse_buffer_assignment
+from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
+from hlo_analysis.rows import Context, launch_row
+
+
+def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
+    """What the compiler did with the captured program, and why. Pure: reads the capture and nothing else.
+
+    Args:
+      capture: from `hlo_analysis.capture`, or `Capture.load`.
+      label: a name for reports; the capture's own by default.
+
+    Raises:
+      DumpError: the capture has no final module, or its thunk list is cut off.
+      HloParseError: its HLO text is not well formed.
+    """
+    module, notes = _final_module(capture)
+    table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
+    return _assemble(capture, module, table, label=label or capture.manifest.label, notes=notes)
+
+
+def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
+    """The final module, or the last one before XLA stopped, with a note that says so."""
+    text = capture.text("final_hlo")
+    if text is not None:
+        return parse_module(text), ()
+    for key in ("after_rename", "after_multi_output_fusion", "after_priority_fusion"):
+        if (text := capture.text(key)) is not None:
+            note = f"There is no final module: launches are those of the module {key.replace('_', ' ')}."
+            return parse_module(text), (note,)
+    raise DumpError(
+        f"{capture!r} has no HLO text to analyse: expected 'final_hlo' or a dump after fusion, it has "
+        f"{', '.join(capture.keys) or 'nothing'}. Dump with xla_dump_hlo_as_text=true."
+    )
+
+
+def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: str, notes: tuple[str, ...]) -> Analysis:
+    try:
+        from hlo_analysis.decisions import decide
+        from hlo_analysis.missed import rank
+    except ImportError:
+        decide, rank = (lambda *_: ()), (lambda *_: ())
+    provenance = capture.manifest.provenance
+    provenance = replace(provenance, notes=(*provenance.notes, *notes, *table.notes))
+    device = capture.manifest.device
+    launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
+    context = Context(
+        module=module,
+        flow=Dataflow(module),
+        launch_of=launch_of,
+        device=device,
+        compiler_options=dict(provenance.compiler_options),
+    )
+    rows = [launch_row(index, site, context) for index, site in enumerate(table.sites)]
+    launches = tuple(row.launch for row in rows)
+    intermediates = find_intermediates(
+        [access for row in rows for access in row.writes], [access for row in rows for access in row.reads]
+    )
+    decisions = decide(capture, module, launch_of)
+    return Analysis(
+        label=label,
+        provenance=provenance,
+        device=device,
+        launches=launches,
+        decisions=decisions,
+        intermediates=intermediates,
+        missed=rank(launches, intermediates, decisions, device),
+        traffic=_total(launches, intermediates),
+        memory=_memory(capture),
+        silent=silent_instructions(module, table),
+    )
+
+
+def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> Traffic:
+    """Sums over one run: each launch as often as it runs."""
+    return Traffic(
+        bytes_read=sum(launch.bytes_read * launch.repeat for launch in launches),
+        bytes_written=sum(launch.bytes_written * launch.repeat for launch in launches),
+        flops=sum(launch.flops * launch.repeat for launch in launches),
+        unfused_bytes=sum(launch.unfused_bytes * launch.repeat for launch in launches),
+        intermediate_bytes=sum(value.bytes_moved for value in intermediates),
+    )
+
+
+def _memory(capture: Capture) -> Memory:
+    """What the compiler reported, else what the buffer assignment says."""
+    memory = capture.manifest.memory
+    text = capture.text("buffer_assignment")
+    return parse_buffer_assignment(text) if memory == Memory() and text else memory

@@ -1,0 +1,143 @@
+"""Where a value comes from: operands followed back, across loops and branches, to what wrote the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+
+ALIASES = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element", "tuple"})
+"""Opcodes whose result is the buffer of an operand: they launch nothing and move nothing."""
+
+CONTROL_FLOW = frozenset({"while", "conditional", "call", "async-start", "async-update", "async-done"})
+"""Opcodes that only say which computation runs: its own instructions are what is launched."""
+
+Path = tuple[int, ...]
+"""Index into a nested tuple, outermost first; () for a value that is no tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One leaf buffer: element `path` of what `instruction` of `computation` writes (or receives, for a parameter)."""
+
+    computation: str
+    instruction: str
+    path: Path = ()
+
+    @property
+    def name(self) -> str:
+        """As XLA prints it: 'fusion', or 'fusion#1' for an element of its tuple."""
+        return "#".join([self.instruction, *map(str, self.path)])
+
+
+def leaves(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
+    """Array leaves of a shape with their paths; tokens and opaque values hold no data and are left out."""
+    if shape.is_tuple:
+        for index, element in enumerate(shape.elements):
+            yield from leaves(element, (*path, index))
+    elif not shape.is_token and shape.element_type != "opaque":
+        yield path, shape
+
+
+def leaf_shape(shape: Shape, path: Path) -> Shape:
+    """The element of a nested tuple shape at `path`."""
+    for index in path:
+        shape = shape.elements[index]
+    return shape
+
+
+class Dataflow:
+    """Sources of every value of a module, found on demand and remembered."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._memo: dict[Source, tuple[Source, ...]] = {}
+
+    @cached_property
+    def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self.module.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.opcode in CONTROL_FLOW:
+                    for name in instruction.called:
+                        callers.setdefault(name, []).append((computation, instruction))
+        return callers
+
+    def sources(self, computation: str, instruction: str, path: Path = ()) -> tuple[Source, ...]:
+        """The instructions that may have written this leaf, the usual one first.
+
+        A value that a loop carries comes from the loop's body, and on the first iteration from outside; the result of
+        a conditional comes from any of its branches. Parameters of the entry and constants are sources too.
+        """
+        key = Source(computation, instruction, path)
+        if key not in self._memo:
+            found: dict[Source, None] = {}
+            self._follow(key, found, set())
+            self._memo[key] = tuple(found)
+        return self._memo[key]
+
+    def _follow(self, at: Source, found: dict[Source, None], seen: set[Source]) -> None:
+        if at in seen:
+            return
+        seen.add(at)
+        computation = self.module.computations[at.computation]
+        steps = self._steps(computation, computation.instructions[at.instruction], at.path)
+        if steps is None:
+            found[at] = None
+        else:
+            for step in steps:
+                self._follow(step, found, seen)
+
+    def _steps(self, computation: Computation, instruction: Instruction, path: Path) -> list[Source] | None:
+        """One step back from a leaf, or None where it is written."""
+        match instruction.opcode:
+            case "bitcast" | "optimization-barrier" | "add-dependency" | "domain":
+                return [Source(computation.name, instruction.operands[0], path)]
+            case "get-tuple-element":
+                index = int(instruction.attributes["index"])
+                return [Source(computation.name, instruction.operands[0], (index, *path))]
+            case "tuple" if path:
+                return [Source(computation.name, instruction.operands[path[0]], path[1:])]
+            case "while":
+                body = self._called(instruction, "body")
+                return [
+                    Source(body.name, body.root, path),
+                    Source(computation.name, instruction.operands[0], path),
+                ]
+            case "conditional":
+                return [self._root(name, path) for name in instruction.called]
+            case "call":
+                return [self._root(name, path) for name in instruction.called]
+            case "async-done" | "async-update":
+                start = instruction
+                while start.opcode != "async-start" and start.operands:
+                    start = computation.instructions[start.operands[0]]
+                return [self._root(name, path) for name in start.called] or None
+            case "parameter":
+                return self._arguments(computation, int(instruction.literal or 0), path)
+        return None
+
+    def _called(self, instruction: Instruction, attribute: str) -> Computation:
+        return self.module.computations[instruction.attributes[attribute].lstrip("%")]
+
+    def _root(self, name: str, path: Path) -> Source:
+        return Source(name, self.module.computations[name].root, path)
+
+    def _arguments(self, callee: Computation, number: int, path: Path) -> list[Source] | None:
+        """What the callers of a computation pass for a parameter; None for the entry's and a fusion's."""
+        steps: list[Source] = []
+        for computation, instruction in self._callers.get(callee.name, ()):
+            if instruction.opcode == "while":
+                body = self._called(instruction, "body")
+                steps.append(Source(body.name, body.root, path))
+                operand = instruction.operands[0]
+            elif instruction.opcode == "conditional":
+                operand = instruction.operands[1 + instruction.called.index(callee.name)]
+            elif instruction.opcode in ("call", "async-start"):
+                operand = instruction.operands[number]
+            else:
+                continue
+            steps.append(Source(computation.name, operand, path))
+        return steps or None

@@ -1,0 +1,203 @@
+"""FLOPs of one instruction, counted from shapes, with the matrix products apart from the rest.
+
+A product counts 2·M·N·K a batch; an elementwise operation one for each element of its result, transcendental ones
+included; a reduction one for each element that it reads; copies, conversions, slices and shapes none. cuDNN attention
+counts its two products forward and five backward, at half where a causal mask lets it skip half of the scores.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hlo_analysis.dataflow import leaves
+from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+
+_ELEMENTWISE = frozenset(
+    {
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "remainder",
+        "power",
+        "maximum",
+        "minimum",
+        "abs",
+        "negate",
+        "sign",
+        "compare",
+        "select",
+        "clamp",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "shift-left",
+        "shift-right-logical",
+        "shift-right-arithmetic",
+        "exponential",
+        "exponential-minus-one",
+        "log",
+        "log-plus-one",
+        "logistic",
+        "tanh",
+        "tan",
+        "sine",
+        "cosine",
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atanh",
+        "cosh",
+        "sinh",
+        "atan2",
+        "erf",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "floor",
+        "ceil",
+        "round-nearest-afz",
+        "round-nearest-even",
+        "is-finite",
+        "popcnt",
+        "count-leading-zeros",
+        "reduce-precision",
+        "stochastic-convert",
+        "complex",
+        "real",
+        "imag",
+        "map",
+        "rng",
+        "rng-bit-generator",
+        "batch-norm-inference",
+        "batch-norm-training",
+        "batch-norm-grad",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """FLOPs of one launch: `matrix` by the element type of the product's operands, `vector` for everything else."""
+
+    matrix: tuple[tuple[str, int], ...] = ()
+    vector: int = 0
+
+    @property
+    def total(self) -> int:
+        """All FLOPs."""
+        return self.vector + sum(count for _, count in self.matrix)
+
+    def __add__(self, other: Flops) -> Flops:
+        matrix = dict(self.matrix)
+        for kind, count in other.matrix:
+            matrix[kind] = matrix.get(kind, 0) + count
+        return Flops(matrix=tuple(sorted(matrix.items())), vector=self.vector + other.vector)
+
+
+def flops_of(module: Module, computation: Computation, instruction: Instruction) -> Flops:
+    """FLOPs of one instruction of `computation`, those of a fused computation included."""
+    operands = [computation.instructions[name].shape for name in instruction.operands]
+    match instruction.opcode:
+        case "fusion":
+            body = module.computations[instruction.called[0]]
+            total = Flops()
+            for inner in body.instructions.values():
+                total += flops_of(module, body, inner)
+            return total
+        case "dot":
+            contracting = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
+            return _product(instruction, operands[0], instruction.shape, contracting)
+        case "scaled-dot":
+            contracting = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
+            return _product(instruction, operands[0], instruction.shape, contracting)
+        case "convolution":
+            return _convolution(instruction, operands[0], operands[1], instruction.shape)
+        case "custom-call":
+            return _library_call(instruction, operands)
+        case "reduce" | "all-reduce" | "reduce-scatter":
+            count = max(len(operands) // 2, 1) if instruction.opcode == "reduce" else len(operands)
+            return Flops(vector=sum(shape.element_count for shape in operands[:count]))
+        case "reduce-window" | "select-and-scatter":
+            window = re.search(r"size=([\dx]+)", instruction.attributes.get("window", ""))
+            size = prod(int(part) for part in window[1].split("x")) if window else 1
+            return Flops(vector=size * _results(instruction))
+        case "scatter":
+            count = (len(operands) - 1) // 2
+            return Flops(vector=sum(shape.element_count for shape in operands[count + 1 :]))
+        case opcode if opcode in _ELEMENTWISE:
+            return Flops(vector=_results(instruction))
+    return Flops()
+
+
+def _results(instruction: Instruction) -> int:
+    return sum(shape.element_count for _, shape in leaves(instruction.shape))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _product(instruction: Instruction, lhs: Shape, result: Shape, contracting: list[int]) -> Flops:
+    depth = prod(lhs.dimensions[number] for number in contracting)
+    return _matrix(instruction, lhs.element_type, 2 * result.element_count * depth)
+
+
+def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
+    """A product on the matrix units, or on the vector units where float32 must stay float32."""
+    precision = instruction.attributes.get("operand_precision", "")
+    algorithm = instruction.attributes.get("algorithm", "")
+    if element_type == "f32" and ("highest" in precision or algorithm == "dot_f32_f32_f32"):
+        return Flops(vector=count)
+    if product := re.fullmatch(r"dot_(bf16|tf32)_\w+?_f32(?:_x(\d))?", algorithm):
+        # bf16_x3 and the like: float32 made of several narrower products.
+        return Flops(matrix=(("bf16" if product[1] == "bf16" else "f32", count * int(product[2] or 1)),))
+    return Flops(matrix=((element_type, count),))
+
+
+def _convolution(instruction: Instruction, data: Shape, kernel: Shape, result: Shape) -> Flops:
+    """Every element of the output sums over the kernel's window and input features."""
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
+    features = kernel.dimensions[labels[2].index("o")] if labels else 1
+    return _matrix(instruction, data.element_type, 2 * result.element_count * kernel.element_count // max(features, 1))
+
+
+def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    config = instruction.backend_config
+    settings: dict[str, Any] = config if isinstance(config, dict) else {}
+    results = [shape for _, shape in leaves(instruction.shape)]
+    if gemm := settings.get("gemm_backend_config"):
+        numbers = gemm.get("dot_dimension_numbers", {})
+        contracting = [int(number) for number in numbers.get("lhs_contracting_dimensions", ())]
+        return _product(instruction, operands[0], results[0], contracting)
+    if attention := settings.get("cudnn_fmha_backend_config"):
+        return _attention(attention, target, operands)
+    if target == "__cudnn$convBackwardInput":
+        return _convolution(instruction, operands[0], operands[1], operands[0])
+    if target == "__cudnn$convBackwardFilter":
+        return _convolution(instruction, operands[0], results[0], operands[1])
+    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
+        return _convolution(instruction, operands[0], operands[1], results[0])
+    if cost := settings.get("cost_estimate"):
+        return Flops(vector=int(cost.get("flops", 0)))
+    return Flops()
+
+
+def _attention(config: dict[str, Any], target: str, operands: list[Shape]) -> Flops:
+    """Query times keys and scores times values; backward recomputes the scores and makes four gradients' products."""
+    scores = [int(size) for size in config.get("intermediate_tensor_shape", {}).get("dimensions", ())]
+    if not scores or not operands:
+        return Flops()
+    query = operands[0]
+    head = query.dimensions[-1]
+    products = 5 if "Backward" in target else 2
+    count = products * 2 * prod(scores) * head
+    if "CAUSAL" in config.get("mask_type", ""):
+        count //= 2
+    return Flops(matrix=((query.element_type, count),))

@@ -1,0 +1,129 @@
+"""What makes a launch: the XLA emitter, code generator, library or kernel of ours behind a thunk."""
+
+from __future__ import annotations
+
+from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.records import LaunchKind
+
+_COLLECTIVE_THUNKS = (
+    "kAllGather",
+    "kAllReduce",
+    "kAllToAll",
+    "kCollectiveBroadcast",
+    "kCollectiveKernel",
+    "kCollectivePermute",
+    "kGroup",
+    "kRaggedAllToAll",
+    "kRecv",
+    "kReduceScatter",
+    "kSend",
+)
+_COLLECTIVE_OPCODES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_BY_THUNK: dict[str, LaunchKind] = {
+    "kCopy": "copy",
+    "kMemset32BitValue": "memset",
+    "kMemzero": "memset",
+    "kPartitionId": "memset",
+    "kReplicaId": "memset",
+    "kCublasLtMatmul": "cublaslt",
+    "kGemm": "cublas",
+    "kTriangularSolve": "cublas",
+    "kCuDnn": "cudnn",
+    "kConvolution": "cudnn",
+    "kConvolutionReorder": "cudnn",
+    "kNorm": "cudnn",
+    "kCubSort": "sort",
+    "kFft": "other",
+    "kSelectK": "sort",
+}
+_BY_TARGET: tuple[tuple[str, LaunchKind], ...] = (
+    ("__cublas$lt$", "cublaslt"),
+    ("__cublas$", "cublas"),
+    ("__cudnn$", "cudnn"),
+    ("mosaic_gpu", "mosaic"),
+    ("triton_kernel_call", "jax_triton"),
+    ("__gpu$xla.gpu.triton", "jax_triton"),
+    ("__gpu$TopK", "sort"),
+)
+_BY_OPCODE: dict[str, LaunchKind] = {
+    "copy": "copy",
+    "copy-start": "copy",
+    "sort": "sort",
+    "partition-id": "memset",
+    "replica-id": "memset",
+}
+# The emitter of a kInput fusion is that of its hero; of several, XLA takes the first of these.
+_HEROES: tuple[tuple[str, LaunchKind], ...] = (
+    ("scatter", "scatter"),
+    ("reduce", "reduction"),
+    ("transpose", "transpose"),
+    ("concatenate", "concatenate"),
+)
+
+
+def custom_call_target(instruction: Instruction) -> str:
+    """The target of a custom call, '' for anything else."""
+    return instruction.attributes.get("custom_call_target", "").strip('"')
+
+
+def opcode_counts(module: Module, instruction: Instruction) -> tuple[tuple[str, int], ...]:
+    """Opcodes inside, most frequent first; what only names or reshapes a value is left out."""
+    counts: dict[str, int] = {}
+
+    def count(inner: Instruction) -> None:
+        if inner.opcode == "fusion":
+            for nested in module.computations[inner.called[0]].instructions.values():
+                count(nested)
+        elif inner.opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
+            counts[inner.opcode] = counts.get(inner.opcode, 0) + 1
+
+    count(instruction)
+    return tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def kind_of(module: Module, instruction: Instruction | None, thunk_kind: str) -> LaunchKind:
+    """The kind of a launch, from its thunk ('' where there is none) and its instruction."""
+    if thunk_kind in _BY_THUNK:
+        return _BY_THUNK[thunk_kind]
+    if thunk_kind in _COLLECTIVE_THUNKS:
+        return "collective"
+    if instruction is None:
+        return "other"
+    if instruction.opcode == "fusion":
+        return _fusion_kind(module, instruction)
+    if instruction.opcode == "custom-call":
+        target = custom_call_target(instruction)
+        named: list[LaunchKind] = [kind for prefix, kind in _BY_TARGET if target.startswith(prefix)]
+        return named[0] if named else "custom_call"
+    if instruction.opcode in _COLLECTIVE_OPCODES:
+        return "collective"
+    return _BY_OPCODE.get(instruction.opcode, "other")
+
+
+def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
+    inside = {opcode for opcode, _ in opcode_counts(module, instruction)}
+    config = instruction.backend_config
+    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
+    generator = settings.get("kind", "")
+    if generator.startswith("__triton"):
+        products = {"dot", "scaled-dot", "convolution"}
+        return "triton_gemm" if "gemm" in generator or products & inside else "triton"
+    if generator.startswith("__cudnn"):
+        return "cudnn"
+    if "sort" in inside:
+        return "sort"
+    match instruction.attributes.get("kind"):
+        case "kInput":
+            heroes: list[LaunchKind] = [kind for opcode, kind in _HEROES if opcode in inside]
+            return heroes[0] if heroes else "loop"
+        case "kLoop":
+            return "loop"
+    return "other"

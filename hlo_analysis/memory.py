@@ -1,0 +1,37 @@
+"""Memory of a program from XLA's buffer assignment."""
+
+from __future__ import annotations
+
+import re
+
+from hlo_analysis.records import Memory
+
+_ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+), (?P<flags>[^\n]*)")
+
+
+def parse_buffer_assignment(text: str) -> Memory:
+    """Read `*-buffer-assignment.txt`: sizes of the allocations, by what they are for.
+
+    An allocation that is an argument and also holds a result (a donated one) counts as an argument. Peak is the sum of
+    all: XLA:GPU has every allocation live for the whole run, and shares memory inside the temporary one.
+    """
+    sizes = {"argument": 0, "output": 0, "temp": 0, "constant": 0}
+    for line in text.splitlines():
+        match = _ALLOCATION.match(line)
+        if not match or "thread-local" in match["flags"]:
+            continue
+        size, flags = int(match["size"]), match["flags"]
+        if "parameter " in flags:
+            sizes["argument"] += size
+        elif "maybe-live-out" in flags:
+            sizes["output"] += size
+        elif "constant" in flags:
+            sizes["constant"] += size
+        else:
+            sizes["temp"] += size
+    return Memory(
+        argument_bytes=sizes["argument"],
+        output_bytes=sizes["output"],
+        temp_bytes=sizes["temp"],
+        peak_bytes=sum(sizes.values()),
+    )

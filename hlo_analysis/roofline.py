@@ -1,0 +1,103 @@
+"""The least time that a launch can take on a device, and what XLA's own cost model says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hlo_analysis.flops import Flops
+from hlo_analysis.hlo import Instruction
+from hlo_analysis.records import Device, LaunchKind
+
+Limiter = Literal["memory", "compute", "overhead"]
+
+_GEMM_TILING_OPTION = "xla_gpu_experimental_cost_model_gemm_tiling_default"
+# Beyond this XLA's model has given up rather than estimated: it says 9e8 µs of a softmax that takes 15.
+_UNUSABLE_US = 1e7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Microseconds by what bounds them; `time_us` includes the launch overhead."""
+
+    memory_us: float
+    compute_us: float
+    overhead_us: float
+
+    @property
+    def time_us(self) -> float:
+        """Memory and compute overlap perfectly, the overhead overlaps with neither."""
+        return max(self.memory_us, self.compute_us) + self.overhead_us
+
+    @property
+    def limiter(self) -> Limiter:
+        """The largest of the three."""
+        if self.overhead_us > max(self.memory_us, self.compute_us):
+            return "overhead"
+        return "memory" if self.memory_us >= self.compute_us else "compute"
+
+
+def bound(bytes_moved: int, flops: Flops, device: Device) -> Bound:
+    """The roofline of one launch: HBM traffic at the full bandwidth, FLOPs at the dense peaks, whichever is longer.
+
+    Matrix products run at the peak of their element type; a type that the device's matrix units do not know, and every
+    other operation, at the vector peak. A peak that the device does not state bounds nothing.
+    """
+    peaks = dict(device.matrix_flops)
+    compute = _seconds(flops.vector, device.vector_flops)
+    for kind, count in flops.matrix:
+        compute = max(compute, _seconds(count, peaks.get(_peak_name(kind), device.vector_flops)))
+    return Bound(
+        memory_us=_seconds(bytes_moved, device.memory_bandwidth) * 1e6,
+        compute_us=compute * 1e6,
+        overhead_us=device.launch_overhead_us,
+    )
+
+
+def _seconds(amount: int, rate: float) -> float:
+    return amount / rate if rate else 0.0
+
+
+def _peak_name(element_type: str) -> str:
+    """The name under which a device states its peak: all float8 types run alike, and signed as unsigned."""
+    if element_type.startswith("f8"):
+        return "f8"
+    if element_type.startswith("f4"):
+        return "f4"
+    return {"u8": "s8", "s4": "s8", "u4": "s8", "c64": "f32", "c128": "f64"}.get(element_type, element_type)
+
+
+def xla_estimate(
+    instruction: Instruction, kind: LaunchKind, compiler_options: Mapping[str, str]
+) -> tuple[float, str] | None:
+    """XLA's own estimate of a launch in µs and the model it comes from, or None where no model covers the kind.
+
+    `backend_config.reification_cost` (with `xla_gpu_collect_cost_model_stats`) holds the answers of several models,
+    most of them not meant for the kind of launch: emitters have the unnamed one, Triton's fusions the indexing model,
+    its products the product model if that may choose the tiling, libraries the speed-of-light model alone.
+    """
+    config = instruction.backend_config
+    costs = config.get("reification_cost") if isinstance(config, dict) else None
+    if not costs:
+        return None
+    match kind:
+        case "loop" | "reduction" | "transpose" | "concatenate" | "scatter":
+            model = ""
+        case "triton":
+            model = "indexing-cost-model"
+        case "triton_gemm":
+            if str(compiler_options.get(_GEMM_TILING_OPTION, "")).lower() != "true":
+                return None
+            model = "experimental-gemm-cost-model"
+        case "cublas" | "cublaslt":
+            model = "sol"
+        case _:
+            return None
+    for cost in costs:
+        if cost.get("name", "") == model:
+            time = float(cost.get("exec_time_us", 0.0))
+            usable = math.isfinite(time) and 0 < time < _UNUSABLE_US
+            return (time, model or "gpu-performance-model") if usable else None
+    return None

@@ -1,0 +1,185 @@
+"""One launch site to one row of the launch table, with the buffers that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from hlo_analysis.dataflow import Dataflow, Source, leaf_shape
+from hlo_analysis.flops import Flops, flops_of
+from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
+from hlo_analysis.hlo.scope import scope_of
+from hlo_analysis.intermediates import Access
+from hlo_analysis.kinds import kind_of, opcode_counts
+from hlo_analysis.launches import Site
+from hlo_analysis.records import Device, Launch, Value
+from hlo_analysis.roofline import bound, xla_estimate
+from hlo_analysis.traffic import Usage, pass_usage, usage_of
+
+# A Mosaic kernel's backend_config holds its whole module, some 75 KB: nothing that a reader of the HLO needs.
+_LONGEST_ATTRIBUTE = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every row of one program needs."""
+
+    module: Module
+    flow: Dataflow
+    launch_of: Mapping[str, int]
+    """Instruction → the last launch that it needs."""
+    device: Device
+    compiler_options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A launch with its reads and writes, before they are paired into intermediates."""
+
+    launch: Launch
+    writes: tuple[Access, ...] = ()
+    reads: tuple[Access, ...] = ()
+
+
+def launch_row(index: int, site: Site, context: Context) -> Row:
+    """The row of one launch site."""
+    module, thunk, instruction = context.module, site.thunk, site.instruction
+    kind = kind_of(module, instruction, thunk.kind)
+    if instruction is None:
+        launch = Launch(
+            index=index,
+            thunk_id=thunk.id,
+            name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
+            kind=kind,
+            computation=site.computation.name,
+            repeat=site.repeat,
+            grid=thunk.grid,
+            block=thunk.block,
+            shared_memory_bytes=thunk.shared_memory_bytes,
+            roofline_us=context.device.launch_overhead_us,
+            limiter="overhead",
+        )
+        return Row(launch=launch)
+    whole = usage_of(module, site.computation, instruction)
+    usage = pass_usage(whole, instruction, kind, site.step, site.steps)
+    reads = _reads(index, site, usage, context)
+    writes = tuple(
+        Access(
+            launch=index,
+            source=Source(site.computation.name, instruction.name, path),
+            shape=str(leaf_shape(instruction.shape, path)),
+            size=leaf_shape(instruction.shape, path).byte_size,
+            bytes=count,
+            repeat=site.repeat,
+        )
+        for path, count in usage.writes.items()
+    )
+    bytes_read = sum(access.bytes for access in reads)
+    # The passes of one instruction share its arithmetic: it is counted on the last.
+    last = site.step == site.steps - 1
+    flops = flops_of(module, site.computation, instruction) if last else Flops()
+    limit = bound(bytes_read + usage.bytes_written, flops, context.device)
+    estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
+    op_name, frame = _origin(module, instruction)
+    scope, phase = scope_of(op_name)
+    launch = Launch(
+        index=index,
+        thunk_id=thunk.id,
+        name=instruction.name,
+        kind=kind,
+        computation=site.computation.name,
+        repeat=site.repeat,
+        grid=thunk.grid,
+        block=thunk.block,
+        shared_memory_bytes=thunk.shared_memory_bytes,
+        scope=scope,
+        phase=phase,
+        source=f"{PurePosixPath(frame.file).name}:{frame.line}" if frame else None,
+        op_name=op_name,
+        opcodes=opcode_counts(module, instruction),
+        inputs=tuple(_value(access, context) for access in reads if access.usual),
+        outputs=tuple(_value(access, context) for access in writes),
+        bytes_read=bytes_read,
+        bytes_written=usage.bytes_written,
+        flops=flops.total,
+        unfused_bytes=usage.unfused_bytes,
+        roofline_us=limit.time_us,
+        limiter=limit.limiter,
+        xla_estimate_us=estimate[0] if estimate else None,
+        xla_estimate_model=estimate[1] if estimate else None,
+        hlo=_snippet(module, instruction),
+    )
+    return Row(launch=launch, writes=writes, reads=reads)
+
+
+def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Access, ...]:
+    """What a launch reads, buffer by buffer: two operands that show one buffer read it once.
+
+    Where a value may come from several places (a loop's first iteration, branches) the usual one has the bytes, and the
+    others are listed with none.
+    """
+    instruction, computation = site.instruction, site.computation
+    assert instruction is not None
+    counts: dict[Source, int] = {}
+    usual: set[Source] = set()
+    for (position, path), count in usage.reads.items():
+        name = instruction.operands[position] if position >= 0 else instruction.name
+        first, *others = context.flow.sources(computation.name, name, path)
+        counts[first] = counts.get(first, 0) + count
+        usual.add(first)
+        for other in others:
+            counts.setdefault(other, 0)
+    accesses: list[Access] = []
+    for source, count in counts.items():
+        written = context.module.computations[source.computation].instructions[source.instruction]
+        shape = leaf_shape(written.shape, source.path)
+        accesses.append(
+            Access(
+                launch=index,
+                source=source,
+                shape=str(shape),
+                size=shape.byte_size,
+                bytes=min(count, shape.byte_size),
+                repeat=site.repeat,
+                usual=source in usual,
+            )
+        )
+    return tuple(accesses)
+
+
+def _value(access: Access, context: Context) -> Value:
+    return Value(
+        name=access.source.name,
+        shape=access.shape,
+        bytes=access.size,
+        producer=context.launch_of.get(access.source.instruction),
+    )
+
+
+def _origin(module: Module, instruction: Instruction) -> tuple[str, SourceFrame | None]:
+    """JAX's name for a launch and the innermost user frame: the instruction's own, else those of what it computes."""
+    candidates = [instruction]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.called[0]]
+        candidates += [body.root_instruction, *reversed(body.instructions.values())]
+    op_name = next((found.op_name for found in candidates if found.op_name), "")
+    frames = next((found.metadata.frames for found in candidates if found.metadata and found.metadata.frames), ())
+    user = next((frame for frame in frames if not _is_installed(frame.file)), frames[0] if frames else None)
+    return op_name, user
+
+
+def _is_installed(file: str) -> bool:
+    parts = PurePosixPath(file.replace("\\", "/")).parts
+    return "site-packages" in parts or "dist-packages" in parts
+
+
+def _snippet(module: Module, instruction: Instruction) -> str:
+    """The instruction's text, and its fused computation's after it."""
+    config = instruction.attributes.get("backend_config", "")
+    text = instruction.text
+    if len(config) > _LONGEST_ATTRIBUTE:
+        text = text.replace(config, f"{{… {len(config)} characters …}}")
+    if instruction.opcode == "fusion":
+        text += "\n\n" + computation_text(module, instruction.called[0])
+    return text

@@ -1,0 +1,88 @@
+"""Records to JSON and back, and the JSON schemas that the package ships.
+
+`schemas/<record>-<version>.json` are the schemas of version `records.SCHEMA_VERSION`; `python -m hlo_analysis.schema`
+writes them anew after a change to the records. A change that old readers would misread takes a new version.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hlo_analysis.errors import DumpError
+from hlo_analysis.records import SCHEMA_VERSION, Analysis, Comparison
+
+SCHEMA_FOLDER = Path(__file__).parent / "schemas"
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ERRORS_SHOWN = 5
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def to_json(record: Analysis | Comparison) -> str:
+    """A record as indented JSON, the same text for equal records. Properties (`saved_bytes`, …) are not stored."""
+    return _adapter(type(record)).dump_json(record, indent=1).decode() + "\n"
+
+
+def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
+    """The record that `to_json` wrote.
+
+    Raises:
+      DumpError: not JSON, of another schema version, or not a record of this class: says where and what.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise DumpError(f"expected {cls.__name__} JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise DumpError(f"expected {cls.__name__} JSON, an object; got a {type(data).__name__}")
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DumpError(
+            f"expected {cls.__name__} JSON of schema version {SCHEMA_VERSION}, got {version!r}; make the report again, or "
+            "read it with the version of this package that wrote it"
+        )
+    try:
+        return _adapter(cls).validate_python(data, strict=False)
+    except ValidationError as error:
+        shown = [
+            f"{'.'.join(map(str, found['loc'])) or 'top level'}: {found['msg']}"
+            for found in error.errors(include_url=False)[:_ERRORS_SHOWN]
+        ]
+        more = error.error_count() - len(shown)
+        raise DumpError(
+            f"not {cls.__name__} JSON of schema version {SCHEMA_VERSION}: {'; '.join(shown)}"
+            + (f"; and {more} more" if more > 0 else "")
+        ) from error
+
+
+def json_schema(cls: type[Analysis] | type[Comparison]) -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of what `to_json` writes for a class of records."""
+    schema = _adapter(cls).json_schema(mode="serialization")
+    title = f"{cls.__name__}, version {SCHEMA_VERSION}"
+    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "title": "Schema Version", "type": "integer"}
+    return {"$schema": _DIALECT, **schema, "title": title}
+
+
+def schema_path(cls: type[Analysis] | type[Comparison]) -> Path:
+    """Where the package keeps the schema of a class of records."""
+    return SCHEMA_FOLDER / f"{cls.__name__.lower()}-{SCHEMA_VERSION}.json"
+
+
+def write_schemas() -> None:
+    """Write the schema files of this version."""
+    SCHEMA_FOLDER.mkdir(exist_ok=True)
+    for cls in (Analysis, Comparison):
+        schema_path(cls).write_text(json.dumps(json_schema(cls), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_schemas()

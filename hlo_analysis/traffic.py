@@ -1,0 +1,319 @@
+"""Bytes that one instruction of the final module reads and writes, and what its parts would move on their own.
+
+Rules, all counted from shapes:
+
+- A launch reads each operand once, whole; where every use of it inside the fusion is a slice, dynamic slice or gather,
+  only what those take out. It writes its results; a dynamic-update-slice or scatter that updates its operand in place
+  writes the update alone and does not read the rest.
+- *Unfused* is the same instructions, each a launch of its own. Bitcasts, reshapes, tuples, and broadcasts inside are
+  views and free (so the count is a low one: an eager framework copies at least some of them); constants and iotas are
+  free as operands. What the fusion returns is written even where a view made it.
+- Scratch of a library call (the last s8/u8 vector of its result) is not traffic of the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hlo_analysis.dataflow import Path, leaf_shape, leaves
+from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+from hlo_analysis.records import LaunchKind
+
+_ALIAS = frozenset({"bitcast", "reshape", "optimization-barrier", "add-dependency", "domain"})
+_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+_FREE = frozenset({"parameter", "constant", "iota", "tuple", "get-tuple-element", "broadcast"})
+_LIBRARY_TARGETS = ("__cublas$", "__cudnn$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Bytes of one launch: `reads` by operand position and leaf, `writes` by leaf of the result.
+
+    Position -1 stands for the instruction's own result, which a later pass over it reads back.
+    """
+
+    reads: dict[tuple[int, Path], int]
+    writes: dict[Path, int]
+    unfused_bytes: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read in all."""
+        return sum(self.reads.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written in all."""
+        return sum(self.writes.values())
+
+
+def is_library_call(instruction: Instruction) -> bool:
+    """Whether the instruction calls cuBLAS or cuDNN."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    return instruction.opcode == "custom-call" and target.startswith(_LIBRARY_TARGETS)
+
+
+def result_leaves(instruction: Instruction) -> list[tuple[Path, Shape]]:
+    """Leaves of what the instruction writes, without a library call's scratch."""
+    found = list(leaves(instruction.shape))
+    if is_library_call(instruction) and len(found) > 1:
+        last = found[-1][1]
+        if last.element_type in ("s8", "u8") and len(last.dimensions) == 1:
+            found.pop()
+    return found
+
+
+def usage_of(module: Module, computation: Computation, instruction: Instruction) -> Usage:
+    """Count what one instruction of `computation` reads, writes, and would move if its parts ran one by one."""
+    operands = [computation.instructions[name] for name in instruction.operands]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.called[0]]
+        writes = _fusion_writes(module, body)
+        reads = {
+            (position, path): _parameter_reads(module, body, parameter, path)
+            for position, parameter in enumerate(body.parameters)
+            for path, _ in leaves(parameter.shape)
+        }
+        return Usage(reads=reads, writes=writes, unfused_bytes=_unfused(module, body))
+    reads = {
+        (position, path): _operand_reads(instruction, position, path, shape)
+        for position, operand in enumerate(operands)
+        for path, shape in leaves(operand.shape)
+    }
+    # An operand that stands twice is one buffer, read once.
+    first: dict[str, int] = {}
+    for position, name in enumerate(instruction.operands):
+        if first.setdefault(name, position) != position:
+            reads = {key: (0 if key[0] == position else value) for key, value in reads.items()}
+    writes = {path: _result_writes(instruction, shape, operands) for path, shape in result_leaves(instruction)}
+    moved = sum(reads.values()) + sum(writes.values())
+    return Usage(reads=reads, writes=writes, unfused_bytes=moved + library_extra(instruction, operands))
+
+
+def pass_usage(whole: Usage, instruction: Instruction, kind: LaunchKind, step: int, steps: int) -> Usage:
+    """The share of one launch in an instruction that takes several: a copy of the input, a clearing, passes of a sort.
+
+    A copy moves one result; a clearing writes all of them; a later pass of a sort reads and writes the results in
+    place; any other pass does what the instruction does.
+    """
+    if steps == 1:
+        return whole
+    results = [(path, shape.byte_size) for path, shape in result_leaves(instruction)]
+    if kind == "copy" and results:
+        path, size = results[min(step, len(results) - 1)]
+        read = next((key for key, value in whole.reads.items() if value == size), (-1, path))
+        return Usage(reads={read: size}, writes={path: size}, unfused_bytes=2 * size)
+    if kind == "memset":
+        return Usage(reads={}, writes=dict(results), unfused_bytes=sum(size for _, size in results))
+    if kind == "sort" and step > 0:
+        moved = 2 * sum(size for _, size in results)
+        return Usage(reads={(-1, path): size for path, size in results}, writes=dict(results), unfused_bytes=moved)
+    return whole
+
+
+def library_extra(instruction: Instruction, operands: list[Instruction]) -> int:
+    """Bytes that a library call saves by fusing: those of its epilogue or softmax as launches of their own."""
+    config = instruction.backend_config
+    if not isinstance(config, dict) or not is_library_call(instruction):
+        return 0
+    found = result_leaves(instruction)
+    if not found:
+        return 0
+    out = found[0][1].byte_size
+    if gemm := config.get("gemm_backend_config"):
+        epilogue = gemm.get("epilogue", "DEFAULT")
+        # The product is written and read back for each step that follows it: accumulation, bias, activation.
+        activation = any(name in epilogue for name in ("GELU", "RELU", "SILU"))
+        return 2 * out * ((gemm.get("beta", 0) != 0) + ("BIAS" in epilogue) + activation)
+    if attention := config.get("cudnn_fmha_backend_config"):
+        scores = _scores_bytes(attention, operands[0].shape)
+        # Forward: scores written and read, probabilities written and read. Backward: scores written, softmax reads and
+        # writes, the value gradient reads; probability gradient written; softmax gradient reads two and writes one;
+        # query and key gradients read one each.
+        backward = "Backward" in instruction.attributes.get("custom_call_target", "")
+        return scores * (10 if backward else 4)
+    return 0
+
+
+def _scores_bytes(attention: dict, query: Shape) -> int:
+    shape = attention.get("intermediate_tensor_shape") or {}
+    elements = 1
+    for size in shape.get("dimensions", ()):
+        elements *= int(size)
+    width = query.byte_size // max(query.element_count, 1)
+    return elements * width if shape.get("dimensions") else 0
+
+
+def _operand_reads(instruction: Instruction, position: int, path: Path, shape: Shape) -> int:
+    """Bytes that an instruction on its own reads of one operand."""
+    match instruction.opcode:
+        case "slice" | "dynamic-slice" | "gather" if position == 0:
+            return min(shape.byte_size, instruction.shape.byte_size)
+        case "dynamic-update-slice" if position == 0:
+            return 0
+        case "parameter" | "constant" | "iota" | "get-tuple-element" | "tuple" | "bitcast":
+            return 0
+    return shape.byte_size
+
+
+def _result_writes(instruction: Instruction, shape: Shape, operands: list[Instruction]) -> int:
+    """Bytes that an instruction on its own writes of one leaf of its result."""
+    match instruction.opcode:
+        case "dynamic-update-slice":
+            return operands[1].shape.byte_size
+        case "scatter":
+            count = _scatter_inputs(instruction)
+            return sum(update.shape.byte_size for update in operands[count + 1 :]) // count
+    return shape.byte_size
+
+
+def _scatter_inputs(instruction: Instruction) -> int:
+    return (len(instruction.operands) - 1) // 2
+
+
+def _in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruction, int] | None:
+    """Follow a chain of in-place updates back to the parameter it updates, and count the bytes written on the way."""
+    written = 0
+    while True:
+        if instruction.opcode in _ALIAS:
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "dynamic-update-slice":
+            written += body.instructions[instruction.operands[1]].shape.byte_size
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "scatter" and _scatter_inputs(instruction) == 1:
+            written += body.instructions[instruction.operands[2]].shape.byte_size
+            instruction = body.instructions[instruction.operands[0]]
+        else:
+            return (instruction, written) if written and instruction.opcode == "parameter" else None
+
+
+def _roots(body: Computation) -> list[tuple[Path, Instruction]]:
+    """What a fusion returns: the elements of its root tuple, or the root."""
+    root = body.root_instruction
+    if root.opcode == "tuple":
+        return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
+    return [((), root)]
+
+
+def _fusion_writes(module: Module, body: Computation) -> dict[Path, int]:
+    writes: dict[Path, int] = {}
+    for prefix, root in _roots(body):
+        base = _in_place_base(body, root)
+        if base is not None:
+            writes[prefix] = base[1]
+        elif root.opcode == "fusion":
+            inner = _fusion_writes(module, module.computations[root.called[0]])
+            writes.update({(*prefix, *path): count for path, count in inner.items()})
+        else:
+            writes.update({(*prefix, *path): shape.byte_size for path, shape in leaves(root.shape)})
+    return writes
+
+
+def _parameter_reads(module: Module, body: Computation, parameter: Instruction, path: Path) -> int:
+    """Bytes of a fusion's parameter that the fusion reads."""
+    whole = leaf_shape(parameter.shape, path).byte_size
+    updated = {base[0].name for _, root in _roots(body) if (base := _in_place_base(body, root))}
+    chains = _in_place_chain(body) if parameter.name in updated else frozenset()
+    total, pending, seen = 0, [parameter.name], set()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name == body.root and name not in chains:
+            return whole
+        for user_name in body.users(name):
+            user = body.instructions[user_name]
+            positions = [index for index, operand in enumerate(user.operands) if operand == name]
+            if user.opcode in _ALIAS:
+                pending.append(user_name)
+            elif user.opcode in _SLICES and positions == [0]:
+                total += user.shape.byte_size
+            elif user_name in chains and positions == [0]:
+                # Updated in place; a scatter that combines reads what it replaces.
+                if user.opcode == "scatter":
+                    total += body.instructions[user.operands[2]].shape.byte_size
+            elif user.opcode == "fusion" and not path:
+                inner = module.computations[user.called[0]]
+                total += sum(_parameter_reads(module, inner, inner.parameters[index], ()) for index in positions)
+            else:
+                return whole
+    return min(total, whole)
+
+
+def _in_place_chain(body: Computation) -> frozenset[str]:
+    """Names on the chains of in-place updates that end in a root."""
+    names: set[str] = set()
+    for _, root in _roots(body):
+        if _in_place_base(body, root):
+            while root.opcode != "parameter":
+                names.add(root.name)
+                root = body.instructions[root.operands[0]]
+    return frozenset(names)
+
+
+def _unfused(module: Module, body: Computation) -> int:
+    """Bytes moved if each instruction of a fused computation were a launch of its own."""
+    total = 0
+    for instruction in body.instructions.values():
+        if instruction.opcode in _FREE or instruction.opcode in _ALIAS:
+            continue
+        if instruction.opcode == "fusion":
+            total += _unfused(module, module.computations[instruction.called[0]])
+            continue
+        operands = [body.instructions[name] for name in instruction.operands]
+        total += sum(_result_writes(instruction, shape, operands) for _, shape in leaves(instruction.shape))
+        total += _instruction_reads(body, instruction)
+    # What is returned must be written, even where it only shows other bytes, and once for each time it is returned.
+    written: set[str] = set()
+    for _, root in _roots(body):
+        shown = _behind_aliases(body, root)
+        if shown.opcode in _FREE or shown.name in written:
+            total += _instruction_reads(body, shown) + root.shape.byte_size
+        written.add(shown.name)
+    return total
+
+
+def _behind_aliases(body: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in _ALIAS:
+        instruction = body.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _instruction_reads(body: Computation, instruction: Instruction) -> int:
+    """Bytes that one fused instruction would read on its own, through views to what they show, each buffer once."""
+    reads: dict[tuple[str, Path], int] = {}
+    # A parameter that is returned as it is must be read and copied.
+    operands = instruction.operands if instruction.opcode != "parameter" else (instruction.name,)
+    for position, name in enumerate(operands):
+        shown, path, broadcast = _through_views(body, body.instructions[name])
+        if shown.opcode in ("constant", "iota"):
+            continue
+        whole = leaf_shape(shown.shape, path).byte_size
+        scatter_base = instruction.opcode == "scatter" and position < _scatter_inputs(instruction)
+        if scatter_base:
+            count = _scatter_inputs(instruction)
+            moved = body.instructions[instruction.operands[count + 1 + position]].shape.byte_size
+        else:
+            moved = _operand_reads(instruction, position, path, body.instructions[name].shape)
+            moved = whole if broadcast and moved else min(moved, whole)
+        reads[shown.name, path] = max(moved, reads.get((shown.name, path), 0))
+    return sum(reads.values())
+
+
+def _through_views(body: Computation, instruction: Instruction) -> tuple[Instruction, Path, bool]:
+    """The instruction whose bytes a view shows, the leaf of it, and whether a broadcast lay between."""
+    path: Path = ()
+    broadcast = False
+    while True:
+        if instruction.opcode in _ALIAS:
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "broadcast":
+            instruction, broadcast = body.instructions[instruction.operands[0]], True
+        elif instruction.opcode == "get-tuple-element":
+            path = (int(instruction.attributes["index"]), *path)
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "tuple" and path:
+            instruction, path = body.instructions[instruction.operands[path[0]]], path[1:]
+        else:
+            return instruction, path, broadcast
