@@ -104,7 +104,6 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
     """(label, number, remark, counted or estimated) of the baseline."""
     traffic, memory = analysis.traffic, analysis.memory
     unfused, work = words.format_bytes(traffic.unfused_bytes), words.format_flops(traffic.flops)
-    roofline = words.format_us(analysis.roofline_us)
     between = words.format_bytes(traffic.intermediate_bytes)
     return [
         ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
