@@ -1,5 +1,6 @@
 """A Flax NNX transformer block with presets, for fusion strategies to be compared on."""
 
+from hlo_analysis.capture import silence_missing_gpu
 from xlafuse.models.block import TransformerBlock
 from xlafuse.models.config import PRESETS, BlockConfig, get_preset
 from xlafuse.models.functional import block_function, initial_params, resolve_config
@@ -16,3 +17,6 @@ __all__ = [
     "initial_params",
     "resolve_config",
 ]
+
+# Making weights asks JAX for devices, and where the CUDA plugin is installed without a GPU it would print a traceback.
+silence_missing_gpu()

@@ -1,0 +1,164 @@
+"""Records how the attached GPU autotunes the block under every strategy, to be replayed where there is no GPU.
+
+    python scripts/record_autotune.py RECORDING.txtpb LAUNCHES.json [--seconds 230] [--only llama3-8b/xla/]
+
+Compiles each case on the attached GPU and writes two files, again after every case, so that a run cut short keeps what
+it has. RECORDING is XLA's autotuning of all cases in one text proto, for `hlo_analysis/targets/autotune/`. LAUNCHES
+says which kinds of kernels the GPU was given in each case, for the test that a replay gives the same ones.
+
+Cases share one autotuning: each starts from what the ones before it chose, so that a product which several of them hold
+is tuned once and the recording never contradicts LAUNCHES. What is to be recorded first comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the machine with the GPU need not have the package installed
+
+LLAMA_SHAPES = ((2, 4096), (1, 512), (1, 1))
+GPT2_SHAPES = ((1, 512), (2, 1024))
+MODES = ("forward", "grad")
+STRATEGY_ORDER = ("xla", "pallas", "xla_cudnn", "xla_cublas", "xla_dot_merger", "xla_gemm_v2", "unfused")
+
+
+# cuDNN has no gradient of attention for one token.
+IMPOSSIBLE = (("llama3-8b", "xla_cudnn", "grad", (1, 1)),)
+
+
+def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
+    """Preset, strategy, mode and shape of every case, the most wanted first."""
+    wanted = [
+        *(("llama3-8b", "xla", mode, shape) for mode in MODES for shape in LLAMA_SHAPES),
+        *(("llama3-8b", name, "forward", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES),
+        *(("llama3-8b", name, "grad", LLAMA_SHAPES[0]) for name in STRATEGY_ORDER[1:]),
+        *(("gpt2-medium", "xla", mode, shape) for mode in MODES for shape in GPT2_SHAPES),
+        *(("llama3-8b", name, "grad", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES[1:]),
+    ]
+    return [case for case in wanted if case not in IMPOSSIBLE]
+
+
+def record(
+    case: tuple[str, str, str, tuple[int, int]], recording: Path, timeout: float, target: str = "attached"
+) -> dict[str, Any]:
+    """Compiles one case on the GPU, adds its choices to `recording` and returns its row of LAUNCHES."""
+    from hlo_analysis.capture import capture, merge_autotune
+    from hlo_analysis.hlo import parse_module
+    from hlo_analysis.kinds import kind_of
+    from hlo_analysis.launches import find_launches
+    from xlafuse.models import block_function
+    from xlafuse.strategies import get_strategy
+
+    preset, name, mode, shape = case
+    strategy = get_strategy(name)
+    function, arguments = block_function(preset, shape, plan=strategy.plan)
+    began = time.perf_counter()
+    captured = capture(
+        function,
+        *arguments,
+        target=target,
+        mode=mode,
+        compiler_options=strategy.compiler_options,
+        autotune=recording if recording.exists() else None,
+        timeout=timeout,
+    )
+    chosen = captured.text("autotune_results")
+    if chosen:
+        known = [recording.read_text()] if recording.exists() else []
+        replace(recording, merge_autotune([*known, chosen]))
+    module = parse_module(captured.text("final_hlo") or "")
+    table = find_launches(module, captured.text("thunk_sequence"), captured.text("thunk_metadata"))
+    kinds: Counter[str] = Counter()
+    for site in table.sites:
+        kinds[kind_of(module, site.instruction, site.thunk.kind)] += site.repeat
+    provenance = captured.manifest.provenance
+    return {
+        "preset": preset,
+        "strategy": name,
+        "mode": mode,
+        "shape": list(shape),
+        "kinds": dict(sorted(kinds.items())),
+        "launches": kinds.total(),
+        "thunks": dict(sorted(Counter(site.thunk.kind for site in table.sites).items())),
+        "gemm_choice": provenance.gemm_choice,
+        "reused": provenance.autotune_hits,
+        "lookups": provenance.autotune_lookups,
+        "seconds": round(time.perf_counter() - began, 1),
+        "versions": dict(provenance.versions),
+    }
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes `path` so that a reader finds the old text or the new, never half of one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def device() -> dict[str, str]:
+    """Name and driver of the GPU, as the driver tells them."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        first = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return {}
+    name, driver = (part.strip() for part in first.split(","))
+    return {"name": name, "driver": driver}
+
+
+def main() -> int:
+    """Records all cases that fit into the time; 1 when one failed or none was recorded."""
+    parser = argparse.ArgumentParser(description="Record the attached GPU's autotuning of the block.")
+    parser.add_argument("recording", type=Path)
+    parser.add_argument("launches", type=Path)
+    parser.add_argument("--seconds", type=float, default=230.0, help="start no case after this long")
+    parser.add_argument("--only", default="", help="cases whose 'preset/strategy/mode/shape' starts with this")
+    parser.add_argument("--target", default="attached", help="another target records nothing, and rehearses")
+    options = parser.parse_args()
+    for path in (options.recording, options.launches):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+
+    began = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
+    left: list[str] = []
+    found_device = device()
+    for case in cases():
+        label = f"{case[0]}/{case[1]}/{case[2]}/{'x'.join(map(str, case[3]))}"
+        if not label.startswith(options.only):
+            continue
+        elapsed = time.perf_counter() - began
+        if elapsed > options.seconds:
+            left.append(label)
+            continue
+        try:
+            timeout = max(60.0, options.seconds - elapsed + 60.0)
+            row = record(case, options.recording, timeout, options.target)
+        except Exception as error:  # the other cases are worth having
+            failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
+            print(f"{elapsed:6.1f} s  {label:40} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
+        else:
+            rows.append(row)
+            tuned = f"{row['reused']} of {row['lookups']} reused"
+            print(f"{elapsed:6.1f} s  {label:40} {row['seconds']:6.1f} s  {tuned:20} {row['kinds']}", flush=True)
+        document = {"device": found_device, "cases": rows, "failed": failed, "left_out": left}
+        replace(options.launches, json.dumps(document, indent=1) + "\n")
+    if left:
+        document = {"device": found_device, "cases": rows, "failed": failed, "left_out": left}
+        replace(options.launches, json.dumps(document, indent=1) + "\n")
+        print(f"left out for want of time: {', '.join(left)}", flush=True)
+    print(f"{len(rows)} recorded, {len(failed)} failed, {time.perf_counter() - began:.0f} s", flush=True)
+    return 0 if rows and not failed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
