@@ -42,6 +42,14 @@ class HloParseError(HloAnalysisError, ValueError):
         self.column = column
         super().__init__(f"line {line}, column {column}: {message}")
 
+    def __reduce__(self):
+        """Rebuild from the parts: errors cross process boundaries by pickle."""
+        return _hlo_parse_error, (self.message, self.line, self.column)
+
+
+def _hlo_parse_error(message: str, line: int, column: int) -> HloParseError:
+    return HloParseError(message, line=line, column=column)
+
 
 def nearest_names(name: str, known: Iterable[str], count: int = 3) -> str:
     """A phrase for error messages: `; did you mean 'a' or 'b'?`, or '' when nothing is near."""

@@ -17,6 +17,7 @@ very name, which no other can have.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hlo_analysis.hlo.lexer import NAME, STRING, Lexer, names_in, token
 from hlo_analysis.hlo.module import Computation, Instruction, Module
@@ -139,11 +140,14 @@ class _Parser:
                 root = instruction.name
         if not instructions:
             raise lexer.error(f"computation {name!r} has no instructions", start)
+        if root is None:  # like XLA: the last instruction
+            root, last = next(reversed(instructions.items()))
+            instructions[root] = replace(last, is_root=True)
         attributes, _ = self.attributes()
         return Computation(
             name=name,
             instructions=instructions,
-            root=root if root is not None else next(reversed(instructions)),
+            root=root,
             is_entry=is_entry,
             attributes=attributes,
             source=lexer.source,
@@ -246,7 +250,7 @@ class _Parser:
                 operands=(name,),
                 attributes={"index": index},
                 source=self.lexer.source,
-                start=at.start(1),
+                start=at.start(1) - (self.lexer.text[at.start(1) - 1] == "%"),
                 end=at.end(),
             )
         return element

@@ -40,7 +40,8 @@ def assert_agrees(module: Module, text: str) -> int:
             assert sorted(position[user] for user in computation.users(our.name)) == users, our.text
             line = their.to_string()
             # jaxlib drops the layout `{:E(4)}` of a scalar constant, and abbreviates asynchronous pairs.
-            shape = str(our.shape) if our.opcode == "constant" and not our.shape.dimensions else our.shape.text
+            is_scalar = not our.shape.dimensions and not our.shape.is_tuple
+            shape = str(our.shape) if our.opcode == "constant" and is_scalar else our.shape.text
             opcode = our.opcode
             if opcode in ("async-start", "async-update", "async-done"):
                 opcode = line.removeprefix(f"%{their.name} = {shape} ").partition("(")[0]
