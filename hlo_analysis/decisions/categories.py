@@ -31,6 +31,7 @@ MULTIPLE_OUTPUTS = "multiple outputs"
 OUTPUT = "program output"
 BOUNDARY = "loop or branch boundary"
 SWITCHED_OFF = "switched off"
+SHARED_INPUT = "shared input read again"
 UNRECORDED = "unrecorded"
 OTHER_RULE = "other rule"
 
@@ -46,7 +47,7 @@ CATEGORIES: dict[str, str] = {
     MATRIX_PRODUCT: "The Triton matrix-product rewriter weighed this work as a prologue or epilogue and declined: it "
     "would read more bytes inside the product's loop, or the rewriter does not analyse several inputs.",
     MATRIX_PRODUCT_OPAQUE: "One end is a Triton matrix product, which is closed by the time priority fusion runs.",
-    SEVERAL_USERS: "The Triton matrix-product rewriter puts an epilogue on a product only if one operation alone reads it.",
+    SEVERAL_USERS: "The Triton matrix-product rewriter puts an epilogue only on a product with a single reader.",
     TWO_REDUCTIONS: "Both ends reduce: XLA has no cost model for a reduction that feeds a reduction.",
     AFTER_REDUCTION: "The reduction's emitter cannot go on with this work after the sum; fused, the kernel would lose "
     "its fast reduction.",
@@ -65,6 +66,7 @@ CATEGORIES: dict[str, str] = {
     OUTPUT: "The value is an output of the program and must be written.",
     BOUNDARY: "The value crosses into or out of a loop or branch, over which nothing is fused.",
     SWITCHED_OFF: "An option keeps this kind of fusion off.",
+    SHARED_INPUT: "Several launches, none of which needs another, read one value that a single launch could read once.",
     UNRECORDED: "Two launches, and no pass left a word about the edge.",
     OTHER_RULE: "XLA gave a reason that this tool has no group for; its words are kept.",
 }

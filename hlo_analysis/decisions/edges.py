@@ -68,11 +68,11 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
-def output_values(module: Module, launches: Collection[str]) -> frozenset[tuple[str, Path]]:
-    """The values that the program returns: the launch, and which of its outputs."""
+def output_values(module: Module, launches: Collection[str]) -> frozenset[str]:
+    """Names of the values that the program returns: 'fusion', or 'fusion#1' for one of several outputs."""
     dataflow = Dataflow(module)
     return frozenset(
-        (source.instruction, source.path)
+        source.name
         for path, _ in leaves(module.entry.root_instruction.shape)
         for source in _written(dataflow, launches, module.entry, module.entry.root, path)
     )

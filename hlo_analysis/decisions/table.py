@@ -30,8 +30,9 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     """Every data edge between two launches with the best reason known, then the edges that were fused.
 
     Args:
-        capture: reads `priority_fusion_dump`, `before_priority_fusion`, `after_priority_fusion`, `before_rename`,
-            `after_rename` and `worker_log`. Whatever is missing leaves edges with our own reasons, in brackets.
+        capture: reads `final_hlo` (only whether it is there), `priority_fusion_dump`, `before_priority_fusion`,
+            `after_priority_fusion`, `before_rename`, `after_rename` and `worker_log`. What is missing leaves our own
+            reasons, in brackets.
         final: the final module, parsed.
         launch_of: instruction of the final module → index of its launch.
 
@@ -43,13 +44,10 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     dump = read_fusion_dump(dump_text) if dump_text else None
     folded = fold(dump.steps) if dump else None
     log = read_log(capture.text("worker_log") or "")
-    before, early, *renamed = (
-        parse_module(text) if (text := capture.text(key)) else None
-        for key in ("before_priority_fusion", "after_priority_fusion", "before_rename", "after_rename")
-    )
+    before, early = _stage(capture, "before_priority_fusion"), _stage(capture, "after_priority_fusion")
     if before is None and dump is not None:
         before = parse_module(dump.module_text)
-    came_from = origins([stage for stage in (early, *renamed, final) if stage is not None]) if early else {}
+    came_from = origins([early, *_between(capture), final]) if early else {}
 
     decisions = _surviving(Survivors(final, early, came_from, folded, log, before), final, launch_of)
     held: dict[str, list[int]] = defaultdict(list)
@@ -58,6 +56,18 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
             held[origin].append(index)
     launches = {name: tuple(sorted(indices)) for name, indices in held.items()}
     return (*decisions, *fused_edges(before, folded, log, launches))
+
+
+def _stage(capture: Texts, key: str) -> Module | None:
+    text = capture.text(key)
+    return parse_module(text) if text else None
+
+
+def _between(capture: Texts) -> list[Module]:
+    """Modules between priority fusion and the final one, which is itself one of them where XLA stopped early."""
+    whole, renamed = capture.text("final_hlo") is not None, capture.text("after_rename") is not None
+    keys = ("before_rename", "after_rename") if whole else ("before_rename",) if renamed else ()
+    return [stage for key in keys if (stage := _stage(capture, key)) is not None]
 
 
 def _surviving(survivors: Survivors, final: Module, launch_of: Mapping[str, int]) -> list[Decision]:

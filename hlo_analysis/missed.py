@@ -1,0 +1,267 @@
+"""Missed fusions: values that need not reach HBM, ranked by the time that they cost.
+
+*The fusion test*: a fusion pays when the intermediate is large against the work around it. So the bytes at stake are
+set against the traffic of the launches on both ends (`share`), and time counts only where a launch waits for memory: a
+matrix product that is bound by arithmetic runs no faster for reading less.
+
+Two kinds are found. *Vertical*: a launch writes what another reads. *Horizontal*: several launches read one input
+that a single launch could read once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
+from hlo_analysis.remedies import PRODUCTS, Remedy, shared_input_remedy, vertical_remedy
+
+# Below this share of the bytes and of the time around it, a value fails the fusion test.
+_SMALLEST_SHARE = 0.05
+# A value this many times as large as what its product was made from is an attention score matrix or the like of it.
+_SCORES_GROWTH = 2
+
+
+def rank(
+    launches: Sequence[Launch],
+    intermediates: Sequence[Intermediate],
+    decisions: Sequence[Decision],
+    device: Device,
+    *,
+    outputs: Collection[str] = (),
+) -> tuple[MissedFusion, ...]:
+    """The missed fusions, costliest first.
+
+    A value that must exist anyway is at stake only as far as it is read again: an output of the program, or what the
+    forward pass keeps for the backward pass. Attention scores are never such a value: a fused kernel recomputes them.
+
+    Args:
+        launches: the launch table.
+        intermediates: values that one launch hands another.
+        decisions: from `decisions.decide`, for the reasons.
+        device: bandwidth and launch overhead.
+        outputs: names of values (as in `Intermediate.name`) that the program returns.
+    """
+    missed = [
+        *_vertical(launches, intermediates, decisions, device, frozenset(outputs)),
+        *_horizontal(launches, intermediates, device),
+    ]
+    missed = [found for found in missed if _passes(found, launches)]
+    missed.sort(key=lambda found: (-found.time_at_stake_us, -found.bytes_at_stake, found.producer, found.value))
+    return tuple(replace(found, rank=position) for position, found in enumerate(missed, start=1))
+
+
+def _passes(found: MissedFusion, launches: Sequence[Launch]) -> bool:
+    """The fusion test, on bytes or, for programs of small launches, on time."""
+    ends = [launches[index] for index in {found.producer, *found.consumers}]
+    around = sum(launch.roofline_us * launch.repeat for launch in ends)
+    return found.bytes_at_stake > 0 and (
+        found.share >= _SMALLEST_SHARE or found.time_at_stake_us >= _SMALLEST_SHARE * around
+    )
+
+
+def _vertical(
+    launches: Sequence[Launch],
+    intermediates: Sequence[Intermediate],
+    decisions: Sequence[Decision],
+    device: Device,
+    outputs: frozenset[str],
+) -> Iterator[MissedFusion]:
+    """One missed fusion for all that a launch hands the same readers."""
+    reasons: dict[tuple[int | None, int | None], Decision] = {}
+    for decision in decisions:
+        if decision.verdict != "fused":
+            reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
+    scores = _scores(launches, intermediates)
+    handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
+    for value in intermediates:
+        producer = launches[value.producer]
+        readers = [launches[index] for index in value.consumers if index != value.producer]
+        near = [reader for reader in readers if _could_join(producer, reader, value.name in scores)]
+        if near:
+            stake = _Stake(
+                value=value,
+                must_exist=len(near) < len(readers) or value.name in outputs,
+                written=value.bytes * producer.repeat,
+                read=_read_by_each(value, producer),
+            )
+            handed[value.producer, tuple(reader.index for reader in near)].append(stake)
+    for (index, indices), stakes in handed.items():
+        producer, near = launches[index], [launches[reader] for reader in indices]
+        gone = sum(stake.written for stake in stakes if not stake.must_exist)
+        read = sum(stake.read for stake in stakes)
+        time = _waits(producer, gone, device) + sum(_waits(reader, read, device) for reader in near)
+        decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
+        reason = decision.reason if decision else "[no pass left a word about this value]"
+        if any(stake.must_exist for stake in stakes):
+            reason += " [written in any case: an output of the program, or read by the backward pass]"
+        category = decision.category if decision else categories.UNRECORDED
+        largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
+        is_score = largest.name in scores
+        yield _missed(
+            largest,
+            producer=index,
+            consumers=indices,
+            stake=gone + len(near) * read,
+            time=time + device.launch_overhead_us * producer.repeat,
+            ends=[producer, *near],
+            reason=reason,
+            category=category,
+            remedy=vertical_remedy(producer, near, category, is_score=is_score),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stake:
+    value: Intermediate
+    must_exist: bool
+    written: int
+    """Bytes, in one run of the program."""
+    read: int
+    """Bytes, by each reader, in one run."""
+
+
+def _read_by_each(value: Intermediate, producer: Launch) -> int:
+    """The mean over the readers, some of which may read a slice."""
+    return max(value.bytes_moved - value.bytes * producer.repeat, 0) // max(len(value.consumers), 1)
+
+
+def _horizontal(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device
+) -> Iterator[MissedFusion]:
+    """Launches that depend on one another in no way and read the same values."""
+    readers: dict[str, list[Launch]] = defaultdict(list)
+    values: dict[str, Value] = {}
+    for launch in launches:
+        for value in launch.inputs:
+            readers[value.name].append(launch)
+            values[value.name] = value
+    handed = {value.name: _read_by_each(value, launches[value.producer]) for value in intermediates}
+    ancestors = _ancestors(launches)
+    groups: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+    for name, found in readers.items():
+        for group in _siblings(found, ancestors):
+            once = values[name].bytes * group[0].repeat
+            read = handed.get(name, min(once, *(launch.bytes_read * launch.repeat for launch in group)))
+            again = len(group) * read - once  # nothing where each reads a slice of its own
+            if again > 0:
+                groups[tuple(launch.index for launch in group)][name] = again
+    scores = _scores(launches, intermediates)
+    for indices, shared in groups.items():
+        group = [launches[index] for index in indices]
+        _, name = max((count, name) for name, count in shared.items())
+        remedy = shared_input_remedy(group)
+        if remedy is None or name in scores:
+            continue
+        largest, stake = values[name], sum(shared.values())
+        time = sum(_waits(launch, stake, device) for launch in group[1:]) / len(group[1:])
+        what = f"{name} and {len(shared) - 1} more" if len(shared) > 1 else name
+        yield _missed(
+            largest,
+            producer=indices[0] if largest.producer is None else largest.producer,
+            consumers=indices,
+            stake=stake,
+            time=time + sum(device.launch_overhead_us * launch.repeat for launch in group[1:]),
+            ends=group,
+            reason=f"[{len(group)} launches each read {what} anew]",
+            category=categories.SHARED_INPUT,
+            remedy=remedy,
+        )
+
+
+def _missed(
+    value: Intermediate | Value,
+    *,
+    producer: int,
+    consumers: tuple[int, ...],
+    stake: int,
+    time: float,
+    ends: Sequence[Launch],
+    reason: str,
+    category: str,
+    remedy: Remedy,
+) -> MissedFusion:
+    traffic = sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in ends)
+    return MissedFusion(
+        rank=0,
+        value=value.name,
+        shape=value.shape,
+        producer=producer,
+        consumers=consumers,
+        bytes_at_stake=stake,
+        time_at_stake_us=time,
+        share=min(stake / traffic, 1.0) if traffic else 0.0,
+        reason=reason,
+        category=category,
+        remedy_kind=remedy.kind,
+        remedy=remedy.text,
+        scope=ends[0].scope,
+    )
+
+
+def _waits(launch: Launch, byte_count: int, device: Device) -> float:
+    """Microseconds that a launch would wait less for so many bytes; none where arithmetic bounds it."""
+    if launch.limiter == "compute" or not device.memory_bandwidth:
+        return 0.0
+    return byte_count / device.memory_bandwidth * 1e6
+
+
+def _could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
+    """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
+    same_pass = producer.phase == reader.phase or is_score
+    return same_pass and producer.computation == reader.computation
+
+
+def _scores(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> frozenset[str]:
+    """Values of attention-score size: what a product of two computed values makes that is much larger than both.
+
+    What other launches make of them counts too, as long as it is half their size, until the next product.
+    """
+    written = {value.name: value for value in intermediates}
+    found: dict[str, int] = {}
+    for value in intermediates:
+        launch = launches[value.producer]
+        if launch.kind in PRODUCTS:
+            large = [given for given in launch.inputs if given.producer is not None]
+            computed = len(large) >= 2 and len(large) == len(launch.inputs)
+            is_score = computed and value.bytes >= _SCORES_GROWTH * sum(given.bytes for given in large)
+        else:
+            given = [found[source.name] for source in launch.inputs if source.name in found]
+            is_score = bool(given) and 2 * value.bytes >= min(given)
+        if is_score and any(launches[reader].scope == launch.scope for reader in value.consumers):
+            found[value.name] = value.bytes
+    return frozenset(name for name in found if name in written)
+
+
+def _ancestors(launches: Sequence[Launch]) -> list[int]:
+    """For each launch, the launches that it depends on, as bits of an integer."""
+    ancestors: list[int] = []
+    for launch in launches:
+        bits = 0
+        for value in launch.inputs:
+            if value.producer is not None and value.producer < launch.index:
+                bits |= ancestors[value.producer] | (1 << value.producer)
+        ancestors.append(bits)
+    return ancestors
+
+
+def _siblings(readers: Sequence[Launch], ancestors: Sequence[int]) -> list[list[Launch]]:
+    """Groups of two and more readers that could be one launch: alike, in one pass, none needing another's result."""
+    alike: Mapping[tuple, list[Launch]] = defaultdict(list)
+    for launch in {reader.index: reader for reader in readers}.values():
+        if launch.kind in _MERGEABLE:
+            alike[launch.computation, launch.phase, launch.kind in PRODUCTS, launch.repeat].append(launch)
+    groups: list[list[Launch]] = []
+    for candidates in alike.values():
+        group: list[Launch] = []
+        for launch in candidates:
+            if not any(ancestors[launch.index] >> member.index & 1 for member in group):
+                group.append(launch)
+        if len(group) > 1:
+            groups.append(group)
+    return groups
+
+
+_MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}

@@ -1,0 +1,130 @@
+"""What to do about a missed fusion: an option of XLA's, another way to write the model, or a kernel of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.records import Launch
+
+PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
+"""Kinds of launch that are matrix products."""
+
+_MOVES = frozenset(("transpose", "copy", "concatenate", "slice", "reshape", "pad"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """`kind` and `text` are `remedy_kind` and `remedy` of `records.MissedFusion`."""
+
+    kind: Literal["option", "rewrite", "kernel"]
+    text: str
+
+
+_ATTENTION = Remedy(
+    kind="kernel",
+    text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
+    "jax.nn.dot_product_attention(implementation='cudnn')",
+)
+_GATED_LINEAR = Remedy(
+    kind="kernel",
+    text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
+)
+_LINEAR_EPILOGUE = Remedy(
+    kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
+)
+_LINEAR_PROLOGUE = Remedy(kind="kernel", text="linear: the work before the product done as its operand is loaded")
+_NORM_LINEAR = Remedy(
+    kind="kernel", text="norm_linear: the product normalises its rows as it loads them, or scales its result afterwards"
+)
+_RMS_NORM = Remedy(
+    kind="kernel", text="rms_norm: the reduction and all that follows it in one kernel, the row read once"
+)
+_SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
+_LAYOUT = Remedy(
+    kind="rewrite",
+    text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
+    "that nothing is moved",
+)
+_BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
+_RECOMPUTE = Remedy(
+    kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
+)
+_ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends")
+_KEEP_TRITON = Remedy(
+    kind="option",
+    text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",
+)
+_MERGE_PRODUCTS = Remedy(
+    kind="option",
+    text="xla_gpu_dot_merger_threshold_mb=1024 makes one product of those that share an input",
+)
+_MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, which reads the shared values once")
+
+
+def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, *, is_score: bool) -> Remedy:
+    """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends."""
+    into_products = [reader for reader in readers if reader.kind in PRODUCTS]
+    if category == categories.BOUNDARY:
+        return _BOUNDARY
+    if is_score:
+        return _ATTENTION
+    if any(map(_only_casts, (producer, *readers))):
+        return _KEEP_TRITON
+    if any(map(_only_moves, (producer, *readers))):
+        return _LAYOUT
+    if producer.kind in PRODUCTS:
+        return _GATED_LINEAR if any(map(_gates, readers)) else _LINEAR_EPILOGUE
+    if into_products:
+        return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
+    if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
+        ends = (producer, *readers)
+        if any(map(_normalizes, ends)):
+            return _RMS_NORM
+        if any(_has(end, "exponential") for end in ends):
+            return _SOFTMAX
+    if category == categories.SLOWER and len(readers) > 1:
+        return _RECOMPUTE
+    return _ONE_KERNEL
+
+
+def shared_input_remedy(readers: Sequence[Launch]) -> Remedy | None:
+    """The remedy for launches that each read the same input; None where one launch could not do all their work."""
+    if not all(reader.kind in PRODUCTS for reader in readers):
+        return _MERGE_LOOPS
+    results = [_matrix(reader) for reader in readers]
+    return _MERGE_PRODUCTS if any(len(set(sizes)) == 1 for sizes in zip(*results, strict=True)) else None
+
+
+def _matrix(product: Launch) -> tuple[str, str]:
+    """Rows and columns of a product's result. Products merge side by side only if one of the two agrees."""
+    sizes = product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
+    return ("", product.name) if len(sizes) < 2 else (f"rows {sizes[-2]}", f"columns {sizes[-1]}")
+
+
+def _has(launch: Launch, opcode: str) -> bool:
+    return any(found == opcode for found, _ in launch.opcodes)
+
+
+def _normalizes(launch: Launch) -> bool:
+    """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
+    return _has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
+
+
+def _gates(launch: Launch) -> bool:
+    """Whether an element-wise launch multiplies what two products made."""
+    from_products = [value for value in launch.inputs if value.producer is not None]
+    is_activation = any(_has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
+    is_elementwise = launch.phase == "forward" and not _has(launch, "reduce")
+    return len(from_products) >= 2 and _has(launch, "multiply") and is_activation and is_elementwise
+
+
+def _only_moves(launch: Launch) -> bool:
+    opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
+    return launch.kind == "copy" or (bool(opcodes) and opcodes <= _MOVES)
+
+
+def _only_casts(launch: Launch) -> bool:
+    return {opcode for opcode, _ in launch.opcodes} == {"convert"}
