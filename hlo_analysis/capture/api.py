@@ -6,19 +6,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from hlo_analysis.capture import artefacts
+from hlo_analysis.capture import attached
 from hlo_analysis.capture import autotune as autotuning
-from hlo_analysis.capture.archive import Capture, Manifest, write_manifest
-from hlo_analysis.capture.attached import attached_target
-from hlo_analysis.capture.failures import compile_error, is_missing_ptxas
-from hlo_analysis.capture.lowering import Lowered, lower
-from hlo_analysis.capture.process import LOG_NAME, Worker
+from hlo_analysis.capture.archive import Capture, write_manifest
+from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
+from hlo_analysis.capture.failures import compile_error, is_toolchain_failure
+from hlo_analysis.capture.lowering import Lowered, Mode, lower
+from hlo_analysis.capture.process import Worker
 from hlo_analysis.errors import CaptureError
-from hlo_analysis.records import Memory, Provenance
 from hlo_analysis.targets import Target, load_target
 
 # One dump before and one after each pass that decides about fusion: some 28 files, half a megabyte.
@@ -27,12 +25,21 @@ _GPU_PASSES = (
 )
 _CPU_PASSES = "fusion"
 
+# XLA has measured GEMM tables for these two alone; for others the option fails with "Cannot find key: sm_80".
+_COST_MODEL_CAPABILITIES = ((9, 0), (10, 0))
+
+_NO_TOOLCHAIN = (
+    "XLA found no working ptxas (or libdevice) and stopped before it had machine code: the launch sequence and the "
+    "memory statistics are missing; the modules and the fusion decisions are there. Install nvidia-cuda-nvcc, which "
+    "the extra 'deviceless' brings. XLA said: "
+)
+
 
 def capture(
     fn: Callable[..., Any],
     *shapes: Any,
     target: str | Path | Target = "h200",
-    mode: Literal["forward", "grad"] = "forward",
+    mode: Mode = "forward",
     compiler_options: Mapping[str, Any] | None = None,
     autotune: str | Path | None = "default",
     timeout: float = 300.0,
@@ -52,15 +59,17 @@ def capture(
         a `Target`.
       mode: "forward" compiles `fn`. "grad" compiles what a training step does with it: its outputs, and the
         vector-Jacobian product for every floating-point argument, with the cotangents as one more argument.
-      compiler_options: XLA's options by name, e.g. `{"xla_gpu_enable_triton_gemm": False}`.
-      autotune: whose choice of GEMM kernels to replay. "default": the recording shipped for the target, where there is
-        one. A path: the recording in that file. None: no replay, so that XLA takes its default for every GEMM. Without
-        meaning for "attached" (which tunes) unless a path, and for "cpu".
+      compiler_options: XLA's options by name, e.g. `{"xla_gpu_enable_triton_gemm": False}`; a list for a repeated one.
+      autotune: whose choice of kernels to replay. "default": the recording shipped for the target, where there is one.
+        A path: the recording in that file. None: no replay, so that XLA takes its default everywhere. The attached GPU
+        tunes by itself, and only what a recording given by path does not know.
       timeout: seconds that XLA may take.
       label: a name for reports; the function's own by default.
       keep: a folder to write to, which must be empty or not exist. By default the files go when the Capture does.
       lower_context: entered while the function is traced.
-      emit_ptx: keep the PTX of XLA's own kernels, and what ptxas says of their registers and spills.
+      emit_ptx: also find out the registers, spills and static shared memory of XLA's own kernels: keeps their PTX, and
+        what ptxas says of it as the artefact "ptx_resources". (Those of Mosaic kernels are always kept, as
+        "mosaic_resources".)
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or XLA failed, died or took too long: with its last words.
@@ -71,22 +80,22 @@ def capture(
         raise CaptureError(f"mode must be 'forward' or 'grad', not {mode!r}")
     goal = load_target(target)
     if goal.kind == "attached":
-        goal = attached_target()
+        goal = attached.attached_target()
     recording = autotuning.resolve(autotune, goal)
-    folder = _folder(keep)
+    given = {name: _option_value(name, value) for name, value in (compiler_options or {}).items()}
+    folder, ours = _folder(keep)
+    notes: list[str] = []
     finished = False
     try:
-        with Worker(folder, _environment(goal, folder)) as worker:
+        with Worker(folder, _environment(goal)) as worker:
             program = lower(fn, shapes, target=goal, mode=mode, lower_context=lower_context)
-            options = _options(goal, folder, recording, emit_ptx=emit_ptx)
-            request = _request(goal, program, {**options, **(compiler_options or {})}, folder)
-            result = worker.compile(request, timeout)
-            notes: list[str] = []
+            options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
+            result = worker.ask(_request(goal, program, options, folder), timeout)
             if not result["ok"]:
-                if not is_missing_ptxas(result["error"]):
+                if not is_toolchain_failure(result["error"]):
                     raise compile_error(result, goal, worker.last_words())
-                notes.append(_NO_PTXAS)
-        manifest = _manifest(
+                notes.append(_NO_TOOLCHAIN + result["error"].strip())
+        manifest = assemble(
             folder,
             program,
             goal,
@@ -94,7 +103,7 @@ def capture(
             mode=mode,
             label=label,
             notes=notes,
-            options=compiler_options or {},
+            options=given,
             recording=recording,
         )
         write_manifest(folder, manifest)
@@ -102,151 +111,99 @@ def capture(
         return Capture(folder, manifest, temporary=keep is None)
     finally:
         if not finished:
-            shutil.rmtree(folder, ignore_errors=True)
+            _discard(folder, whole=ours)
 
 
-_NO_PTXAS = (
-    "ptxas was not found or failed, so XLA stopped before it had machine code: launches, memory and the final module are "
-    "missing, fusion decisions are there. Install nvidia-cuda-nvcc (xlafuse[deviceless])."
-)
+def record_autotune(
+    fn: Callable[..., Any],
+    *shapes: Any,
+    mode: Mode = "forward",
+    compiler_options: Mapping[str, Any] | None = None,
+    timeout: float = 600.0,
+) -> str:
+    """Tunes `fn` on the attached GPU and gives the choices made, in text form: a recording for `capture(autotune=...)`.
+
+    Recordings of several programs are made one by `merge_autotune`. Arguments and errors are those of `capture`.
+    """
+    tuned = capture(
+        fn, *shapes, target="attached", mode=mode, compiler_options=compiler_options, autotune=None, timeout=timeout
+    )
+    text = tuned.text("autotune_results")
+    if text is None:
+        raise CaptureError(f"XLA recorded no autotuning of {tuned.provenance.function}: it had nothing to choose")
+    autotuning.entries(text)
+    return text
 
 
-def _folder(keep: str | Path | None) -> Path:
+def _folder(keep: str | Path | None) -> tuple[Path, bool]:
+    """The folder to write to, and whether it is ours to remove."""
     if keep is None:
-        return Path(tempfile.mkdtemp(prefix="hlo_capture_"))
-    folder = Path(keep)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return Path(tempfile.mkdtemp(prefix="hlo_capture_")), True
+    folder = Path(keep).absolute()
+    existed = folder.exists()
+    if existed and (not folder.is_dir() or any(folder.iterdir())):
         raise CaptureError(f"keep={str(keep)!r}: expected a folder that is empty or does not exist yet")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".probe").touch()
-        (folder / ".probe").unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise CaptureError(f"keep={str(keep)!r}: the folder cannot be written: {error}") from error
-    return folder.absolute()
+    return folder, not existed
 
 
-def _environment(target: Target, folder: Path) -> dict[str, str]:
-    if target.kind == "attached":
-        # The parent may hold most of the GPU's memory: take what the tuning needs, when it needs it.
-        return {
-            "JAX_PLATFORMS": "cuda,cpu",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "MOSAIC_GPU_DUMP_TO": _mosaic_folder(folder),
-        }
-    if target.kind == "cuda":
-        return {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": _mosaic_folder(folder)}
-    return {"JAX_PLATFORMS": "cpu"}
+def _discard(folder: Path, *, whole: bool) -> None:
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
-def _mosaic_folder(folder: Path) -> str:
-    mosaic = folder / "mosaic"
-    mosaic.mkdir()
-    return str(mosaic)
+def _environment(target: Target) -> dict[str, str]:
+    return dict(attached.ENVIRONMENT) if target.kind == "attached" else {"JAX_PLATFORMS": "cpu"}
 
 
 def _options(target: Target, folder: Path, recording: Path | None, *, emit_ptx: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "xla_dump_to": str(folder / "dump"),
+        "xla_dump_to": str(folder / DUMP),
         "xla_dump_hlo_as_text": True,
         "xla_dump_hlo_pass_re": _CPU_PASSES if target.kind == "cpu" else _GPU_PASSES,
     }
     if target.kind == "cpu":
         return options
-    if target.compute_capability in ((9, 0), (10, 0)):
-        # XLA has measured GEMM tables for these two alone; for others the option fails: "Cannot find key: sm_80".
+    if target.compute_capability in _COST_MODEL_CAPABILITIES:
         options["xla_gpu_collect_cost_model_stats"] = True
     if recording is not None:
         options["xla_gpu_load_autotune_results_from"] = str(recording)
     if target.kind == "attached":
         options["xla_gpu_dump_autotune_results_to"] = str(folder / autotuning.RESULTS_NAME)
     if emit_ptx:
-        options["xla_dump_emitter_re"] = ".*"
+        options["xla_dump_emitter_re"] = "ptx"
     return options
 
 
 def _request(target: Target, program: Lowered, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    (folder / "module.mlirbc").write_bytes(program.bytecode)
+    (folder / MODULE).write_bytes(program.bytecode)
+    environment: dict[str, str] = {}
+    if target.kind != "cpu" and b"mosaic_gpu" in program.bytecode:
+        (folder / MOSAIC).mkdir()
+        environment["MOSAIC_GPU_DUMP_TO"] = str(folder / MOSAIC)
     return {
         "kind": target.kind,
         "target_config": target.config_text,
-        "module": "module.mlirbc",
-        "options": [[name, _option_value(name, value)] for name, value in options.items()],
+        "module": MODULE,
+        "options": list(options.items()),
+        "environment": environment,
     }
 
 
-def _option_value(name: str, value: Any) -> Any:
+def _option_value(name: str, value: Any) -> bool | int | float | str:
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):  # a repeated field takes its items joined by commas
         return ",".join(str(item) for item in value)
     raise CaptureError(f"compiler option {name}: expected a bool, number, string or list, got {value!r}")
-
-
-def _manifest(
-    folder: Path,
-    program: Lowered,
-    target: Target,
-    result: Mapping[str, Any],
-    *,
-    mode: str,
-    label: str | None,
-    notes: list[str],
-    options: Mapping[str, Any],
-    recording: Path | None,
-) -> Manifest:
-    module, names = artefacts.main_module(folder / "dump")
-    files = {key: f"dump/{name}" for key, name in artefacts.index(module, names).items()}
-    files |= {"stablehlo": "module.mlirbc", "worker_log": LOG_NAME}
-    if (folder / autotuning.RESULTS_NAME).is_file():
-        files["autotune_results"] = autotuning.RESULTS_NAME
-    log = (folder / LOG_NAME).read_text(encoding="utf-8", errors="replace")
-    gemms = (
-        autotuning.describe(
-            log, (folder / files["before_config_assignment"]).read_text(encoding="utf-8"), target, recording
-        )
-        if "before_config_assignment" in files
-        else autotuning.GemmReplay()
-    )
-    notes += gemms.notes
-    memory = result.get("memory", {})
-    return Manifest(
-        label=label or program.function,
-        target=target.name,
-        kind=target.kind,
-        device=target.device,
-        device_kind=target.device_kind,
-        core_count=target.core_count,
-        compute_capability=target.compute_capability,
-        module=module,
-        complete=bool(result["ok"]),
-        memory=_memory(memory),
-        provenance=Provenance(
-            function=program.function,
-            mode=mode,
-            arguments=program.arguments,
-            target=target.name,
-            gemm_choice=gemms.choice,
-            autotune_hits=gemms.hits,
-            autotune_lookups=gemms.lookups,
-            compiler_options=tuple((name, str(value)) for name, value in options.items()),
-            versions=tuple(result["versions"].items()),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            compile_seconds=round(float(result["seconds"]), 3),
-            notes=tuple(notes),
-        ),
-        files=files,
-        dump="dump",
-    )
-
-
-def _memory(stats: Mapping[str, int]) -> Memory:
-    if not stats:
-        return Memory()
-    counted = stats["argument_bytes"] + stats["output_bytes"] + stats["temp_bytes"] - stats["alias_bytes"]
-    return Memory(
-        argument_bytes=stats["argument_bytes"],
-        output_bytes=stats["output_bytes"],
-        temp_bytes=stats["temp_bytes"],
-        peak_bytes=stats["peak_bytes"] or counted,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import tempfile
@@ -114,18 +115,13 @@ class Capture:
         target = Path(path)
         if not target.parent.is_dir():
             raise DumpError(f"cannot save to {target}: {target.parent} is not a folder")
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)
-        except OSError as error:
-            raise DumpError(f"cannot save to {target}: {error}") from error
-        partial = Path(handle.name)
-        try:
-            with handle, zipfile.ZipFile(handle, "w", zipfile.ZIP_DEFLATED) as archive:
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
                 for file in sorted(self.path.rglob("*")):
                     if file.is_file() and file.name != MANIFEST:
                         archive.write(file, file.relative_to(self.path).as_posix())
                 archive.writestr(MANIFEST, _MANIFEST.dump_json(self.manifest, indent=2))
-            partial.chmod(0o644)
             partial.replace(target)
         except OSError as error:
             raise DumpError(f"cannot save to {target}: {error}") from error

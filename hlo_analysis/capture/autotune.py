@@ -1,4 +1,4 @@
-"""Recorded autotuning: which kernels a real GPU chose for its matrix products, replayed where there is no GPU."""
+"""Recorded autotuning: which kernels a real GPU chose, replayed where there is no GPU to choose them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,37 @@ from pathlib import Path
 from hlo_analysis.errors import CaptureError, DumpError
 from hlo_analysis.records import GemmChoice
 from hlo_analysis.targets import Target
-from hlo_analysis.targets.textproto import Message, parse_textproto
+from hlo_analysis.targets.textproto import Message, format_textproto, parse_textproto
 
 RESULTS_NAME = "autotune_results.pbtxt"
 
 # config_assigner_pass at verbosity 3: "Config assigner cache stats: hits=0, misses=3 (strict_hits=0, ...".
 _STATS = re.compile(r"Config assigner cache stats: hits=(\d+), misses=(\d+)")
-
-# What XLA chooses a kernel for: a dot, a Triton GEMM fusion, or a library call.
-_GEMM_MARKS = (" dot(", "__triton_gemm", "__triton_nested_gemm_fusion", "__cublas$", "__cudnn$conv", " scaled-dot(")
+# config_assigner at verbosity 1: one line for each instruction looked up, and one more for each that was found.
+_LOOKUP = "Getting config for HLO: "
+_FOUND = "Found cached config for HLO: "
+# What makes an instruction a matrix product to choose a kernel for.
+_GEMM_MARKS = (
+    '"kind":"__triton_gemm"',
+    '"kind":"__triton_nested_gemm_fusion"',
+    'custom_call_target="__cublas$',
+    " dot(",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmReplay:
-    """How the program's matrix products got their kernels."""
+class Replay:
+    """How the program's kernels were chosen.
+
+    `hits` of `lookups` are XLA's own counts: every distinct fusion and matrix product that has more than one kernel to
+    choose from. `gemm_hits` of `gemms` are the matrix products among them.
+    """
 
     choice: GemmChoice = "none"
     hits: int = 0
     lookups: int = 0
+    gemm_hits: int = 0
+    gemms: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -51,52 +64,80 @@ def resolve(autotune: str | Path | None, target: Target) -> Path | None:
     return path
 
 
-def describe(log: str, module_before: str, target: Target, recording: Path | None) -> GemmReplay:
-    """What the worker's log says of the replay.
+def describe(log: str, target: Target, recording: Path | None) -> Replay:
+    """What the worker's log says of the choices.
 
     Args:
-      log: the worker's log, with config_assigner_pass at verbosity 3.
-      module_before: HLO text before kernels were chosen.
+      log: the worker's log, with config_assigner_pass at verbosity 3 and config_assigner at 1.
       target: what was compiled for.
       recording: the recording that was loaded, if any.
     """
     counts = [(int(match[1]), int(match[2])) for match in _STATS.finditer(log)]
     hits = sum(hit for hit, _ in counts)
     lookups = hits + sum(miss for _, miss in counts)
-    if not any(mark in module_before for mark in _GEMM_MARKS):
-        return GemmReplay(choice="none", hits=hits, lookups=lookups)
-    if target.kind == "attached":
-        return GemmReplay(choice="attached", hits=hits, lookups=lookups)
-    if recording is None:
-        note = "GEMM kernels are XLA's defaults: no recorded autotuning was replayed, and a GPU would choose others."
-        return GemmReplay(choice="default", lookups=lookups, notes=(note,))
-    if hits == 0:
-        note = (
-            f"GEMM kernels are XLA's defaults: the recorded autotuning knows none of this program's {lookups} choices, "
-            "and a GPU would choose others."
+    gemms = _instructions(log, _LOOKUP)
+    found = gemms & _instructions(log, _FOUND)
+    replay = Replay(hits=hits, lookups=lookups, gemm_hits=len(found), gemms=len(gemms))
+    return _judged(replay, target, recording)
+
+
+def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
+    def told(choice: GemmChoice, *notes: str) -> Replay:
+        return Replay(
+            choice=choice,
+            hits=replay.hits,
+            lookups=replay.lookups,
+            gemm_hits=replay.gemm_hits,
+            gemms=replay.gemms,
+            notes=notes,
         )
-        return GemmReplay(choice="default", lookups=lookups, notes=(note,))
-    missed = lookups - hits
-    note = (
-        f"The recorded autotuning knows {hits} of this program's {lookups} choices; the other {missed} are XLA's "
-        "defaults."
-    )
-    return GemmReplay(choice="replayed", hits=hits, lookups=lookups, notes=(note,) if missed else ())
+
+    products = f"{replay.gemms} distinct matrix product{'s' if replay.gemms != 1 else ''}"
+    if replay.gemms == 0:
+        return told("none")
+    if target.kind == "attached":
+        return told("attached")
+    if recording is None:
+        return told(
+            "default",
+            f"No recorded autotuning was replayed: {products} got XLA's default kernels; a GPU may choose others.",
+        )
+    if replay.gemm_hits == 0:
+        return told(
+            "default",
+            f"The recorded autotuning knows none of the {products}: they got XLA's default kernels; a GPU may choose "
+            "others.",
+        )
+    if replay.hits < replay.lookups:
+        missed = replay.lookups - replay.hits
+        return told(
+            "replayed",
+            f"The recorded autotuning knows {replay.gemm_hits} of {products} and {replay.hits} of {replay.lookups} "
+            f"choices in all; the other {missed} {'are' if missed != 1 else 'is'} XLA's default.",
+        )
+    return told("replayed")
+
+
+def _instructions(log: str, message: str) -> set[str]:
+    """The matrix products in the log lines with that message, as HLO text."""
+    texts = (line.partition(message)[2] for line in log.splitlines() if message in line)
+    return {text for text in texts if any(mark in text for mark in _GEMM_MARKS)}
 
 
 def entries(text: str) -> dict[str, Message]:
     """A recording's entries by key. Raises `DumpError` when it is not a recording."""
     root = parse_textproto(text)
-    if any(name not in ("version", "entries", "results") for name, _ in root.fields):
-        raise DumpError("expected the fields 'version' and 'entries' of XLA's autotune results, found others")
-    return {_render(entry.message("key")): entry for entry in root.messages("entries")}
+    strange = [name for name, _ in root.fields if name not in ("version", "entries")]
+    if strange:
+        raise DumpError(f"expected the fields 'version' and 'entries' of XLA's autotune cache, found {strange[0]!r}")
+    return {format_textproto(entry.message("key")): entry for entry in root.messages("entries")}
 
 
 def merge_autotune(texts: Iterable[str]) -> str:
     """One recording made of several, each choice once; for equal keys the later text wins.
 
     Args:
-      texts: recordings in text form, as `xla_gpu_dump_autotune_results_to` writes them.
+      texts: recordings in text form, as `xla_gpu_dump_autotune_results_to` writes them and `record_autotune` gives.
 
     Raises:
       DumpError: one of them is not a recording, or their versions differ.
@@ -104,15 +145,11 @@ def merge_autotune(texts: Iterable[str]) -> str:
     merged: dict[str, Message] = {}
     versions: set[str] = set()
     for text in texts:
-        found = entries(text)
-        merged |= found
+        merged |= entries(text)
         if version := parse_textproto(text).scalar("version"):
             versions.add(version)
     if len(versions) > 1:
         raise DumpError(f"recordings of different versions cannot be merged: {', '.join(sorted(versions))}")
-    head = [f"version: {version}" for version in versions]
-    return "\n".join([*head, *(f"entries {{\n{_render(merged[key], 1)}\n}}" for key in sorted(merged))]) + "\n"
-
-
-def _render(message: Message, depth: int = 0) -> str:
-    raise NotImplementedError
+    fields = [("version", version) for version in versions]
+    fields += [("entries", merged[key]) for key in sorted(merged)]
+    return format_textproto(Message(tuple(fields))) + "\n"

@@ -1,19 +1,39 @@
-"""Turns XLA's errors into ours."""
+"""Turns what XLA says when it fails into errors that say what to do."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from hlo_analysis.errors import CaptureError
+from hlo_analysis.capture.options import option_names
+from hlo_analysis.errors import CaptureError, UnknownOptionError, nearest_names
 from hlo_analysis.targets import Target
 
+_NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']*)'")
+# XLA looks for both in CUDA's folder, and the nvidia-cuda-nvcc wheel brings both.
+_TOOLCHAIN = ("ptxas", "libdevice")
 
-def is_missing_ptxas(error: str) -> bool:
-    """True when XLA got as far as machine code and had no assembler."""
-    return "ptxas" in error
+
+def is_toolchain_failure(error: str) -> bool:
+    """True when XLA got as far as machine code, and had no (working) assembler or device library."""
+    return any(tool in error for tool in _TOOLCHAIN)
 
 
 def compile_error(result: Mapping[str, Any], target: Target, last_words: str) -> CaptureError:
-    """The error to raise for a failed compilation."""
-    return CaptureError(f"XLA could not compile for {target.name}: {result['error']}", last_words=last_words)
+    """The error to raise for a compilation that XLA gave up."""
+    message = str(result["error"])
+    unknown = _NO_SUCH_OPTION.search(message)
+    if unknown:
+        name = unknown[1]
+        return UnknownOptionError(
+            f"XLA has no compiler option {name!r}{nearest_names(name, option_names()) or '; see compiler_options='}"
+        )
+    if target.kind == "cuda" and "topology not implemented" in message:
+        return CaptureError(
+            f"compiling for {target.name} needs XLA's CUDA compiler, which is not installed: "
+            "pip install 'xlafuse[deviceless]' (Linux), or use target='cpu'"
+        )
+    if "RESOURCE_EXHAUSTED" in message or "out of memory" in message.lower():
+        return CaptureError(f"XLA ran out of memory while compiling for {target.name}: {message}")
+    return CaptureError(f"XLA could not compile for {target.name}: {message}", last_words=last_words)

@@ -62,8 +62,9 @@ def lower(
                 program, cotangents = gradient(fn, arguments)
                 traced = jax.jit(program).trace(*arguments, cotangents)
             else:
-                traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*arguments)
-            module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+                jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+                traced = jitted.trace(*arguments)
+            module: Any = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
             bytecode = mlir.module_to_bytecode(module)
     except CaptureError:
         raise

@@ -19,11 +19,18 @@ LOG_NAME = "worker.log"
 _WORKER = Path(__file__).with_name("worker.py")
 _LAST_WORDS_LINES = 30
 
-# The passes that explain themselves only in the log: GEMM fusion, softmax rewriter, multi-output fusion, autotune cache.
-_VLOG = "gemm_fusion=5,softmax_rewriter_triton=5,multi_output_fusion=5,config_assigner_pass=3"
+# Passes that explain themselves only in the log: GEMM fusion, softmax rewriter, multi-output fusion, kernel choice.
+_VLOG = "gemm_fusion=5,softmax_rewriter_triton=5,multi_output_fusion=5,config_assigner_pass=3,config_assigner=1"
 
-# What the user's environment must not decide: another JAX platform, XLA flags and dumps, log levels.
-_DROPPED = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE", "TF_CPP_MAX_VLOG_LEVEL", "JAX_PLATFORM_NAME")
+# What the user's environment must not decide: XLA's flags and dumps, log levels, JAX's platform and caches.
+_DROPPED = (
+    "XLA_FLAGS",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "TF_CPP_VMODULE",
+    "TF_CPP_MAX_VLOG_LEVEL",
+    "JAX_PLATFORM_NAME",
+    "JAX_COMPILATION_CACHE_DIR",
+)
 
 
 @dataclass
@@ -61,7 +68,7 @@ class Worker:
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def compile(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Sends the request and waits for the result.
 
         Raises:
@@ -69,7 +76,7 @@ class Worker:
         """
         process = self._process
         if process is None or process.stdin is None:
-            raise RuntimeError("Worker.compile() outside its with block")
+            raise RuntimeError("Worker.ask() outside its with block")
         (self.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         with contextlib.suppress(OSError):  # a worker that is already dead shows below
             process.stdin.write(b"request.json\n")

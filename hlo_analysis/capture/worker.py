@@ -6,7 +6,9 @@ anywhere. It imports JAX while its parent still traces, then waits for the name 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from importlib import metadata
@@ -18,21 +20,18 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cud
 
 def main(folder: Path) -> int:
     """Compiles the request that the parent names on standard input; 0 when a result file says how it went."""
-    import jax
-
-    try:
+    with contextlib.suppress(ImportError):
         # Brings the symbols that Mosaic kernels link to; without it: "Symbols not found: mosaic_gpu_init_tma_desc".
-        import jax.experimental.mosaic.gpu
-    except ImportError:
-        pass
+        import jax.experimental.mosaic.gpu  # noqa: F401
     line = sys.stdin.readline().strip()
     if not line:  # the parent gave up before there was anything to compile
         return 0
     request = json.loads((folder / line).read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"ok": False, "versions": versions(), "backend": jax.__version__}
+    os.environ.update(request.get("environment", {}))
+    result: dict[str, Any] = {"ok": False, "versions": versions()}
     started = time.perf_counter()
     try:
-        result |= compile_module(request, (folder / request["module"]).read_bytes())
+        result |= describe_gpu() if request["kind"] == "describe" else compile_module(request, folder)
         result["ok"] = True
     except Exception as error:
         result |= {"error": str(error), "error_type": type(error).__name__}
@@ -43,18 +42,19 @@ def main(folder: Path) -> int:
     return 0
 
 
-def compile_module(request: dict[str, Any], bytecode: bytes) -> dict[str, Any]:
+def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Compiles StableHLO bytecode with the request's options, and says how much memory the program takes."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jaxlib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
     device = find_device(request)
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    options.env_option_overrides = [(name, value) for name, value in request["options"]]
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=1, env_options_overrides=dict(request["options"])
+    )
     with mlir.make_ir_context():
-        module = ir.Module.parse(bytecode)
+        module = ir.Module.parse((folder / request["module"]).read_bytes())
         devices = _jax.DeviceList((device,))
         if request["kind"] == "attached":
             # Loading is what makes XLA tune on the GPU and link as it would for a run.
@@ -70,7 +70,20 @@ def compile_module(request: dict[str, Any], bytecode: bytes) -> dict[str, Any]:
             "temp_bytes": stats.temp_size_in_bytes,
             "peak_bytes": getattr(stats, "peak_memory_in_bytes", 0),
         },
+    }
+
+
+def describe_gpu() -> dict[str, Any]:
+    """What tracing for the attached GPU needs to know of it."""
+    import jax
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    device = jax.devices("cuda")[0]
+    return {
         "device_kind": device.device_kind,
+        "core_count": device.core_count,
+        "compute_capability": device.compute_capability,
+        "cudnn_version": check_cudnn_version(),
     }
 
 

@@ -129,10 +129,12 @@ def target_from_config(name: str, config_text: str, *, autotune: Path | None = N
 def _compute_capability(name: str, device_name: str, config: Message, info: Message) -> tuple[int, int]:
     platform, vendor = config.scalar("platform_name"), info.scalar("device_vendor")
     # An AMD config makes the CUDA plugin segfault, so it must never reach XLA.
-    if platform.upper() != "CUDA" or "AMD" in vendor.upper().replace("ADVANCED MICRO", "AMD"):
+    is_amd = "AMD" in vendor.upper() or "ADVANCED MICRO" in vendor.upper()
+    if platform.upper() != "CUDA" or is_amd or info.message("rocm_compute_capability").fields:
         raise UnknownTargetError(
-            f"target {name!r} ({device_name or 'unnamed'}) is for {platform or 'an unnamed platform'}: only NVIDIA GPUs "
-            '(platform_name "CUDA") can be compiled for; AMD (ROCm) and Intel GPUs are not supported'
+            f"target {name!r} ({device_name or 'unnamed'}) is for {platform or 'an unnamed platform'}"
+            f'{f" by {vendor}" if vendor else ""}: only NVIDIA GPUs (platform_name "CUDA") can be compiled for; AMD '
+            "(ROCm) and Intel GPUs are not supported"
         )
     capability = info.message("cuda_compute_capability")
     if not capability.fields:

@@ -20,9 +20,15 @@ _ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
 _NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 
 
+class Quoted(str):
+    """A scalar that was written in quotes, with quotes and escapes undone."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Fields in text order. A value is a `Message`, or the text of a scalar with quotes and escapes undone."""
+    """Fields in text order. A value is a `Message` or a scalar's text; a scalar that had quotes is a `Quoted`."""
 
     fields: tuple[tuple[str, str | Message], ...]
 
@@ -102,7 +108,7 @@ def _message(tokens: Iterator[tuple[str, str, int]], closer: str | None) -> tupl
             while kind == "string":  # adjacent literals are one string
                 value += _unquote(token)
                 kind, token, line = next(tokens)
-            fields.append((name, value))
+            fields.append((name, Quoted(value)))
             pending = (kind, token, line)
         elif kind == "word":
             fields.append((name, token))
@@ -125,7 +131,7 @@ def _list(tokens: Iterator[tuple[str, str, int]]) -> Iterator[str | Message]:
             raise DumpError(f"text proto, line {line}: a list item expected, found {token or 'the end'!r}")
 
 
-def _unquote(literal: str) -> str:
+def _unquote(literal: str) -> Quoted:
     def replace(match: re.Match[str]) -> str:
         escape = match.group(1)
         if escape[0] in "01234567":
@@ -134,4 +140,25 @@ def _unquote(literal: str) -> str:
             return chr(int(escape[1:], 16))
         return _NAMED.get(escape, escape)
 
-    return _ESCAPE.sub(replace, literal[1:-1])
+    return Quoted(_ESCAPE.sub(replace, literal[1:-1]))
+
+
+def format_textproto(message: Message, depth: int = 0) -> str:
+    """Text format of a message, in its own order of fields, two spaces deeper for each level."""
+    indent = "  " * depth
+    lines: list[str] = []
+    for name, value in message.fields:
+        if isinstance(value, Message):
+            lines += [f"{indent}{name} {{", *filter(None, [format_textproto(value, depth + 1)]), f"{indent}}}"]
+        else:
+            lines.append(f"{indent}{name}: {_quote(value) if isinstance(value, Quoted) else value}")
+    return "\n".join(lines)
+
+
+def _quote(text: str) -> str:
+    def escape(character: str) -> str:
+        if character in '"\\':
+            return "\\" + character
+        return character if " " <= character <= "~" else f"\\{ord(character) & 255:03o}"
+
+    return '"' + "".join(map(escape, text)) + '"'
