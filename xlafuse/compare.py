@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ empty."""
 
 def compare(
     block_or_fn: str | BlockConfig | Callable[..., Any],
-    shapes: Sequence[Any],
+    shapes: Any,
     *,
     strategies: Iterable[str | Strategy] | None = None,
     target: str = "h200",
@@ -43,7 +43,8 @@ def compare(
 
     Args:
       block_or_fn: the name of a block preset, a `BlockConfig`, or any JAX function.
-      shapes: for a block (batch, length); for a function its arguments, as arrays or `jax.ShapeDtypeStruct` trees.
+      shapes: for a block (batch, length); for a function the tuple of its arguments, arrays or
+        `jax.ShapeDtypeStruct`s or trees of them.
       strategies: names or `Strategy` records; None takes all. The baseline is put first if it is not among them.
       target: what to compile for, by name or path; see `hlo_analysis.targets`.
       mode: "forward", or "grad" for the gradients with respect to all floating-point arguments.
@@ -60,8 +61,10 @@ def compare(
     from hlo_analysis.targets import load_target
 
     config = None if callable(block_or_fn) else resolve_config(block_or_fn)
+    # A lone array must not be taken apart along its first axis.
+    shapes = tuple(shapes) if isinstance(shapes, (tuple, list)) else (shapes,)
     if config is not None:
-        block_function(config, tuple(shapes))  # a bad shape is the caller's error, and not each strategy's
+        block_function(config, shapes)  # a bad shape is the caller's error, and not each strategy's
     chosen = resolve_strategies(strategies)
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
@@ -144,7 +147,7 @@ def _analysed(
     job: _Job,
     block_or_fn: Any,
     config: BlockConfig | None,
-    shapes: Sequence[Any],
+    shapes: tuple[Any, ...],
     target: str,
     mode: Mode,
     told: _Telling,
@@ -159,9 +162,9 @@ def _analysed(
         told(strategy.name, "not applicable")
         return result
     if config is not None:
-        function, arguments = block_function(config, tuple(shapes), plan=strategy.plan)
+        function, arguments = block_function(config, shapes, plan=strategy.plan)
     else:
-        function, arguments = block_or_fn, tuple(shapes)
+        function, arguments = block_or_fn, shapes
     try:
         told(strategy.name, "compiling")
         captured = capture(
@@ -202,7 +205,7 @@ def _with_numerics(result: StrategyResult, checked: Mapping[str, Numerics | str]
     return dataclasses.replace(result, numerics=found)
 
 
-def _title(block_or_fn: Any, config: BlockConfig | None, shapes: Sequence[Any], mode: str, target: str) -> str:
+def _title(block_or_fn: Any, config: BlockConfig | None, shapes: tuple[Any, ...], mode: str, target: str) -> str:
     if config is not None:
         return f"{config.name} block, {'x'.join(map(str, shapes))}, {mode}, {target}"
     return f"{getattr(block_or_fn, '__qualname__', type(block_or_fn).__name__)}, {mode}, {target}"

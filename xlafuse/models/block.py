@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -103,12 +105,14 @@ class TransformerBlock(nnx.Module):
             return norm(x)
         from pallas_kernels import rms_norm
 
-        return rms_norm(x, norm.scale[...], epsilon=self.config.epsilon, implementation=implementation)
+        y = rms_norm(x, norm.scale[...], epsilon=self.config.epsilon, implementation=implementation)
+        return cast(Array, y)
 
     def _normalise_residual(self, norm: Norm, update: Array, x: Array) -> tuple[Array, Array]:
         from pallas_kernels import rms_norm
 
-        return rms_norm(update, norm.scale[...], residual=x, epsilon=self.config.epsilon, implementation="mosaic")
+        both = rms_norm(update, norm.scale[...], residual=x, epsilon=self.config.epsilon, implementation="mosaic")
+        return cast(tuple[Array, Array], both)
 
     def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> Array:
         config = self.config

@@ -1,0 +1,176 @@
+"""Strategies side by side: what is compiled, what is refused, and what a failure costs the others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hlo_analysis.errors import UnknownTargetError
+from hlo_analysis.records import Comparison, Numerics
+from xlafuse.compare import compare
+from xlafuse.errors import ComparisonError, UnknownNameError
+from xlafuse.models import get_preset
+from xlafuse.strategies import STRATEGIES, Strategy
+
+ROWS = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+
+
+def softmax(x):
+    with jax.named_scope("softmax"):
+        return jax.nn.softmax(x, axis=-1)
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[Comparison, list[tuple[str, str]]]:
+    told: list[tuple[str, str]] = []
+    return compare("tiny", (2, 128), progress=lambda name, state: told.append((name, state))), told
+
+
+@pytest.mark.slow
+class TestBlock:
+    def test_every_strategy_compiles_the_block_for_the_h200(self, block):
+        comparison, _ = block
+        assert [strategy.name for strategy in comparison.strategies] == list(STRATEGIES)
+        assert {strategy.error for strategy in comparison.strategies} == {None}
+        assert comparison.title == "tiny block, 2x128, forward, h200"
+        assert comparison.baseline == "xla"
+
+    def test_strategies_do_what_they_say(self, block):
+        kinds = {strategy.name: strategy.analysis.launches_by_kind for strategy in block[0].strategies}
+        counts = {name: sum(kind.values()) for name, kind in kinds.items()}
+        assert counts["unfused"] > 3 * counts["xla"]
+        assert "triton_gemm" not in kinds["unfused"] | kinds["xla_cublas"]
+        assert kinds["xla_cudnn"]["cudnn"] == 1
+        assert kinds["pallas"]["mosaic"] == 2
+        assert not any("mosaic" in kind or "cudnn" in kind for name, kind in kinds.items() if name == "xla")
+
+    def test_fusion_saves_traffic(self, block):
+        traffic = {strategy.name: strategy.analysis.traffic.bytes for strategy in block[0].strategies}
+        assert traffic["unfused"] > 1.3 * traffic["xla"]
+        # The scores of attention never reach HBM.
+        assert traffic["xla_cudnn"] < traffic["xla"]
+
+    def test_no_operation_is_fused_with_another_when_unfused(self, block):
+        analysis = block[0]["unfused"].analysis
+        several = {
+            launch.name: launch.opcodes
+            for launch in analysis.launches
+            if launch.kind not in ("cublas", "cublaslt") and sum(count for _, count in launch.opcodes) > 1
+        }
+        # Only a reduction holds a second operation, the one that it reduces with.
+        assert several == {}
+
+    def test_launches_align_by_site(self, block):
+        comparison, _ = block
+        kinds = {}
+        for row in comparison.rows:
+            for cell in row.cells:
+                launches = comparison[cell.strategy].analysis.launches
+                for site in ("attention_norm", "attention", "mlp_norm", "down_projection"):
+                    if f"block/{site}" == row.scope or row.scope.startswith(f"block/{site}/"):
+                        kinds.setdefault((cell.strategy, site), []).extend(launches[i].kind for i in cell.launches)
+        assert kinds["pallas", "attention_norm"] == kinds["pallas", "mlp_norm"] == ["mosaic"]
+        assert kinds["xla", "attention_norm"] == ["triton"]
+        assert "cudnn" in kinds["xla_cudnn", "attention"]
+        assert all(kinds[name, "down_projection"] for name in STRATEGIES)
+
+    def test_numerics_are_of_the_plan(self, block):
+        found = {strategy.name: strategy.numerics for strategy in block[0].strategies}
+        assert all(isinstance(each, Numerics) and each.passed for name, each in found.items() if name != "xla_cudnn")
+        assert found["xla_cudnn"] is None
+        assert "cuDNN attention runs on a GPU only" in block[0]["xla_cudnn"].description
+        assert "interpret mode" in found["pallas"].note
+        assert found["unfused"].error == found["xla"].baseline_error
+
+    def test_progress_is_told(self, block):
+        _, told = block
+        assert ("", "numerics") in told
+        for name in STRATEGIES:
+            assert [state for each, state in told if each == name] == ["compiling", "analysing", "done"]
+
+
+def test_any_function_can_be_compared():
+    comparison = compare(softmax, (ROWS,), strategies=["xla", "unfused", "pallas"], mode="grad")
+    assert comparison.title == "softmax, grad, h200"
+    assert comparison["unfused"].analysis.launch_count > comparison["xla"].analysis.launch_count
+    assert comparison["pallas"].analysis is None
+    assert "a plain function has no such sites" in comparison["pallas"].error
+    assert comparison["xla"].numerics is None
+    assert {(row.scope, row.phase) for row in comparison.rows} >= {("softmax", "backward")}
+
+
+def test_one_failure_leaves_the_others_their_result():
+    told = []
+    broken = Strategy(name="broken", description="An option misspelt.", compiler_options={"xla_gpu_no_such_thing": 1})
+    comparison = compare(
+        softmax,
+        (ROWS,),
+        strategies=[broken],
+        progress=lambda name, state: told.append((name, state)),
+    )
+    # The baseline comes along, asked for or not.
+    assert [strategy.name for strategy in comparison.strategies] == ["xla", "broken"]
+    assert comparison["broken"].analysis is None
+    assert "xla_gpu_no_such_thing" in comparison["broken"].error
+    assert comparison["xla"].analysis.launch_count >= 1
+    assert ("broken", "failed") in told
+    assert ("xla", "done") in told
+
+
+def test_another_strategy_stands_in_for_a_baseline_that_failed():
+    broken = Strategy(name="broken", description="An option misspelt.", compiler_options={"xla_gpu_no_such_thing": 1})
+    comparison = compare(softmax, (ROWS,), strategies=[broken, "xla"], baseline="broken")
+    assert comparison.baseline == "xla"
+
+
+def test_a_function_that_does_not_trace_fails_once_for_all():
+    def wrong(x):
+        return x @ x
+
+    with pytest.raises(ComparisonError, match=r"xla, xla_cublas: .*wrong could not be traced") as caught:
+        compare(wrong, (ROWS,), strategies=["xla", "xla_cublas"])
+    assert set(caught.value.reasons) == {"xla", "xla_cublas"}
+
+
+def test_a_lone_array_is_one_argument():
+    comparison = compare(softmax, ROWS, strategies=["xla"])
+    assert comparison["xla"].analysis.provenance.arguments == ("x: bf16[256,512]",)
+
+
+def test_kernels_for_rms_norm_are_not_offered_to_layer_norm():
+    comparison = compare("gpt2-medium", (1, 8), strategies=["xla", "pallas"], numerics=False)
+    assert comparison["pallas"].analysis is None
+    assert "gpt2-medium has layer_norm" in comparison["pallas"].error
+    assert comparison["xla"].analysis is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("tinny", (1, 8)), UnknownNameError, "unknown preset 'tinny'; did you mean 'tiny'"),
+        (("tiny", (8,)), ValueError, r"\(batch, length\)"),
+        (("tiny", "1x8"), ValueError, r"\(batch, length\)"),
+    ],
+)
+def test_bad_blocks_are_refused_before_anything_is_compiled(arguments, error, message):
+    with pytest.raises(error, match=message):
+        compare(*arguments, progress=lambda name, state: pytest.fail("something was compiled"))
+
+
+def test_bad_names_are_refused_before_anything_is_compiled():
+    def fail(name, state):
+        pytest.fail("something was compiled")
+
+    with pytest.raises(UnknownNameError, match="unknown strategy 'xlaa'"):
+        compare("tiny", (1, 8), strategies=["xlaa"], progress=fail)
+    with pytest.raises(UnknownNameError, match="unknown strategy 'base'"):
+        compare("tiny", (1, 8), baseline="base", progress=fail)
+    with pytest.raises(UnknownTargetError, match="h2000"):
+        compare("tiny", (1, 8), target="h2000", progress=fail)
+
+
+def test_config_may_be_given_in_place_of_a_name():
+    comparison = compare(get_preset("tiny"), (1, 8), strategies=["xla"], target="cpu", numerics=False)
+    assert comparison.title == "tiny block, 1x8, forward, cpu"
+    assert comparison["xla"].analysis.launch_count > 0

@@ -1,0 +1,107 @@
+"""The registry of strategies, and when each can be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from xlafuse.errors import InapplicablePlanError, UnknownNameError
+from xlafuse.models import FusionPlan, get_preset
+from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
+
+HERE = {"is_block": True, "kind": "cuda", "compute_capability": (9, 0)}
+
+
+def test_registry_holds_the_strategies_by_their_names():
+    assert list(STRATEGIES) == [
+        "unfused",
+        "xla",
+        "xla_cublas",
+        "xla_dot_merger",
+        "xla_gemm_v2",
+        "xla_cudnn",
+        "pallas",
+    ]
+    assert all(name == strategy.name for name, strategy in STRATEGIES.items())
+    assert len({strategy.description for strategy in STRATEGIES.values()}) == len(STRATEGIES)
+
+
+def test_xla_is_the_program_as_it_comes():
+    assert get_strategy("xla") == Strategy(name="xla", description=STRATEGIES["xla"].description)
+
+
+def test_unknown_strategy_names_the_nearest():
+    with pytest.raises(UnknownNameError, match=r"unknown strategy 'palas'; did you mean 'pallas'") as caught:
+        get_strategy("palas")
+    assert caught.value.nearest[0] == "pallas"
+    with pytest.raises(UnknownNameError, match=r"Known: unfused, xla, .*pallas"):
+        get_strategy("something else entirely")
+
+
+def test_strategies_resolve_in_order_and_once():
+    mine = Strategy(name="mine", description="A strategy of the caller's own.")
+    assert [s.name for s in resolve_strategies(["pallas", mine, "xla", "pallas"])] == ["pallas", "mine", "xla"]
+    assert resolve_strategies(None) == tuple(STRATEGIES.values())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_can_be_used_for_a_block_on_hopper(name):
+    assert get_strategy(name).unmet(**HERE) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"is_block": False}, {"xla_cudnn", "pallas"}),
+        ({"kind": "cpu", "compute_capability": (0, 0)}, set(STRATEGIES) - {"xla"}),
+        ({"compute_capability": (8, 0)}, {"pallas"}),
+        ({"compute_capability": (10, 0)}, {"pallas"}),
+        ({"kind": "attached", "compute_capability": (0, 0)}, set()),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_a_reason(changed, refused):
+    reasons = {name: strategy.unmet(**HERE | changed) for name, strategy in STRATEGIES.items()}
+    assert {name for name, reason in reasons.items() if reason} == refused
+    for name in refused:
+        assert f"'{name}'" in reasons[name]
+
+
+def test_plan_strategies_tell_a_plain_function_which_sites_they_would_need():
+    reason = get_strategy("pallas").unmet(**HERE | {"is_block": False})
+    assert reason is not None
+    assert "attention_norm=mosaic, mlp_norm=mosaic" in reason
+
+
+def test_plan_keeps_the_sites_that_fit(monkeypatch):
+    from xlafuse.compare import fit_plan
+
+    both = Strategy(
+        name="both", description="Both.", plan=FusionPlan(attention="cudnn", attention_norm="mosaic", mlp_norm="mosaic")
+    )
+    fitted, note = fit_plan(both, get_preset("gpt2-medium"))
+    assert fitted.plan == FusionPlan(attention="cudnn")
+    assert "gpt2-medium has layer_norm" in note
+    assert fit_plan(both, get_preset("llama3-8b")) == (both, "")
+    with pytest.raises(InapplicablePlanError, match="it would be 'xla' under another name"):
+        fit_plan(get_strategy("pallas"), get_preset("gpt2-medium"))
+    wide = dataclasses.replace(get_preset("tiny"), dtype="float32")
+    with pytest.raises(InapplicablePlanError, match="computes in bfloat16 or float16, and tiny in float32"):
+        fit_plan(get_strategy("xla_cudnn"), wide)
+
+
+def test_importing_the_package_or_the_registry_brings_no_jax():
+    script = (
+        "import sys, xlafuse; assert 'jax' not in sys.modules, 'jax'; assert 'compare' in dir(xlafuse);"
+        "assert xlafuse.UnknownNameError; assert 'jax' not in sys.modules, 'errors'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_misspelt_attribute_is_an_attribute_error():
+    import xlafuse
+
+    with pytest.raises(AttributeError, match="no attribute 'compere'"):
+        _ = xlafuse.compere
