@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hlo_analysis.quiet import silence_missing_gpu
+
 if TYPE_CHECKING:
     from hlo_analysis.analysis import analyze as analyze
     from hlo_analysis.capture import Capture as Capture
@@ -101,3 +103,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+# At import: a library user's first use of JAX, before any capture, would show the CUDA plugin's complaint otherwise.
+silence_missing_gpu()

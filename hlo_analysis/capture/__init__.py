@@ -5,7 +5,7 @@ from __future__ import annotations
 from hlo_analysis.capture.api import capture, record_autotune
 from hlo_analysis.capture.archive import Capture, Manifest
 from hlo_analysis.capture.autotune import merge_autotune
-from hlo_analysis.capture.quiet import has_nvidia_gpu, silence_missing_gpu
+from hlo_analysis.quiet import has_nvidia_gpu, silence_missing_gpu
 
 __all__ = [
     "Capture",
@@ -16,6 +16,3 @@ __all__ = [
     "record_autotune",
     "silence_missing_gpu",
 ]
-
-# At import, because a library user's own first use of JAX, before any capture, would print the plugin's complaint.
-silence_missing_gpu()

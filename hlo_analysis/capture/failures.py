@@ -36,4 +36,4 @@ def compile_error(result: Mapping[str, Any], target: Target, last_words: str) ->
         )
     if "RESOURCE_EXHAUSTED" in message or "out of memory" in message.lower():
         return CaptureError(f"XLA ran out of memory while compiling for {target.name}: {message}")
-    return CaptureError(f"XLA could not compile for {target.name}: {message}", last_words=last_words)
+    return CaptureError(f"XLA could not compile for {target.name}: {message.strip()}", last_words=last_words)

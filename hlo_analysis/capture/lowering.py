@@ -8,10 +8,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
@@ -19,6 +21,10 @@ from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
+
+# The frames of this file and of capture() are not the user's: without them every instruction would name them as callers.
+for _file in (__file__, str(Path(__file__).with_name("api.py"))):
+    source_info_util.register_exclusion(_file)
 
 
 @dataclass(frozen=True, kw_only=True)
