@@ -126,6 +126,7 @@ _FRAGMENTS: tuple[tuple[str, str], ...] = (
     ("not an array", MULTIPLE_OUTPUTS),
     ("normalization diamond", NORMALIZATION),
     ("diamond", NORMALIZATION),
+    ("last dimension of the operand", NORMALIZATION),
     ("trivial connection from", NORMALIZATION),
     ("more than one use of broadcast or reduce", NORMALIZATION),
     ("producer is not trivially connected", NORMALIZATION),

@@ -17,6 +17,8 @@ class Edge:
     consumer: str
     values: tuple[tuple[Path, Shape], ...]
     """Which outputs of the producer (() for its only one), with their shapes."""
+    positions: frozenset[int]
+    """The consumer's operands that they are, by number."""
     crosses: bool
     """Whether every value gets here through the boundary of a loop or branch."""
 
@@ -46,22 +48,27 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
             if consumer.name not in launches:
                 continue
             found: dict[tuple[str, str], dict[Path, bool]] = {}
-            for operand in consumer.operands:
+            positions: dict[tuple[str, str], set[int]] = {}
+            for number, operand in enumerate(consumer.operands):
                 for path, _ in leaves(computation.instructions[operand].shape):
                     for source in _written(dataflow, launches, computation, operand, path):
                         if source.instruction != consumer.name:
                             # Only a loop brings a value from further down, or from another computation.
                             here = source.computation == computation.name
                             crosses = not here or order[source.instruction] > order[consumer.name]
-                            outputs = found.setdefault((source.computation, source.instruction), {})
+                            key = (source.computation, source.instruction)
+                            outputs = found.setdefault(key, {})
                             outputs[source.path] = outputs.get(source.path, True) and crosses
-            for (home, producer), outputs in found.items():
+                            positions.setdefault(key, set()).add(number)
+            for key, outputs in found.items():
+                home, producer = key
                 shape = module.computations[home].instructions[producer].shape
                 edges.append(
                     Edge(
                         producer=producer,
                         consumer=consumer.name,
                         values=tuple((path, leaf_shape(shape, path)) for path in sorted(outputs)),
+                        positions=frozenset(positions[key]),
                         crosses=all(outputs.values()),
                     )
                 )

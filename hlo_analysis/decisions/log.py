@@ -14,8 +14,8 @@ GEMM_PASS = "triton-gemm-rewriter"
 SOFTMAX_PASS = "triton-softmax-rewriter"
 MULTI_OUTPUT_PASS = "multi_output_fusion"
 
-# The one refusal of the softmax rewriter that every other instruction of the program gets.
-_NOT_A_CANDIDATE = "Root is not elementwise binary."
+# Refusals of the softmax rewriter that say no more than that an instruction has no part in a normalization.
+_NOT_A_CANDIDATE = ("Root is not elementwise binary.", "Could not find a trivial connection from root to a broadcast.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
 def _softmax_refusal(body: str) -> Refusal | None:
     instruction, found, reason = body.rpartition(" Reason: ")
     start = "Cannot match the diamond pattern for instruction "
-    if not found or not instruction.startswith(start) or reason == _NOT_A_CANDIDATE:
+    if not found or not instruction.startswith(start) or reason in _NOT_A_CANDIDATE:
         return None
     name = _name(instruction.removeprefix(start))
     return Refusal(pass_name=SOFTMAX_PASS, role="root", instruction=name, product=None, reason=reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,8 +11,8 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import Origins, contents, stem, working
 from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import Folded, Word
-from hlo_analysis.decisions.log import GEMM_PASS, LogWords
-from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords
+from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.records import Verdict
 
 PRIORITY_PASS = "priority-fusion"
@@ -50,6 +50,7 @@ class Survivors:
         folded: the end state of priority fusion, its names those of `early`.
         log: words of the passes before it.
         before: the module that priority fusion began with.
+        edges: all edges of the final module.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Survivors:
         folded: Folded | None,
         log: LogWords,
         before: Module | None = None,
+        edges: Sequence[Edge] = (),
     ):
         self._final = {name: i for c in final.computations.values() for name, i in c.instructions.items()}
         self._module = final
@@ -78,6 +80,10 @@ class Survivors:
         self._refusals = {
             (r.role, r.product, r.instruction): r.reason for r in log.refusals if r.pass_name == GEMM_PASS
         }
+        self._feeds: dict[str, list[str]] = defaultdict(list)
+        for edge in edges:
+            self._feeds[edge.consumer].append(edge.producer)
+        self._roots = {r.instruction: r.reason for r in log.refusals if r.pass_name == SOFTMAX_PASS}
 
     def explain(self, edge: Edge) -> Explanation:
         """The reason for which the two launches of an edge are not one."""
@@ -90,7 +96,28 @@ class Survivors:
             return self._opaque(edge, roles, categories.CUSTOM_KERNEL, text)
         if "library" in roles:
             return self._library(edge, roles)
-        return self._product(edge, roles) or self._priority(edge, roles)
+        spoken = self._product(edge, roles) or self._priority(edge, roles)
+        if refused := self._normalization(edge):
+            return replace(spoken, reason=f"{spoken.reason} [{SOFTMAX_PASS}, which could have: {refused}]")
+        return spoken
+
+    def _normalization(self, edge: Edge) -> str | None:
+        """Why a reduction and what it scales or shifts are not one normalization, if the edge is between the two."""
+        consumer = self._final[edge.consumer]
+        if consumer.opcode != "fusion" or not self._roots or not self._after_reduction(edge.producer):
+            return None
+        fused = self._module.computations[consumer.called[0]]
+        for inner in fused.instructions.values():
+            reason = self._roots.get(inner.name) or self._roots.get(stem(inner.name))
+            spread = [name for name in inner.operands if fused.instructions[name].opcode == "broadcast"]
+            if reason and any(_parameters_behind(fused, name) & edge.positions for name in spread):
+                return reason
+        return None
+
+    def _after_reduction(self, name: str) -> bool:
+        """Whether a launch reduces, or finishes what a launch before it reduced."""
+        feeding = [self._final[source] for source in (name, *self._feeds.get(name, ()))]
+        return any(inner.opcode == "reduce" for launch in feeding for inner in contents(self._module, launch))
 
     def _library(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         """XLA settles on a library for a matrix product after all fusion, and takes back what Triton had fused."""
@@ -216,6 +243,20 @@ class Survivors:
                 root = fused.root_instruction
                 found += root.operands if root.opcode == "tuple" else (root.name,)
         return list(dict.fromkeys(n for name in found for n in (name, stem(name.partition(".clone")[0]))))
+
+
+def _parameters_behind(fused: Computation, name: str) -> set[int]:
+    """Numbers of the parameters that a value of a fused computation is made from."""
+    found: set[int] = set()
+    queue, seen = [name], {name}
+    while queue:
+        instruction = fused.instructions[queue.pop()]
+        if instruction.opcode == "parameter":
+            found.add(int(instruction.literal or 0))
+        new = [operand for operand in instruction.operands if operand not in seen]
+        seen.update(new)
+        queue += new
+    return found
 
 
 def _role(module: Module, instruction: Instruction) -> Role:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hlo_analysis.decisions.align import origins
 from hlo_analysis.decisions.dump import read_fusion_dump
-from hlo_analysis.decisions.edges import launch_edges
+from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import fold
 from hlo_analysis.decisions.fused import fused_edges
 from hlo_analysis.decisions.log import read_log
@@ -49,7 +49,9 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
         before = parse_module(dump.module_text)
     came_from = origins([early, *_between(capture), final]) if early else {}
 
-    decisions = _surviving(Survivors(final, early, came_from, folded, log, before), final, launch_of)
+    edges = launch_edges(final, launch_of.keys())
+    survivors = Survivors(final, early, came_from, folded, log, before, edges)
+    decisions = _surviving(survivors, edges, final, launch_of)
     held: dict[str, list[int]] = defaultdict(list)
     for name, index in launch_of.items():
         for origin in came_from.get(name, ()):
@@ -70,10 +72,12 @@ def _between(capture: Texts) -> list[Module]:
     return [stage for key in keys if (stage := _stage(capture, key)) is not None]
 
 
-def _surviving(survivors: Survivors, final: Module, launch_of: Mapping[str, int]) -> list[Decision]:
+def _surviving(
+    survivors: Survivors, edges: Sequence[Edge], final: Module, launch_of: Mapping[str, int]
+) -> list[Decision]:
     op_names = {name: i.op_name for c in final.computations.values() for name, i in c.instructions.items()}
     decisions: list[Decision] = []
-    for edge in launch_edges(final, launch_of.keys()):
+    for edge in edges:
         why = survivors.explain(edge)
         decisions.append(
             Decision(
