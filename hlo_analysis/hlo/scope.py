@@ -31,6 +31,8 @@ _PLUMBING = frozenset(
     )
 )
 _REMATERIALISATION = frozenset(("checkpoint", "remat", "remat2"))
+_KERNELS = frozenset(("mpmd_map", "pallas_call", "core_map"))
+"""Pallas' primitives: the component before them is the name of the kernel, not a scope of the model."""
 _LOOP_PARTS = frozenset(("body", "cond", "body_pred"))
 _BRANCH = re.compile(r"branch_\d+_fun", re.ASCII)
 _EINSUM = re.compile(r"[A-Za-z.,\s]*->[A-Za-z.\s]*", re.ASCII)
@@ -66,6 +68,7 @@ def scope_of(op_name: str) -> tuple[str, Phase]:
         following = components[index + 1]
         is_control_flow = (
             (component == "while" and following in _LOOP_PARTS)
+            or (component == following == "while")  # the parameter of a body, as XLA's inliner names it
             or (component == "cond" and _BRANCH.fullmatch(following))
             or (previous == "while" and component in _LOOP_PARTS)
             or (previous == "cond" and _BRANCH.fullmatch(component))
@@ -74,6 +77,8 @@ def scope_of(op_name: str) -> tuple[str, Phase]:
         if component and not is_control_flow and component not in _PLUMBING and not _EINSUM.fullmatch(component):
             scopes.append(component)
         before_previous, previous = previous, component
+    if components[-1] in _KERNELS and scopes:
+        scopes.pop()
     return "/".join(scopes), phase
 
 
@@ -106,7 +111,7 @@ def _unwrap(component: str) -> list[str]:
         if wrapper in _FUNCTIONS:
             return [""]
         component = inner
-    return component.split("/") if "(" not in component else _split(component)
+    return _split(component)
 
 
 def _drop_replay(scopes: list[str], start: int) -> None:

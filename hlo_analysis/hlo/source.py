@@ -13,7 +13,11 @@ from hlo_analysis.hlo.lexer import NAME, STRING, Lexer, token, unquote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFrame:
-    """One frame of the Python stack; lines and columns count from 1, 0 where unknown."""
+    """One frame of the Python stack; zeros where unknown.
+
+    Lines count from 1. Columns count from 0, as JAX writes them, and may be those of another expression on the line:
+    XLA keeps one frame for each line of a function and caller.
+    """
 
     file: str
     line: int = 0
