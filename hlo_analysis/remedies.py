@@ -42,6 +42,9 @@ _NORM_LINEAR = Remedy(
 _RMS_NORM = Remedy(
     kind="kernel", text="rms_norm: the reduction and all that follows it in one kernel, the row read once"
 )
+_LAYER_NORM = Remedy(
+    kind="kernel", text="layer_norm: mean, variance and all that follows in one kernel, the row read once"
+)
 _SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
 _LAYOUT = Remedy(
     kind="rewrite",
@@ -82,7 +85,7 @@ def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, 
     if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
         ends = (producer, *readers)
         if any(map(_normalizes, ends)):
-            return _RMS_NORM
+            return _LAYER_NORM if any(_has(end, "subtract") for end in ends) else _RMS_NORM
         if any(_has(end, "exponential") for end in ends):
             return _SOFTMAX
     if category == categories.SLOWER and len(readers) > 1:

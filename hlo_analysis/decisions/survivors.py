@@ -77,9 +77,10 @@ class Survivors:
         self._users_before = Counter(
             edge.producer for edge in (launch_edges(before, working(before)) if before else ())
         )
-        self._refusals = {
-            (r.role, r.product, r.instruction): r.reason for r in log.refusals if r.pass_name == GEMM_PASS
-        }
+        self._refusals: dict[tuple[str, str | None], dict[str, str]] = defaultdict(dict)
+        for refusal in log.refusals:
+            if refusal.pass_name == GEMM_PASS:
+                self._refusals[refusal.role, refusal.product][refusal.instruction] = refusal.reason
         self._feeds: dict[str, list[str]] = defaultdict(list)
         for edge in edges:
             self._feeds[edge.consumer].append(edge.producer)
@@ -139,15 +140,17 @@ class Survivors:
         """What the matrix-product rewriter said of this edge, or None where the log has nothing."""
         if roles[1] in ("product", "library"):
             for product in self._products(edge.consumer):
-                for name in self._results(edge.producer):
-                    if reason := self._refusals.get(("prologue", product, name)):
-                        return _said(GEMM_PASS, reason)
+                refused = self._refusals.get(("prologue", product), {})
+                for name in self._results(edge.producer) if refused else ():
+                    if name in refused:
+                        return _said(GEMM_PASS, refused[name])
         if roles[0] in ("product", "library"):
-            inside = {n for i in contents(self._module, self._final[edge.consumer]) for n in (i.name, stem(i.name))}
             for product in self._products(edge.producer):
-                for (role, refused, name), reason in self._refusals.items():
-                    if role == "epilogue" and refused == product and (name in inside or name == edge.consumer):
-                        return _said(GEMM_PASS, reason)
+                refused = self._refusals.get(("epilogue", product), {})
+                for inner in contents(self._module, self._final[edge.consumer]) if refused else ():
+                    for name in (inner.name, stem(inner.name)):
+                        if name in refused:
+                            return _said(GEMM_PASS, refused[name])
         return None
 
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
