@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hlo_analysis.capture import Capture
-from hlo_analysis.dataflow import Dataflow
+from hlo_analysis.dataflow import Dataflow, leaves
+from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.intermediates import find_intermediates
 from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.memory import parse_buffer_assignment
+from hlo_analysis.missed import rank
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
+from hlo_analysis.resources import read_resources, resources_of
 from hlo_analysis.rows import Context, launch_row
 
 
@@ -48,21 +51,22 @@ def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
 
 
 def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: str, notes: tuple[str, ...]) -> Analysis:
-    try:
-        from hlo_analysis.decisions import decide
-        from hlo_analysis.missed import rank
-    except ImportError:
-        decide, rank = (lambda *_: ()), (lambda *_: ())
     provenance = capture.manifest.provenance
     provenance = replace(provenance, notes=(*provenance.notes, *notes, *table.notes))
     device = capture.manifest.device
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
+    flow = Dataflow(module)
     context = Context(
         module=module,
-        flow=Dataflow(module),
+        flow=flow,
         launch_of=launch_of,
         device=device,
         compiler_options=dict(provenance.compiler_options),
+        resources=resources_of(
+            table.sites,
+            mosaic=read_resources(capture.text("mosaic_resources")),
+            ptx=read_resources(capture.text("ptx_resources")),
+        ),
     )
     rows = [launch_row(index, site, context) for index, site in enumerate(table.sites)]
     launches = tuple(row.launch for row in rows)
@@ -77,10 +81,20 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         launches=launches,
         decisions=decisions,
         intermediates=intermediates,
-        missed=rank(launches, intermediates, decisions, device),
+        missed=rank(launches, intermediates, decisions, device, outputs=_outputs(module, flow)),
         traffic=_total(launches, intermediates),
         memory=_memory(capture),
         silent=silent_instructions(module, table),
+    )
+
+
+def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:
+    """Names of the values that the program returns."""
+    entry = module.entry
+    return frozenset(
+        source.name
+        for path, _ in leaves(entry.root_instruction.shape)
+        for source in flow.sources(entry.name, entry.root, path)
     )
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 
-ALIASES = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element", "tuple"})
-"""Opcodes whose result is the buffer of an operand: they launch nothing and move nothing."""
+VIEWS = frozenset({"bitcast", "reshape", "optimization-barrier", "add-dependency", "domain"})
+"""Opcodes whose result is the buffer of their one operand, inside a fusion."""
 
 CONTROL_FLOW = frozenset({"while", "conditional", "call", "async-start", "async-update", "async-done"})
 """Opcodes that only say which computation runs: its own instructions are what is launched."""
@@ -46,6 +46,21 @@ def leaf_shape(shape: Shape, path: Path) -> Shape:
     for index in path:
         shape = shape.elements[index]
     return shape
+
+
+def behind_aliases(computation: Computation, instruction: Instruction) -> Instruction:
+    """The instruction whose bytes a bitcast, a reshape or the like shows; itself where it is none."""
+    while instruction.opcode in VIEWS:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def returned_by(body: Computation) -> list[tuple[Path, Instruction]]:
+    """What a fusion writes: for each element of its root tuple (or for its root) the instruction behind aliases."""
+    root = body.root_instruction
+    if root.opcode == "tuple":
+        return [((index,), behind_aliases(body, body.instructions[name])) for index, name in enumerate(root.operands)]
+    return [((), behind_aliases(body, root))]
 
 
 class Dataflow:

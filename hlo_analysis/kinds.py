@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hlo_analysis.dataflow import returned_by
 from hlo_analysis.hlo import Instruction, Module
 from hlo_analysis.records import LaunchKind
 
@@ -60,7 +61,7 @@ _BY_OPCODE: dict[str, LaunchKind] = {
     "partition-id": "memset",
     "replica-id": "memset",
 }
-# The emitter of a kInput fusion is that of its hero; of several, XLA takes the first of these.
+# The emitter of a kInput fusion is that of its hero: what it returns, or else the first of these inside.
 _HEROES: tuple[tuple[str, LaunchKind], ...] = (
     ("scatter", "scatter"),
     ("reduce", "reduction"),
@@ -122,7 +123,9 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
         return "sort"
     match instruction.attributes.get("kind"):
         case "kInput":
-            heroes: list[LaunchKind] = [kind for opcode, kind in _HEROES if opcode in inside]
+            returned = {root.opcode for _, root in returned_by(module.computations[instruction.called[0]])}
+            heroes: list[LaunchKind] = [kind for opcode, kind in _HEROES if opcode in returned]
+            heroes += [kind for opcode, kind in _HEROES if opcode in inside]
             return heroes[0] if heroes else "loop"
         case "kLoop":
             return "loop"

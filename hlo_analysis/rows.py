@@ -14,6 +14,7 @@ from hlo_analysis.intermediates import Access
 from hlo_analysis.kinds import kind_of, opcode_counts
 from hlo_analysis.launches import Site
 from hlo_analysis.records import Device, Launch, Value
+from hlo_analysis.resources import Resources
 from hlo_analysis.roofline import bound, xla_estimate
 from hlo_analysis.traffic import Usage, pass_usage, usage_of
 
@@ -31,6 +32,8 @@ class Context:
     """Instruction → the last launch that it needs."""
     device: Device
     compiler_options: Mapping[str, str]
+    resources: Mapping[int, Resources]
+    """By index of the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     bytes_read = sum(access.bytes for access in reads)
     # The passes of one instruction share its arithmetic: it is counted on the last.
     last = site.step == site.steps - 1
+    resources = context.resources.get(index, Resources())
     flops = flops_of(module, site.computation, instruction) if last else Flops()
     limit = bound(bytes_read + usage.bytes_written, flops, context.device)
     estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
@@ -90,9 +94,11 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         kind=kind,
         computation=site.computation.name,
         repeat=site.repeat,
-        grid=thunk.grid,
-        block=thunk.block,
-        shared_memory_bytes=thunk.shared_memory_bytes,
+        grid=thunk.grid or resources.grid,
+        block=thunk.block or resources.block,
+        shared_memory_bytes=(
+            resources.shared_memory_bytes if thunk.shared_memory_bytes is None else thunk.shared_memory_bytes
+        ),
         scope=scope,
         phase=phase,
         source=f"{PurePosixPath(frame.file).name}:{frame.line}" if frame else None,
@@ -108,6 +114,8 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         limiter=limit.limiter,
         xla_estimate_us=estimate[0] if estimate else None,
         xla_estimate_model=estimate[1] if estimate else None,
+        registers=resources.registers,
+        spill_bytes=resources.spill_bytes,
         hlo=_snippet(module, instruction),
     )
     return Row(launch=launch, writes=writes, reads=reads)

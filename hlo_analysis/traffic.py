@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import Path, leaf_shape, leaves
+from hlo_analysis.dataflow import VIEWS, Path, behind_aliases, leaf_shape, leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.records import LaunchKind
 
-_ALIAS = frozenset({"bitcast", "reshape", "optimization-barrier", "add-dependency", "domain"})
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _FREE = frozenset({"parameter", "constant", "iota", "tuple", "get-tuple-element", "broadcast"})
 _LIBRARY_TARGETS = ("__cublas$", "__cudnn$")
@@ -175,7 +174,7 @@ def _in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruc
     """Follow a chain of in-place updates back to the parameter it updates, and count the bytes written on the way."""
     written = 0
     while True:
-        if instruction.opcode in _ALIAS:
+        if instruction.opcode in VIEWS:
             instruction = body.instructions[instruction.operands[0]]
         elif instruction.opcode == "dynamic-update-slice":
             written += body.instructions[instruction.operands[1]].shape.byte_size
@@ -225,7 +224,7 @@ def _parameter_reads(module: Module, body: Computation, parameter: Instruction, 
         for user_name in body.users(name):
             user = body.instructions[user_name]
             positions = [index for index, operand in enumerate(user.operands) if operand == name]
-            if user.opcode in _ALIAS:
+            if user.opcode in VIEWS:
                 pending.append(user_name)
             elif user.opcode in _SLICES and positions == [0]:
                 total += user.shape.byte_size
@@ -256,7 +255,7 @@ def _unfused(module: Module, body: Computation) -> int:
     """Bytes moved if each instruction of a fused computation were a launch of its own."""
     total = 0
     for instruction in body.instructions.values():
-        if instruction.opcode in _FREE or instruction.opcode in _ALIAS:
+        if instruction.opcode in _FREE or instruction.opcode in VIEWS:
             continue
         if instruction.opcode == "fusion":
             total += _unfused(module, module.computations[instruction.called[0]])
@@ -267,17 +266,11 @@ def _unfused(module: Module, body: Computation) -> int:
     # What is returned must be written, even where it only shows other bytes, and once for each time it is returned.
     written: set[str] = set()
     for _, root in _roots(body):
-        shown = _behind_aliases(body, root)
+        shown = behind_aliases(body, root)
         if shown.opcode in _FREE or shown.name in written:
             total += _instruction_reads(body, shown) + root.shape.byte_size
         written.add(shown.name)
     return total
-
-
-def _behind_aliases(body: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode in _ALIAS:
-        instruction = body.instructions[instruction.operands[0]]
-    return instruction
 
 
 def _instruction_reads(body: Computation, instruction: Instruction) -> int:
@@ -306,7 +299,7 @@ def _through_views(body: Computation, instruction: Instruction) -> tuple[Instruc
     path: Path = ()
     broadcast = False
     while True:
-        if instruction.opcode in _ALIAS:
+        if instruction.opcode in VIEWS:
             instruction = body.instructions[instruction.operands[0]]
         elif instruction.opcode == "broadcast":
             instruction, broadcast = body.instructions[instruction.operands[0]], True

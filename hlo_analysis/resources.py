@@ -1,0 +1,109 @@
+"""Registers, spills and launch dimensions of kernels, from what ptxas and Mosaic said while the program compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hlo_analysis.errors import DumpError
+from hlo_analysis.hlo import Instruction
+from hlo_analysis.launches import Site
+
+_MOSAIC_ENDING = "_mosaic_gpu_kernel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What one kernel takes: 32-bit registers a thread, bytes of spill stores and loads together, bytes of shared memory.
+
+    `grid` and `block` are None where only the thunk list has them.
+    """
+
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_memory_bytes: int | None = None
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+
+
+def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
+    """Kernels of an artefact "mosaic_resources" or "ptx_resources" by name, in the order of compilation.
+
+    Raises:
+      DumpError: the text is not such an artefact.
+    """
+    if text is None:
+        return {}
+    found: dict[str, tuple[Resources, ...]] = {}
+    try:
+        for kernel in json.loads(text):
+            made = Resources(
+                registers=kernel.get("registers"),
+                spill_bytes=_sum(kernel, "spill_store_bytes", "spill_load_bytes"),
+                shared_memory_bytes=_sum(kernel, "static_shared_bytes", "dynamic_shared_bytes"),
+                grid=_triple(kernel.get("grid")),
+                block=_triple(kernel.get("block")),
+            )
+            found[kernel["kernel"]] = (*found.get(kernel["kernel"], ()), made)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DumpError(
+            f"kernel resources: expected a JSON list of kernels with their registers, got {error!r}"
+        ) from error
+    return found
+
+
+def _sum(kernel: Mapping[str, Any], *names: str) -> int | None:
+    values = [kernel.get(name) for name in names]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _triple(values: Sequence[int] | None) -> tuple[int, int, int] | None:
+    if values is None or len(values) != 3:
+        return None
+    return values[0], values[1], values[2]
+
+
+def resources_of(
+    sites: Sequence[Site], mosaic: Mapping[str, Sequence[Resources]], ptx: Mapping[str, Sequence[Resources]]
+) -> dict[int, Resources]:
+    """Resources by position in `sites`; kernels that nothing is known of are left out.
+
+    A kernel of XLA's is found by its name in the thunk list. A Mosaic kernel is found by the name that Pallas gave it,
+    and where several have that name (two shapes of one kernel) by the number that Mosaic gave each.
+    """
+    numbers: dict[str, set[int]] = {}
+    named: dict[int, tuple[str, int]] = {}
+    for index, site in enumerate(sites):
+        if site.instruction is not None and (key := _mosaic_key(site.instruction)):
+            named[index] = key
+            numbers.setdefault(key[0], set()).add(key[1])
+    found: dict[int, Resources] = {}
+    for index, site in enumerate(sites):
+        if index in named:
+            name, number = named[index]
+            kernels = mosaic.get(name + _MOSAIC_ENDING, ())
+            # One Mosaic kernel that the program calls twice is compiled once.
+            order = sorted(numbers[name])
+            if len(kernels) == len(order):
+                found[index] = kernels[order.index(number)]
+        elif site.thunk.kernel and len(kernels := ptx.get(site.thunk.kernel, ())) == 1:
+            # The thunk list knows the shared memory, dynamic included, better than ptxas.
+            found[index] = replace(kernels[0], shared_memory_bytes=None)
+    return found
+
+
+def _mosaic_key(instruction: Instruction) -> tuple[str, int] | None:
+    """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module."""
+    if not instruction.attributes.get("custom_call_target", "").strip('"').startswith("mosaic_gpu"):
+        return None
+    scope, _, _ = instruction.op_name.rpartition("/")
+    name = scope.rpartition("/")[2]
+    if not name:
+        return None
+    module = instruction.attributes.get("backend_config", "")
+    match = re.search(rf"\\00{re.escape(name)}_(\d+)\\00", module)
+    return name, int(match[1]) if match else 0
