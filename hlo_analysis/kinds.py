@@ -124,9 +124,11 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
     match instruction.attributes.get("kind"):
         case "kInput":
             returned = {root.opcode for _, root in returned_by(module.computations[instruction.called[0]])}
-            heroes: list[LaunchKind] = [kind for opcode, kind in _HEROES if opcode in returned]
-            heroes += [kind for opcode, kind in _HEROES if opcode in inside]
-            return heroes[0] if heroes else "loop"
+            for candidates in (returned, inside):
+                for opcode, kind in _HEROES:
+                    if opcode in candidates:
+                        return kind
+            return "loop"
         case "kLoop":
             return "loop"
     return "other"

@@ -17,7 +17,7 @@ _MOSAIC_ENDING = "_mosaic_gpu_kernel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What one kernel takes: 32-bit registers a thread, bytes of spill stores and loads together, bytes of shared memory.
+    """What one kernel takes: registers of a thread, bytes that it spills (stores and loads), bytes of shared memory.
 
     `grid` and `block` are None where only the thunk list has them.
     """

@@ -47,8 +47,8 @@ def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise DumpError(
-            f"expected {cls.__name__} JSON of schema version {SCHEMA_VERSION}, got {version!r}; make the report again, or "
-            "read it with the version of this package that wrote it"
+            f"expected {cls.__name__} JSON of schema version {SCHEMA_VERSION}, got {version!r}; make the report again, "
+            "or read it with the version of this package that wrote it"
         )
     try:
         return _adapter(cls).validate_python(data, strict=False)
