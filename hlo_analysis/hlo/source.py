@@ -71,7 +71,8 @@ _STRING = token(f"({STRING})")
 _OPEN = token(r"\{")
 _CLOSE = token(r"\}")
 _FIELD = token(rf",?[ \t]*+({NAME})=")
-_SIMPLE = token(rf"({STRING}|[^\s,{{}}()\[\]\"']++)(?=[\s,}}])")
+# A field whose value is one word or one string, which most are.
+_SIMPLE_FIELD = token(rf",?[ \t]*+({NAME})=({STRING}|[^\s,{{}}()\[\]\"']++)(?=[\s,}}])")
 _TITLES = {name: token(rf"{name}\b") for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
 
 
@@ -132,10 +133,14 @@ def read_fields(lexer: Lexer) -> dict[str, str]:
     """Read `{name=value name=value}`, with or without commas; strings lose their quotes."""
     lexer.expect(_OPEN, "'{'")
     fields: dict[str, str] = {}
-    while match := lexer.accept(_FIELD):
-        simple = lexer.accept(_SIMPLE)
-        value = simple[1] if simple else lexer.read_value()
-        fields[match[1]] = unquote(value) if value[0] in "\"'" else value
+    while True:
+        if match := lexer.accept(_SIMPLE_FIELD):
+            name, value = match.groups()
+        elif match := lexer.accept(_FIELD):
+            name, value = match[1], lexer.read_value()
+        else:
+            break
+        fields[name] = unquote(value) if value[0] in "\"'" else value
     lexer.expect(_CLOSE, "'name=' or '}'")
     return fields
 

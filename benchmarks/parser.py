@@ -1,0 +1,88 @@
+"""Speed of the HLO text parser on 1 to 32 layers of the transformer block, forward and gradient.
+
+    python benchmarks/parser.py [--layers 1,2,4,8,16,32] [--block tiny]
+
+Every program is compiled for an H200 (none is needed), and the text that XLA dumps is parsed: the scheduled module that
+it hands to the GPU. One core, pure Python. The cost per MB should not depend on the number of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from hlo_analysis.capture import capture
+from hlo_analysis.hlo import parse_module
+from xlafuse.models import block_function
+
+LAYERS = (1, 2, 4, 8, 16, 32)
+REPEATS = 5
+SHAPE = (2, 256)
+
+
+def stack(block: str, layers: int) -> tuple[Callable[..., Any], list[Any]]:
+    """`layers` blocks with weights of their own, one after another, and the shapes of weights and input."""
+    apply, (weights, x, *positions) = block_function(block, SHAPE)
+
+    def forward(params: list[Any], x: jax.Array, *positions: jax.Array) -> jax.Array:
+        for layer, layer_params in enumerate(params):
+            with jax.named_scope(f"layer_{layer}"):
+                x = apply(layer_params, x, *positions)
+        return x
+
+    return forward, [[weights] * layers, x, *positions]
+
+
+def parse_seconds(text: str) -> tuple[float, int]:
+    """The best of some parses, and the number of instructions."""
+    best, instructions = float("inf"), 0
+    for _ in range(REPEATS):
+        start = time.process_time()
+        module = parse_module(text)
+        best = min(best, time.process_time() - start)
+        instructions = sum(len(computation.instructions) for computation in module.computations.values())
+    return best, instructions
+
+
+def main() -> None:
+    """Compile, parse and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default=",".join(map(str, LAYERS)), help="comma-separated numbers of layers")
+    parser.add_argument("--block", default="tiny", help="a preset of xlafuse.models; sizes hardly change the text")
+    arguments = parser.parse_args()
+
+    table = Table(title=f"hlo_analysis.hlo.parse_module, final HLO of the {arguments.block} block on an H200")
+    for column in ("program", "layers", "instructions", "MB", "seconds", "MB/s", "µs/instruction"):
+        table.add_column(column, justify="left" if column == "program" else "right")
+    console = Console()
+    with console.status("compiling") as status:
+        for mode in ("forward", "grad"):
+            for layers in map(int, arguments.layers.split(",")):
+                status.update(f"compiling {mode}, {layers} layers")
+                function, shapes = stack(arguments.block, layers)
+                recorded = capture(function, *shapes, target="h200", mode=mode, autotune=None, timeout=900)
+                text = recorded.text("final_hlo")
+                assert text is not None, "this capture has no final module: is the extra 'deviceless' installed?"
+                status.update(f"parsing {mode}, {layers} layers")
+                seconds, instructions = parse_seconds(text)
+                megabytes = len(text) / 1e6
+                table.add_row(
+                    mode,
+                    str(layers),
+                    str(instructions),
+                    f"{megabytes:.2f}",
+                    f"{seconds:.3f}",
+                    f"{megabytes / seconds:.1f}",
+                    f"{seconds / instructions * 1e6:.1f}",
+                )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
