@@ -104,8 +104,10 @@ class OpSpec:
     differentiable: the arguments that have gradients.
     batched: the arguments with leading dimensions (for vmap and shard_map); the others are shared.
     forward_traffic, backward_traffic: the bytes of a call with such arguments.
+    backward: the backward pass alone, as it runs in training where the forward pass has saved what it needs: from the
+        implementation's name, arguments and cotangents to gradients. For the benchmark.
     variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
-        takes the arguments (backward: and the cotangents) and runs that kernel alone.
+        takes the arguments (backward: and `cotangents`) and runs that kernel alone.
     """
 
     name: str
@@ -117,6 +119,7 @@ class OpSpec:
     arg_specs: tuple[ArgSpec, ...]
     forward_traffic: Callable[[Arguments], Traffic]
     backward_traffic: Callable[[Arguments], Traffic]
+    backward: Callable[[str, Arguments, tuple[jax.Array, ...]], tuple[jax.Array, ...]]
     variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]]
     error_bound: ErrorBound = ErrorBound()
 

@@ -187,16 +187,31 @@ def _chunked_body(total, stream_count, blocks, epsilon, config):
             value, _, weighted = load(row, columns, segments)
             return map_row(jnp.square, value), map_row(jnp.multiply, value, weighted)
 
-        def differentiate(row, columns, segments, inverse, slope, is_first):
+        def sums_at(columns, segments):
+            if columns is whole:
+                return partial_ref.at[block], tuple(replace(s, offset=features) if s.repeated else s for s in segments)
+            return partial_ref.at[block, columns], segments
+
+        def clear(columns, segments):
+            partial_row, places = sums_at(columns, segments)
+            store_row(partial_row, zeros_row(places), places)
+
+        def differentiate(row, columns, segments, inverse, slope):
             value, dy, weighted = load(row, columns, segments)
             dx = map_row(lambda v, w: w * inverse - v * slope, value, weighted)
             if stream_count == 3:
                 dx = map_row(jnp.add, dx, to_float32(load_row(stream_refs[2].at[row, columns], segments)))
             store_row(dx_ref.at[row, columns], dx, segments)
-            sums = tuple(replace(s, offset=features) if s.repeated else s for s in segments)
-            partial_row = partial_ref.at[block] if columns is whole else partial_ref.at[block, columns]
-            before = map_row(lambda p: jnp.where(is_first, jnp.float32(0), p), load_row(partial_row, sums))
-            store_row(partial_row, map_row(lambda p, d, v: p + d * (v * inverse), before, dy, value), sums)
+            partial_row, places = sums_at(columns, segments)
+            before = load_row(partial_row, places)
+            store_row(partial_row, map_row(lambda p, d, v: p + d * (v * inverse), before, dy, value), places)
+
+        @pl.loop(0, chunks)
+        def _(j):
+            clear(pl.ds(j * chunk, chunk), segments)
+
+        if rest:
+            clear(whole, rest)
 
         @pl.loop(0, (rows - block + blocks - 1) // blocks)
         def _(i):
@@ -215,9 +230,9 @@ def _chunked_body(total, stream_count, blocks, epsilon, config):
 
             @pl.loop(0, chunks)
             def _(j):
-                differentiate(row, pl.ds(j * chunk, chunk), segments, inverse, slope, i == 0)
+                differentiate(row, pl.ds(j * chunk, chunk), segments, inverse, slope)
 
             if rest:
-                differentiate(row, whole, rest, inverse, slope, i == 0)
+                differentiate(row, whole, rest, inverse, slope)
 
     return body

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.rms_norm.api import rms_norm
@@ -114,10 +115,20 @@ def _forward_variant(*, x, scale, residual=None, config):
     return rms_norm_forward(x, scale, residual, epsilon=1e-6, config=config)
 
 
-def _backward_variant(*, x, scale, residual=None, cotangent, config):
-    del residual  # the same shape as the sum, which x stands for
-    dy, dtotal = cotangent if isinstance(cotangent, tuple) else (cotangent, None)
-    return rms_norm_backward(x, scale, dy, dtotal, epsilon=1e-6, config=config)
+def _backward_variant(*, x, scale, residual=None, cotangents, config):
+    del residual
+    dy, *dtotal = cotangents
+    return rms_norm_backward(x, scale, dy, *(dtotal or (None,)), epsilon=1e-6, config=config)
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # x stands for the saved sum, so that the residual's own array is not read again.
+    dy, *dtotal = cotangents
+    x, scale = arguments["x"], arguments["scale"]
+    if implementation == "mosaic":
+        return rms_norm_backward(x, scale, dy, *(dtotal or (None,)), epsilon=1e-6)
+    dx, dscale = jax.vjp(rms_norm_reference, x, scale)[1](dy)
+    return dx + dtotal[0] if dtotal else dx, dscale
 
 
 RMS_NORM = OpSpec(
@@ -130,5 +141,6 @@ RMS_NORM = OpSpec(
     arg_specs=_ARG_SPECS,
     forward_traffic=_forward_traffic,
     backward_traffic=_backward_traffic,
+    backward=_backward,
     variants=_variants,
 )

@@ -1,0 +1,172 @@
+"""Checks of an operation against its float64 reference, for tests on any device and for the benchmark.
+
+The rule: a result may be off by `ErrorBound.baseline_factor` times the largest error that `"xla"` makes on the same
+inputs in the same dtype, and by `ErrorBound.ulps` units in the last place of the value on top. It holds for the values
+and for the gradient of every differentiable argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.specs import ArgSpec, ErrorBound, OpSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """How far one output is from the float64 reference.
+
+    `excess` is the largest of |error| - bound over its elements: above zero the check failed. `worst` is the index.
+    """
+
+    output: str
+    error: float
+    baseline_error: float
+    excess: float
+    worst: tuple[int, ...]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether every element is within its bound, and none is NaN."""
+        return self.excess <= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call to check: an operation, fresh arguments, and a cotangent for each output."""
+
+    op: OpSpec
+    arguments: dict[str, Any]
+    cotangents: Any
+
+    @property
+    def differentiable(self) -> dict[str, jax.Array]:
+        """The arguments that have gradients."""
+        return {name: self.arguments[name] for name in self.op.differentiable if self.arguments.get(name) is not None}
+
+
+def make_case(op: OpSpec, spec: ArgSpec, seed: int) -> Case:
+    """Arguments and cotangents drawn from `seed`."""
+    arguments = spec.make(seed)
+    outputs = jax.eval_shape(_outputs(op, arguments, "xla"))
+    keys = jax.random.split(jax.random.key(seed + 1), len(outputs))
+    cotangents = tuple(
+        jax.random.normal(key, o.shape, jnp.float32).astype(o.dtype) for key, o in zip(keys, outputs, strict=True)
+    )
+    return Case(op=op, arguments=arguments, cotangents=cotangents)
+
+
+def forward(case: Case, implementation: str | None) -> dict[str, jax.Array]:
+    """The outputs, by name."""
+    outputs = _outputs(case.op, case.arguments, implementation)()
+    return {f"output {i}": value for i, value in enumerate(outputs)}
+
+
+def gradient(case: Case, implementation: str | None) -> dict[str, jax.Array]:
+    """The gradients of the differentiable arguments, by name."""
+
+    def function(differentiable):
+        return _outputs(case.op, {**case.arguments, **differentiable}, implementation)()
+
+    (gradients,) = jax.vjp(function, case.differentiable)[1](case.cotangents)
+    return {f"gradient of {name}": value for name, value in gradients.items()}
+
+
+def oracle(case: Case, compute: Callable[[Case, str | None], dict[str, jax.Array]]) -> dict[str, np.ndarray]:
+    """What `compute` (`forward` or `gradient`) gives in float64, with the operation's reference."""
+
+    def widen(value):
+        is_float = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+        return jnp.asarray(np.asarray(value, np.float64)) if is_float else value
+
+    with jax.enable_x64(True):
+        wide = Case(
+            op=case.op,
+            arguments={name: widen(value) for name, value in case.arguments.items()},
+            cotangents=jax.tree.map(widen, case.cotangents),
+        )
+        return {name: np.asarray(value) for name, value in compute(wide, "xla").items()}
+
+
+def error_reports(
+    got: dict[str, jax.Array], baseline: dict[str, jax.Array], exact: dict[str, np.ndarray], bound: ErrorBound
+) -> list[ErrorReport]:
+    """Compares outputs with the float64 ones, element by element.
+
+    Raises:
+        AssertionError: an output of another shape or dtype than the baseline's.
+    """
+    reports = []
+    for name, value in got.items():
+        base = baseline[name]
+        if (value.shape, value.dtype) != (base.shape, base.dtype):
+            raise AssertionError(f"{name} is {jax.typeof(value)}, expected {jax.typeof(base)}")
+        if value.size == 0:
+            continue
+        error = np.abs(np.asarray(value, np.float64) - exact[name])
+        baseline_error = float(np.max(np.abs(np.asarray(base, np.float64) - exact[name])))
+        allowed = bound.baseline_factor * baseline_error + bound.ulps * _ulp(exact[name], value.dtype)
+        excess = np.where(np.isnan(error), np.inf, error - allowed)
+        worst = np.unravel_index(np.argmax(excess), excess.shape)
+        reports.append(
+            ErrorReport(
+                output=name,
+                error=float(np.max(error)),
+                baseline_error=baseline_error,
+                excess=float(excess[worst]),
+                worst=tuple(map(int, worst)),
+            )
+        )
+    return reports
+
+
+def check(
+    op: OpSpec, spec: ArgSpec, implementation: str | None, *, seed: int, with_gradient: bool = True
+) -> list[ErrorReport]:
+    """Computes values and gradients with `implementation` and compares them.
+
+    Raises:
+        AssertionError: something is out of bounds; the message has the seed and the numbers.
+    """
+    case = make_case(op, spec, seed)
+    reports = []
+    for compute in (forward, gradient) if with_gradient else (forward,):
+        got, baseline = compute(case, implementation), compute(case, "xla")
+        reports += error_reports(got, baseline, oracle(case, compute), op.error_bound)
+    assert_within(reports, f"{op.name} {spec.name} {implementation} seed={seed}")
+    return reports
+
+
+def assert_within(reports: Sequence[ErrorReport], title: str) -> None:
+    """Raises an AssertionError that names every report out of bounds."""
+    bad = [report for report in reports if not report.is_within]
+    if bad:
+        lines = "\n".join(
+            f"  {r.output}: error {r.error:.3g} ('xla' {r.baseline_error:.3g}), {r.excess:.3g} too much at {r.worst}"
+            for r in bad
+        )
+        raise AssertionError(f"{title}: out of bounds\n{lines}")
+
+
+def _outputs(op: OpSpec, arguments: dict[str, Any], implementation: str | None) -> Callable[[], tuple[jax.Array, ...]]:
+    def call():
+        if jax.config.jax_enable_x64:  # the oracle
+            result = op.reference(**arguments)
+        else:
+            result = op.function(**arguments, implementation=implementation)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def _ulp(value: np.ndarray, dtype) -> np.ndarray:
+    """The distance between neighbours of `dtype` at |value|."""
+    info = jnp.finfo(dtype)
+    magnitude = np.maximum(np.abs(value), float(info.smallest_normal))
+    return float(info.eps) * np.exp2(np.floor(np.log2(magnitude)))

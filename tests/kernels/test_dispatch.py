@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from pallas_kernels import REGISTRY, get_op, rms_norm
+from pallas_kernels.dispatch import choose
+from pallas_kernels.primitives.platform import target_device
+
+X, SCALE = jnp.ones((2, 256)), jnp.ones((256,))
+RUNS, REFUSES = (lambda: None), (lambda: "it is Tuesday")
+
+
+def test_nothing_requested_takes_the_first_that_runs():
+    assert choose("op", None, {"mosaic": RUNS, "xla": RUNS}, preferred=("mosaic",)) == "mosaic"
+    assert choose("op", None, {"mosaic": REFUSES, "xla": RUNS}, preferred=("mosaic",)) == "xla"
+
+
+def test_sequences_are_orders_of_preference():
+    support = {"mosaic": REFUSES, "xla": RUNS}
+    assert choose("op", ("mosaic", "xla"), support) == "xla"
+    assert choose("op", ["triton", "xla"], support) == "xla"
+
+
+def test_explicit_requests_run_or_say_why():
+    with pytest.raises(NotImplementedError, match=r"op cannot run as asked. 'mosaic': it is Tuesday. .*None"):
+        choose("op", "mosaic", {"mosaic": REFUSES, "xla": RUNS})
+    with pytest.raises(NotImplementedError, match=r"'triton': op has none of that name, only 'xla'"):
+        choose("op", "triton", {"xla": RUNS})
+
+
+def test_unknown_names_get_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown implementation 'mosiac'. Did you mean 'mosaic'"):
+        rms_norm(X, SCALE, implementation="mosiac")
+    with pytest.raises(ValueError, match="empty sequence"):
+        rms_norm(X, SCALE, implementation=())
+    with pytest.raises(ValueError, match=r"'rmsnorm'. Did you mean 'rms_norm'"):
+        get_op("rmsnorm")
+
+
+def test_mosaic_is_refused_on_a_cpu_and_none_is_xla():
+    with pytest.raises(NotImplementedError, match="for Hopper GPUs .* force_gpu_interpret_mode"):
+        rms_norm(X, SCALE, implementation="mosaic")
+    assert "mosaic" not in str(jax.make_jaxpr(rms_norm)(X, SCALE))
+    assert jnp.allclose(rms_norm(X, SCALE), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "reason"),
+    [(127, "float32", "at least 128"), (256, "float8_e4m3fn", "float8_e4m3fn"), (1, "bfloat16", "at least 128")],
+)
+def test_what_the_kernel_cannot_take_is_refused(features, dtype, reason):
+    x = jnp.ones((2, features), dtype)
+    with plgpu.force_gpu_interpret_mode(), pytest.raises(NotImplementedError, match=reason):
+        rms_norm(x, jnp.ones((features,)), implementation="mosaic")
+
+
+def abstract_mesh(kind):
+    device = AbstractDevice(device_kind=kind, num_cores=114, platform="gpu")
+    return AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_hopper"),
+    [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100-SXM4-40GB", False), ("NVIDIA B200", False)],
+)
+def test_the_abstract_mesh_names_the_target(kind, is_hopper):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(kind)):
+        device = target_device()
+        program = str(jax.make_jaxpr(rms_norm)(X, SCALE))
+    assert (device.platform, device.core_count, device.is_hopper) == ("cuda", 114, is_hopper)
+    assert ("rms_norm_forward" in program or "mpmd_map" in program) == is_hopper
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": jnp.ones((2, 8), "int32"), "scale": jnp.ones(8)}, TypeError, "x must be floating, got int32"),
+        ({"x": jnp.float32(1), "scale": jnp.ones(1)}, ValueError, "features axis"),
+        ({"x": X, "scale": jnp.ones(255)}, ValueError, r"scale must be \(256,\).*got \(255,\)"),
+        ({"x": X, "scale": SCALE, "residual": jnp.ones((256,))}, ValueError, r"like x, float32\[2, 256\]"),
+        ({"x": X, "scale": SCALE, "residual": X.astype("bfloat16")}, ValueError, "got bfloat16"),
+    ],
+)
+def test_arguments_that_do_not_belong_together(arguments, error, message):
+    with pytest.raises(error, match=message):
+        rms_norm(**arguments)
+
+
+def test_registry_entries_are_consistent():
+    for name, op in REGISTRY.items():
+        assert op.name == name
+        assert op.implementations[-1] == "xla"
+        assert len({spec.name for spec in op.arg_specs}) == len(op.arg_specs)
+        assert op.tagged("test") and op.tagged("bench") and op.tagged("block")

@@ -1,0 +1,135 @@
+"""One base over every operation, implementation and argument spec of the registry, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import REGISTRY, testing
+
+CASES = [
+    pytest.param(op, implementation, spec, id=f"{op.name}-{implementation}-{spec.name}")
+    for op in REGISTRY.values()
+    for implementation in op.implementations
+    for spec in op.tagged("test")
+]
+"""Everything."""
+TRANSFORMED = [
+    pytest.param(op, implementation, op.tagged("test")[0], id=f"{op.name}-{implementation}")
+    for op in REGISTRY.values()
+    for implementation in op.implementations
+]
+"""One argument spec each, where the transformation and not the shape is in question."""
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def check_or_refused(op, implementation, spec, seed):
+    """An implementation either computes the right thing or says why it cannot; None then still computes it."""
+    try:
+        testing.check(op, spec, implementation, seed=seed)
+    except NotImplementedError as error:
+        assert "ragged" in spec.tags, f"{implementation} refused an ordinary shape: {error}"
+        assert len(str(error)) > 40
+        testing.check(op, spec, None, seed=seed)
+
+
+@pytest.mark.parametrize(("op", "implementation", "spec"), CASES)
+def test_values_and_gradients(op, implementation, spec, seed):
+    check_or_refused(op, implementation, spec, seed)
+
+
+@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+def test_jit_agrees(op, implementation, spec, seed):
+    case = testing.make_case(op, spec, seed)
+    for compute in (testing.forward, testing.gradient):
+
+        def run(arguments, cotangents, compute=compute):
+            return compute(testing.Case(op=op, arguments=arguments, cotangents=cotangents), implementation)
+
+        got = jax.jit(run)(case.arguments, case.cotangents)
+        reports = testing.error_reports(got, compute(case, "xla"), testing.oracle(case, compute), op.error_bound)
+        testing.assert_within(reports, f"jit seed={seed}")
+
+
+def stacked_cases(op, spec, seed):
+    """Two cases that share the arguments without leading dimensions, and their batched arguments stacked."""
+    first, second = testing.make_case(op, spec, seed), testing.make_case(op, spec, seed + 7)
+    shared = {k: v for k, v in first.arguments.items() if k not in op.batched}
+    second = testing.Case(op=op, arguments={**second.arguments, **shared}, cotangents=second.cotangents)
+    batched = {k: jnp.stack([first.arguments[k], second.arguments[k]]) for k in op.batched if k in first.arguments}
+    cotangents = jax.tree.map(lambda *leaves: jnp.stack(leaves), first.cotangents, second.cotangents)
+    return (first, second), batched, shared, cotangents
+
+
+@pytest.mark.parametrize("compute", [testing.forward, testing.gradient], ids=["forward", "gradient"])
+@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+def test_vmap(op, implementation, spec, seed, compute):
+    cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
+
+    def run(batched, cotangents):
+        return compute(testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents), implementation)
+
+    got = jax.vmap(run)(batched, cotangents)
+    for i, case in enumerate(cases):
+        reports = testing.error_reports(
+            jax.tree.map(lambda leaf, i=i: leaf[i], got),
+            compute(case, "xla"),
+            testing.oracle(case, compute),
+            op.error_bound,
+        )
+        testing.assert_within(reports, f"vmap element {i} seed={seed}")
+
+
+# With two devices the interpreter of jax 0.11.2 loses the order between a TMA copy and the wait for it, and reports a
+# race of a warpgroup with itself. The kernels do not talk between devices, and one device each is checked above.
+@pytest.mark.parametrize("interpreter", [False], indirect=True, ids=[""])
+@pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vma):
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two simulated CPU devices; run this folder by itself")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
+
+    def local(batched, shared):
+        arguments = {**{k: v[0] for k, v in batched.items()}, **shared}
+        result = op.function(**arguments, implementation=implementation)
+        return tuple(leaf[None] for leaf in (result if isinstance(result, tuple) else (result,)))
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
+
+    @jax.jit
+    def values_and_gradients(batched, shared, cotangents):
+        values, pullback = jax.vjp(sharded, batched, shared)
+        return values, *pullback(cotangents)
+
+    values, batched_gradients, shared_gradients = values_and_gradients(batched, shared, cotangents)
+    for i, case in enumerate(cases):
+        got = {f"output {j}": value[i] for j, value in enumerate(values)}
+        exact = testing.oracle(case, testing.forward)
+        testing.assert_within(
+            testing.error_reports(got, testing.forward(case, "xla"), exact, op.error_bound), f"shard {i} seed={seed}"
+        )
+        got = {f"gradient of {name}": value[i] for name, value in batched_gradients.items()}
+        exact = testing.oracle(case, testing.gradient)
+        baseline = testing.gradient(case, "xla")
+        testing.assert_within(testing.error_reports(got, baseline, exact, op.error_bound), f"shard {i} seed={seed}")
+    # Shared arguments get the sum over the devices.
+    for name, value in shared_gradients.items():
+        if name in op.differentiable:
+            exact = sum(testing.oracle(case, testing.gradient)[f"gradient of {name}"] for case in cases)
+            tolerance = 4 * float(jnp.finfo(value.dtype).eps) * (1 + np.abs(exact).max())
+            np.testing.assert_allclose(np.asarray(value, np.float64), exact, atol=tolerance, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+def test_eval_shape(op, implementation, spec):
+    structs = spec.structs()
+    got = jax.eval_shape(lambda **kw: op.function(**kw, implementation=implementation), **structs)
+    expected = jax.eval_shape(op.reference, **structs)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(lambda s: (s.shape, s.dtype), expected)

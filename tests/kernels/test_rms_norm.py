@@ -1,0 +1,121 @@
+"""What is particular to RMSNorm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import rms_norm
+from pallas_kernels.ops.rms_norm.config import BackwardConfig, ForwardConfig, backward_candidates, pipeline_config
+from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
+from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.rows import LANES, split_row
+
+
+def rows(seed, count, features, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
+
+
+def test_known_values():
+    y, total = rms_norm(jnp.array([[1.0, 2.0]]), jnp.array([1.0, 10.0]), residual=jnp.array([[2.0, 2.0]]), epsilon=0.5)
+    np.testing.assert_allclose(total, [[3.0, 4.0]])
+    np.testing.assert_allclose(y, [[3 / 13**0.5, 40 / 13**0.5]], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_the_rounded_sum_is_normalised(seed):
+    x, residual = rows(seed, 3, 256, "bfloat16"), rows(seed + 1, 3, 256, "bfloat16")
+    scale = rows(seed, 1, 256, "bfloat16")[0]
+    y, total = rms_norm(x, scale, residual=residual, implementation="mosaic")
+    np.testing.assert_array_equal(total, (x + residual).astype(jnp.bfloat16))
+    again = rms_norm(total, scale, implementation="mosaic")
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_an_unused_sum_costs_no_read_and_gives_the_same_gradient(seed):
+    x, residual, scale = rows(seed, 3, 256), rows(seed + 1, 3, 256), rows(seed, 1, 256)[0]
+
+    def loss(x, scale, residual, implementation):
+        return jnp.sum(jnp.sin(rms_norm(x, scale, residual=residual, implementation=implementation)[0]))
+
+    got = jax.grad(loss, (0, 1, 2))(x, scale, residual, "mosaic")
+    expected = jax.grad(loss, (0, 1, 2))(x, scale, residual, "xla")
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_only_the_sum_is_used(seed):
+    x, scale = rows(seed, 3, 256), rows(seed, 1, 256)[0]
+    total_of = lambda x, r: jnp.sum(rms_norm(x, scale, residual=r, implementation="mosaic")[1] ** 2)  # noqa: E731
+    dx, dresidual = jax.grad(total_of, (0, 1))(x, x)
+    np.testing.assert_allclose(dx, 4 * x, rtol=1e-6)
+    np.testing.assert_allclose(dresidual, 4 * x, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("features", [1024, 1027, 1096])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_long_rows_in_chunks(seed, features, has_residual):
+    """The path of rows beyond the registers, at sizes the interpreter can do: whole chunks, odd rest, even rest."""
+    x, dy = rows(seed, 5, features), rows(seed + 1, 5, features)
+    residual = rows(seed + 2, 5, features) if has_residual else None
+    scale = 1 + 0.1 * rows(seed + 3, 1, features)[0]
+    forward = ForwardConfig(register_columns=128, chunk=256)
+    y, total = rms_norm_forward(x, scale, residual, epsilon=1e-6, config=forward)
+    total = x if total is None else total
+    np.testing.assert_allclose(total, x if residual is None else x + residual)
+    np.testing.assert_allclose(y, rms_norm_reference(total, scale), rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+    backward = BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)
+    dx, dscale = rms_norm_backward(total, scale, dy, residual, epsilon=1e-6, config=backward)
+    expected_dx, expected_dscale = jax.vjp(rms_norm_reference, total, scale)[1](dy)
+    expected_dx = expected_dx if residual is None else expected_dx + residual
+    np.testing.assert_allclose(dx, expected_dx, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(dscale, expected_dscale, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_all_backward_configurations_agree(seed):
+    x, dy, scale = rows(seed, 5, 512), rows(seed + 1, 5, 512), rows(seed, 1, 512)[0]
+    expected = jax.vjp(rms_norm_reference, x, scale)[1](dy)
+    configs = list(backward_candidates(512, 4, scale_itemsize=4, streams=2).values())[:4]
+    for gain in ("registers", "shared"):
+        for second_read in ("float32", "reload"):
+            configs.append(BackwardConfig(gain=gain, second_read=second_read, blocks_per_core=1, steps=2))
+    for config in configs:
+        got = rms_norm_backward(x, scale, dy, None, epsilon=1e-6, config=config)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("features", [128, 129, 255, 1000, 1024, 1027, 1152, 4096, 4097, 4100, 8191])
+def test_segments_cover_a_row_once(features, itemsize):
+    counted = np.zeros(features, int)
+    for segment in split_row(features, itemsize):
+        assert segment.size % (LANES * segment.vector) == 0
+        assert segment.vector * itemsize <= 16
+        assert segment.offset * itemsize % (segment.vector * itemsize) == 0
+        assert features % segment.vector == 0, "every row must start on a multiple of the access"
+        counted[segment.offset + segment.repeated : segment.offset + segment.size] += 1
+    assert (counted == 1).all()
+
+
+def test_short_rows_are_refused():
+    with pytest.raises(ValueError, match="at least 128 values of a row, got 127"):
+        split_row(127, 2)
+
+
+@pytest.mark.parametrize("features", [128, 1024, 4096, 8192])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_pipelines_fit_in_shared_memory(features, itemsize):
+    for streams in (2, 3):
+        for blocks in (1, 2, 3, 6):
+            config = pipeline_config(features, itemsize, scale_itemsize=4, streams=streams, blocks_per_core=blocks)
+            if config.loads == "pipeline":
+                block_bytes = config.steps * streams * features * itemsize + features * 4
+                assert config.blocks_per_core * block_bytes <= 227 * 1024

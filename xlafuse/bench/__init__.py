@@ -1,0 +1,1 @@
+"""Measuring on a GPU: timing, environment, and the kernel benchmark."""

@@ -1,0 +1,70 @@
+"""What a measurement was taken on: GPU, driver, clocks, power, versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import jax
+
+_QUERY = {
+    "name": "gpu",
+    "driver_version": "driver",
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "power.draw": "power_watts",
+    "power.limit": "power_limit_watts",
+    "temperature.gpu": "temperature_celsius",
+}
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", "torch", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where and with what something was measured. `gpu` holds nvidia-smi's words, '' for what it does not say."""
+
+    device_kind: str
+    platform_version: str
+    python: str
+    packages: dict[str, str] = field(default_factory=dict)
+    gpu: dict[str, str] = field(default_factory=dict)
+
+
+def environment() -> Environment:
+    """The environment of this process, at this moment."""
+    device = jax.devices()[0]
+    return Environment(
+        device_kind=device.device_kind,
+        platform_version=device.client.platform_version,
+        python=platform.python_version(),
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        gpu=gpu_state(),
+    )
+
+
+def gpu_state(device_index: int = 0) -> dict[str, str]:
+    """Driver, clocks, power and temperature of a GPU, by nvidia-smi; empty where there is none."""
+    words = _nvidia_smi([f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"--id={device_index}"])
+    values = [word.strip() for word in words.split(",")] if words else []
+    if len(values) != len(_QUERY):
+        return {}
+    return dict(zip(_QUERY.values(), values, strict=True))
+
+
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
