@@ -51,6 +51,7 @@ _LAYOUT = Remedy(
     text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
     "that nothing is moved",
 )
+_LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
@@ -70,6 +71,8 @@ _MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, whic
 def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, *, is_score: bool) -> Remedy:
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends."""
     into_products = [reader for reader in readers if reader.kind in PRODUCTS]
+    if category == categories.SWITCHED_OFF:
+        return _LEAVE_ON
     if category == categories.BOUNDARY:
         return _BOUNDARY
     if is_score:

@@ -32,6 +32,7 @@ OUTPUT = "program output"
 BOUNDARY = "loop or branch boundary"
 SWITCHED_OFF = "switched off"
 SHARED_INPUT = "shared input read again"
+INSERTED = "inserted after fusion"
 UNRECORDED = "unrecorded"
 OTHER_RULE = "other rule"
 
@@ -67,6 +68,7 @@ CATEGORIES: dict[str, str] = {
     BOUNDARY: "The value crosses into or out of a loop or branch, over which nothing is fused.",
     SWITCHED_OFF: "An option keeps this kind of fusion off.",
     SHARED_INPUT: "Several launches, none of which needs another, read one value that a single launch could read once.",
+    INSERTED: "One end did not exist when XLA fused: a later pass put it in, such as a copy that keeps a buffer whole.",
     UNRECORDED: "Two launches, and no pass left a word about the edge.",
     OTHER_RULE: "XLA gave a reason that this tool has no group for; its words are kept.",
 }
@@ -157,6 +159,10 @@ _FRAGMENTS: tuple[tuple[str, str], ...] = (
     ("unsupported", TILING),
     ("not supported", TILING),
     ("dimension order", TILING),
+    ("non-contiguous section", TILING),
+    ("bailing out on reshape", TILING),
+    ("symbolic tile", TILING),
+    ("shape tracker", TILING),
     ("triton codegen can't", TILING),
     ("producer is not fusible", PRODUCER),
     ("producer is not loop-fusible", PRODUCER),

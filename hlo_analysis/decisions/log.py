@@ -26,9 +26,12 @@ class Refusal:
     role: Literal["prologue", "epilogue", "root"]
     """Of `instruction`: before the matrix product, after it, or the last operation of a would-be normalization."""
     instruction: str
+    """'' where the pass names none: it means whichever instruction it came to next."""
     product: str | None
     """The matrix product in question."""
     reason: str
+    op_name: str = ""
+    """JAX's name of the instruction, which also tells one that the pass had renamed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +79,27 @@ def _name(instruction: str) -> str:
 
 
 def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
-    instruction, found, reason = body.partition(" due to the decision: ")
-    if not found or not instruction.startswith("Not fusing "):
+    if body.startswith("Not fusing user: "):  # the rewriter behind xla_gpu_experimental_gemm_fusion_v2
+        reason = body.removeprefix("Not fusing user: ")
+        return Refusal(pass_name=GEMM_PASS, role="epilogue", instruction="", product=product, reason=reason)
+    text, found, reason = body.partition(" due to the decision: ")
+    if not found:
+        text, found, reason = body.partition(" due to decision: ")
+    if not found or not text.startswith("Not fusing "):
         return None
     # "to the output" closes the search from the product towards its operands, "to the input" towards its users.
-    role = "epilogue" if instruction.endswith(" to the input") else "prologue"
-    name = _name(instruction.removeprefix("Not fusing "))
-    return Refusal(pass_name=GEMM_PASS, role=role, instruction=name, product=product, reason=reason)
+    role = "epilogue" if text.endswith(" to the input") else "prologue"
+    text = text.removeprefix("Not fusing ").removeprefix("operand: ")
+    behind = text.partition(" bitcast(%")[2].partition(")")[0]
+    op_name = "" if behind else text.partition('op_name="')[2].partition('"')[0]
+    return Refusal(
+        pass_name=GEMM_PASS,
+        role=role,
+        instruction=behind or _name(text),
+        product=product,
+        reason=reason,
+        op_name=op_name,
+    )
 
 
 def _softmax_refusal(body: str) -> Refusal | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import Origins, contents, stem, working
 from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import Folded, Word
-from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.records import Verdict
 
@@ -51,6 +51,7 @@ class Survivors:
         log: words of the passes before it.
         before: the module that priority fusion began with.
         edges: all edges of the final module.
+        disabled: passes that an option switched off.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Survivors:
         log: LogWords,
         before: Module | None = None,
         edges: Sequence[Edge] = (),
+        disabled: Collection[str] = (),
     ):
+        self._disabled = PRIORITY_PASS in disabled
         self._final = {name: i for c in final.computations.values() for name, i in c.instructions.items()}
         self._module = final
         self._early_module = early
@@ -77,10 +80,10 @@ class Survivors:
         self._users_before = Counter(
             edge.producer for edge in (launch_edges(before, working(before)) if before else ())
         )
-        self._refusals: dict[tuple[str, str | None], dict[str, str]] = defaultdict(dict)
+        self._refusals: dict[tuple[str, str | None], list[Refusal]] = defaultdict(list)
         for refusal in log.refusals:
             if refusal.pass_name == GEMM_PASS:
-                self._refusals[refusal.role, refusal.product][refusal.instruction] = refusal.reason
+                self._refusals[refusal.role, refusal.product].append(refusal)
         self._feeds: dict[str, list[str]] = defaultdict(list)
         for edge in edges:
             self._feeds[edge.consumer].append(edge.producer)
@@ -140,17 +143,17 @@ class Survivors:
         """What the matrix-product rewriter said of this edge, or None where the log has nothing."""
         if roles[1] in ("product", "library"):
             for product in self._products(edge.consumer):
-                refused = self._refusals.get(("prologue", product), {})
-                for name in self._results(edge.producer) if refused else ():
-                    if name in refused:
-                        return _said(GEMM_PASS, refused[name])
+                if refused := self._refusals.get(("prologue", product)):
+                    names, op_names = self._results(edge.producer)
+                    if reason := _find(refused, names, op_names):
+                        return _said(GEMM_PASS, reason)
         if roles[0] in ("product", "library"):
             for product in self._products(edge.producer):
-                refused = self._refusals.get(("epilogue", product), {})
-                for inner in contents(self._module, self._final[edge.consumer]) if refused else ():
-                    for name in (inner.name, stem(inner.name)):
-                        if name in refused:
-                            return _said(GEMM_PASS, refused[name])
+                if refused := self._refusals.get(("epilogue", product)):
+                    inside = contents(self._module, self._final[edge.consumer])
+                    names = {name for inner in inside for name in (inner.name, stem(inner.name))}
+                    if reason := _find(refused, {"", *names}, set()):
+                        return _said(GEMM_PASS, reason)
         return None
 
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
@@ -159,7 +162,7 @@ class Survivors:
         sources = [name for name in self._origins.get(edge.producer, ()) if name in self._words]
         sources.sort(key=lambda name: not self._users[name] & consumers)
         if not sources:
-            return self._silent(roles)
+            return self._silent(edge, roles)
         word = self._words[sources[0]]
         if word.reason is None:
             return self._priced(word)
@@ -186,16 +189,18 @@ class Survivors:
             verdict="unrecorded", reason=text, category=categories.UNRECORDED, pass_name=PRIORITY_PASS, gain_us=gain
         )
 
-    def _silent(self, roles: tuple[Role, Role]) -> Explanation:
+    def _silent(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
+        if self._disabled:
+            return _ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
         if "product" in roles:
             text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
             return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
-        return Explanation(
-            verdict="unrecorded",
-            reason="[no pass left a word about this edge]",
-            category=categories.UNRECORDED,
-            pass_name="",
-        )
+        text, category = "no pass left a word about this edge", categories.UNRECORDED
+        if self._early_module is None:
+            text = "the capture has no record of priority fusion"
+        elif late := [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]:
+            text, category = f"{late[0]} was put in after fusion", categories.INSERTED
+        return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
 
     def _concerns_another(self, category: str, producer: str, consumers: set[str]) -> bool:
         """Whether a rule means another user of the producer, which is fused into all its users or into none."""
@@ -231,21 +236,27 @@ class Survivors:
         """The dots behind a launch, under the names that the matrix-product rewriter knew."""
         return [origin.removeprefix("gemm_fusion_") for origin in (*self._origins.get(name, ()), name)]
 
-    def _results(self, name: str) -> list[str]:
-        """Names that a launch's results may have had at an earlier pass, clone numbers taken off."""
-        found: list[str] = []
+    def _results(self, name: str) -> tuple[set[str], set[str]]:
+        """Names that a launch's results may have had at an earlier pass, and JAX's names of them."""
+        found: list[Instruction] = []
         for module, instruction in (
             (self._module, self._final[name]),
             *((self._early_module, self._early[o]) for o in self._origins.get(name, ()) if o in self._early),
         ):
-            if module is None:
-                continue
-            found.append(instruction.name)
-            if instruction.opcode == "fusion":
+            found.append(instruction)
+            if instruction.opcode == "fusion" and module is not None:
                 fused = module.computations[instruction.called[0]]
                 root = fused.root_instruction
-                found += root.operands if root.opcode == "tuple" else (root.name,)
-        return list(dict.fromkeys(n for name in found for n in (name, stem(name.partition(".clone")[0]))))
+                found += [fused.instructions[n] for n in (root.operands if root.opcode == "tuple" else (root.name,))]
+        names = {n for result in found for n in (result.name, stem(result.name.partition(".clone")[0]))}
+        return names, {result.op_name for result in found if result.op_name}
+
+
+def _find(refused: Sequence[Refusal], names: Collection[str], op_names: Collection[str]) -> str | None:
+    """The reason of the first refusal of one of the names; failing that, of one of JAX's names."""
+    by_name = (refusal.reason for refusal in refused if refusal.instruction in names)
+    by_op_name = (refusal.reason for refusal in refused if refusal.op_name in op_names)
+    return next(by_name, None) or next(by_op_name, None)
 
 
 def _parameters_behind(fused: Computation, name: str) -> set[int]:

@@ -31,8 +31,8 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
 
     Args:
         capture: reads `final_hlo` (only whether it is there), `priority_fusion_dump`, `before_priority_fusion`,
-            `after_priority_fusion`, `before_rename`, `after_rename` and `worker_log`. What is missing leaves our own
-            reasons, in brackets.
+            `after_priority_fusion`, `before_rename`, `after_rename`, `worker_log` and `debug_options`. What is
+            missing leaves our own reasons, in brackets.
         final: the final module, parsed.
         launch_of: instruction of the final module → index of its launch.
 
@@ -50,7 +50,7 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     came_from = origins([early, *_between(capture), final]) if early else {}
 
     edges = launch_edges(final, launch_of.keys())
-    survivors = Survivors(final, early, came_from, folded, log, before, edges)
+    survivors = Survivors(final, early, came_from, folded, log, before, edges, _disabled(capture))
     decisions = _surviving(survivors, edges, final, launch_of)
     held: dict[str, list[int]] = defaultdict(list)
     for name, index in launch_of.items():
@@ -58,6 +58,12 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
             held[origin].append(index)
     launches = {name: tuple(sorted(indices)) for name, indices in held.items()}
     return (*decisions, *fused_edges(before, folded, log, launches))
+
+
+def _disabled(capture: Texts) -> frozenset[str]:
+    """Passes that `xla_disable_hlo_passes` switched off, from the text proto of XLA's options: one line a pass."""
+    lines = (line.partition(":") for line in (capture.text("debug_options") or "").splitlines())
+    return frozenset(value.strip().strip('"') for name, _, value in lines if name.strip() == "xla_disable_hlo_passes")
 
 
 def _stage(capture: Texts, key: str) -> Module | None:
