@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -127,6 +128,8 @@ def main() -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
 
+    # Tracing needs no GPU, and would take the memory that the compiling processes tune in.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
