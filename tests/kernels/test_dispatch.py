@@ -43,7 +43,7 @@ def test_unknown_names_get_the_nearest():
 
 
 def test_mosaic_is_refused_on_a_cpu_and_none_is_xla():
-    with pytest.raises(NotImplementedError, match="for Hopper GPUs .* force_gpu_interpret_mode"):
+    with pytest.raises(NotImplementedError, match=r"for Hopper GPUs .*force_gpu_interpret_mode"):
         rms_norm(X, SCALE, implementation="mosaic")
     assert "mosaic" not in str(jax.make_jaxpr(rms_norm)(X, SCALE))
     assert jnp.allclose(rms_norm(X, SCALE), 1.0)
