@@ -1,0 +1,65 @@
+"""The recording script covers what the shipped block needs, and keeps what it has when something goes wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from xlafuse.strategies import STRATEGIES
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "record_autotune.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    spec = importlib.util.spec_from_file_location("record_autotune", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_strategy_is_recorded_at_every_shape_and_mode(script):
+    cases = script.cases()
+    assert len(set(cases)) == len(cases)
+    llama = {case[1:] for case in cases if case[0] == "llama3-8b"}
+    shapes = ((2, 4096), (1, 512), (1, 1))
+    everything = {(name, mode, shape) for name in STRATEGIES for mode in ("forward", "grad") for shape in shapes}
+    assert everything - llama == {("xla_cudnn", "grad", (1, 1))}
+    # A run cut short has at least what `xla` needs.
+    assert {case[1] for case in cases[:6]} == {"xla"}
+
+
+def row(case, reused=0):
+    return {"case": case, "reused": reused, "lookups": 1, "kinds": {"loop": 1}, "seconds": 0.0}
+
+
+def test_a_failing_case_costs_only_itself(script, monkeypatch, tmp_path, capsys):
+    def record(case, recording, timeout, target):
+        if case[2:] == ("forward", (1, 512)):
+            raise RuntimeError("out of memory")
+        return row(case)
+
+    monkeypatch.setattr(script, "record", record)
+    launches = tmp_path / "new" / "launches.json"
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "r.txtpb"), str(launches), "--only", "llama3-8b/xla/"])
+    assert script.main() == 1
+    written = json.loads(launches.read_text())
+    assert len(written["cases"]) == 5
+    assert written["failed"] == [{"case": "llama3-8b/xla/forward/1x512", "error": "RuntimeError: out of memory"}]
+    assert "FAILED RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_no_case_starts_when_the_time_is_up(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "record", lambda case, recording, timeout, target: row(case))
+    launches = tmp_path / "launches.json"
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "r.txtpb"), str(launches), "--seconds", "-1"])
+    assert script.main() == 1
+    written = json.loads(launches.read_text())
+    assert written["cases"] == []
+    assert len(written["left_out"]) == len(script.cases())
