@@ -54,12 +54,11 @@ def rank(
 
 
 def _passes(found: MissedFusion, launches: Sequence[Launch]) -> bool:
-    """The fusion test, on bytes or, for programs of small launches, on time."""
+    """The fusion test, on bytes or, for a pair of small launches, on time."""
     ends = [launches[index] for index in {found.producer, *found.consumers}]
     around = sum(launch.roofline_us * launch.repeat for launch in ends)
-    return found.bytes_at_stake > 0 and (
-        found.share >= _SMALLEST_SHARE or found.time_at_stake_us >= _SMALLEST_SHARE * around
-    )
+    saves_time = found.category != categories.SHARED_INPUT and found.time_at_stake_us >= _SMALLEST_SHARE * around
+    return found.bytes_at_stake > 0 and (found.share >= _SMALLEST_SHARE or saves_time)
 
 
 def _vertical(

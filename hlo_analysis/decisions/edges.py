@@ -20,7 +20,7 @@ class Edge:
     positions: frozenset[int]
     """The consumer's operands that they are, by number."""
     crosses: bool
-    """Whether every value gets here through the boundary of a loop or branch."""
+    """Whether the values get here through the boundary of a loop or branch."""
 
     @property
     def byte_size(self) -> int:
@@ -41,38 +41,46 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
         launches: instructions of its entry, loop bodies and branches. Every other instruction is looked through.
     """
     dataflow = Dataflow(module)
+    places = _places(module)
     edges: list[Edge] = []
     for computation in executed_computations(module):
-        order = {name: position for position, name in enumerate(computation.instructions)}
         for consumer in computation.instructions.values():
             if consumer.name not in launches:
                 continue
-            found: dict[tuple[str, str], dict[Path, bool]] = {}
-            positions: dict[tuple[str, str], set[int]] = {}
+            found: dict[tuple[str, str], dict[Path, set[int]]] = {}
             for number, operand in enumerate(consumer.operands):
                 for path, _ in leaves(computation.instructions[operand].shape):
                     for source in _written(dataflow, launches, computation, operand, path):
                         if source.instruction != consumer.name:
-                            # Only a loop brings a value from further down, or from another computation.
-                            here = source.computation == computation.name
-                            crosses = not here or order[source.instruction] > order[consumer.name]
-                            key = (source.computation, source.instruction)
-                            outputs = found.setdefault(key, {})
-                            outputs[source.path] = outputs.get(source.path, True) and crosses
-                            positions.setdefault(key, set()).add(number)
-            for key, outputs in found.items():
-                home, producer = key
+                            outputs = found.setdefault((source.computation, source.instruction), {})
+                            outputs.setdefault(source.path, set()).add(number)
+            for (home, producer), outputs in found.items():
                 shape = module.computations[home].instructions[producer].shape
+                written, read = places[producer], places[consumer.name]
                 edges.append(
                     Edge(
                         producer=producer,
                         consumer=consumer.name,
                         values=tuple((path, leaf_shape(shape, path)) for path in sorted(outputs)),
-                        positions=frozenset(positions[key]),
-                        crosses=all(outputs.values()),
+                        positions=frozenset().union(*outputs.values()),
+                        # Only a loop brings a value from further down.
+                        crosses=written[0] != read[0] or written[1] > read[1],
                     )
                 )
     return tuple(edges)
+
+
+def _places(module: Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """For each executed instruction the entry, loop body or branch that it runs in, and its position in there."""
+    homes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    places: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for computation in reversed(executed_computations(module)):  # callers come after what they call
+        home, position = homes.get(computation.name, (computation.name, ()))
+        for number, instruction in enumerate(computation.instructions.values()):
+            places[instruction.name] = home, (*position, number)
+            if instruction.opcode not in ("while", "conditional"):
+                homes.update((name, (home, (*position, number))) for name in instruction.called)
+    return places
 
 
 def output_values(module: Module, launches: Collection[str]) -> frozenset[str]:

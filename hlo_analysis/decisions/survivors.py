@@ -74,6 +74,7 @@ class Survivors:
         )
         self._origins = origins
         self._words: Mapping[str, Word] = folded.words if folded else {}
+        self._spoken_of = {stem(name): name for name in self._words}
         self._users: dict[str, set[str]] = defaultdict(set)
         for edge in launch_edges(early, working(early)) if early else ():
             self._users[edge.producer].add(edge.consumer)
@@ -159,11 +160,11 @@ class Survivors:
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         """The last word of priority fusion about the producer, if it is about this edge."""
         consumers = set(self._origins.get(edge.consumer, ()))
-        sources = [name for name in self._origins.get(edge.producer, ()) if name in self._words]
+        sources = [name for name in self._origins.get(edge.producer, ()) if self._word(name)]
         sources.sort(key=lambda name: not self._users[name] & consumers)
         if not sources:
             return self._silent(edge, roles)
-        word = self._words[sources[0]]
+        word = self._word(sources[0]) or Word(reason=None, gain_us=None)
         if word.reason is None:
             return self._priced(word)
         reason, category = word.reason, categories.classify(word.reason)
@@ -176,6 +177,19 @@ class Survivors:
         elif self._concerns_another(category, sources[0], consumers):
             category = categories.OTHER_CONSUMER
         return Explanation(verdict="ineligible", reason=reason, category=category, pass_name=PRIORITY_PASS)
+
+    def _word(self, name: str) -> Word | None:
+        """The last word about an instruction right after priority fusion, under the name it had when it was spoken.
+
+        At its very end the pass fuses constants and says nothing: what was an instruction is then a fusion around it.
+        """
+        if name in self._words or name not in self._early or self._early_module is None:
+            return self._words.get(name)
+        instruction = self._early[name]
+        if instruction.opcode != "fusion":
+            return None
+        root = self._early_module.computations[instruction.called[0]].root_instruction
+        return self._words.get(self._spoken_of.get(stem(root.name), ""))
 
     def _priced(self, word: Word) -> Explanation:
         gain = word.gain_us
