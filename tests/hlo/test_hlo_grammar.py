@@ -67,6 +67,18 @@ ENTRY main.2 {
     ),
     "dynamic dimensions": entry("%a = f32[<=8,4]{1,0} parameter(0)", "ROOT %b = f32[<=8,4]{1,0} negate(%a)"),
     "unbounded dimensions": entry("%a = f32[?,4]{1,0} parameter(0)", "ROOT %b = f32[?,4]{1,0} negate(%a)"),
+    "buffers": entry(
+        "%p = f32[4]{0} parameter(0)",
+        '%b = b(f32[4]{0}) custom-call(%p), custom_call_target="Pin", output_to_operand_aliasing={{}: (0, {})}',
+        'ROOT %q = f32[4]{0} custom-call(%b), custom_call_target="Unpin", output_to_operand_aliasing={{}: (0, {})}',
+    ),
+    "narrow types": entry(
+        "%a = f4e2m1fn[4]{0:E(4)} parameter(0)",
+        "%b = f8e8m0fnu[4]{0} parameter(1)",
+        "%c = u2[4]{0:E(2)} parameter(2)",
+        "%d = f8e3m4[] parameter(3)",
+        "ROOT %t = (f4e2m1fn[4]{0:E(4)}, opaque[]) tuple(%a, %o)",
+    ).replace("  ROOT", '  %o = opaque[] custom-call(%d), custom_call_target="o"\n  ROOT'),
     "tokens and streams": entry(
         "%t = token[] after-all()",
         '%i = ((f32[3]{0}, pred[]), token[]) infeed(%t), infeed_config="a,b={\\"c\\"}"',
