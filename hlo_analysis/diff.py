@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Analysis, Comparison, Launch, Phase, ScopeCell, ScopeRow, StrategyResult
 
 Key = tuple[str, Phase]
 
-# Instructions that do no work of their own: their scope says nothing about where a launch's work belongs.
-_SILENT_OPCODES = ("parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element", "copy")
+# Instructions that compute nothing: XLA makes and names them as it likes, so that they say nothing about whose work a
+# launch does. (Merged products get a concatenate of their weights that carries the name of the norm before them.)
+_SILENT_OPCODES = (
+    "parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element", "copy", "concatenate",
+    "slice", "dynamic-slice", "pad", "reshape", "transpose",
+)  # fmt: skip
 
 
 def compare_analyses(title: str, results: Sequence[StrategyResult], baseline: str) -> Comparison:
@@ -44,26 +49,27 @@ def compare_analyses(title: str, results: Sequence[StrategyResult], baseline: st
                 for name in analyses
             ),
         )
-        for scope, phase in _program_order(own, guests, analyses)
+        for scope, phase in _program_order(own, guests)
     )
     return Comparison(title=title, baseline=baseline, strategies=tuple(results), rows=rows)
 
 
 def scopes_within(launch: Launch) -> tuple[Key, ...]:
-    """Every (scope, phase) with an instruction in the launch, its own first, then as its text names them.
+    """Every (scope, phase) with an instruction in the launch, in the order of its text; its own is always there.
 
     Scopes that enclose the launch's own are left out: they add nothing.
     """
     own: Key = (launch.scope, launch.phase)
-    found: dict[Key, None] = {own: None}
-    for line in launch.hlo.splitlines():
+    found: dict[Key, None] = {}
+    # The first line is the launch itself, which carries the name of one of the instructions below it.
+    for line in launch.hlo.splitlines()[1:]:
         if any(f" {opcode}(" in line for opcode in _SILENT_OPCODES):
             continue
         for op_name in _op_names(line):
             key = scope_of(op_name)
-            if key[0] and not f"{launch.scope}/".startswith(f"{key[0]}/"):
+            if key[0] and not launch.scope.startswith(f"{key[0]}/"):
                 found.setdefault(key, None)
-    return tuple(found)
+    return tuple(found) if own in found else (own, *found)
 
 
 def _op_names(line: str) -> Iterable[str]:
@@ -83,8 +89,9 @@ def _launches_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
 def _guests_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
     groups: dict[Key, tuple[Launch, ...]] = {}
     for launch in analysis.launches:
-        for key in scopes_within(launch)[1:]:
-            groups[key] = (*groups.get(key, ()), launch)
+        for key in scopes_within(launch):
+            if key != (launch.scope, launch.phase):
+                groups[key] = (*groups.get(key, ()), launch)
     return groups
 
 
@@ -99,23 +106,32 @@ def _cell(strategy: str, own: tuple[Launch, ...], guests: tuple[Launch, ...]) ->
 
 
 def _program_order(
-    own: dict[str, dict[Key, tuple[Launch, ...]]],
-    guests: dict[str, dict[Key, tuple[Launch, ...]]],
-    analyses: dict[str, Analysis],
+    own: Mapping[str, Mapping[Key, tuple[Launch, ...]]],
+    guests: Mapping[str, Mapping[Key, tuple[Launch, ...]]],
 ) -> list[Key]:
-    """All keys in the order of first launch, merged over strategies; the one with most scopes leads."""
+    """All keys by the middle of their launches, merged over strategies; the one with most scopes leads.
+
+    The middle, and not the first: a mask or a table made early does not move its whole scope. Launches without a scope
+    come last.
+    """
     order: list[Key] = []
-    for name in sorted(analyses, key=lambda name: -len(own[name])):
+    for name in sorted(own, key=lambda name: -len(own[name])):
         position = 0
-        for key in own[name]:
+        for key in sorted(own[name], key=lambda key: median(launch.index for launch in own[name][key])):
             if key in order:
                 position = max(position, order.index(key) + 1)
             else:
                 order.insert(position, key)
                 position += 1
-    for name in analyses:
-        for key, launches in guests[name].items():
+    for groups in guests.values():
+        for key, launches in groups.items():
             if key not in order:
-                host = (launches[0].scope, launches[0].phase)
-                order.insert(order.index(host), key)
-    return order
+                order.insert(_guest_position(key, launches[0], order), key)
+    return sorted(order, key=lambda key: not key[0])
+
+
+def _guest_position(key: Key, host: Launch, order: list[Key]) -> int:
+    """Before or after the row of the launch that holds the work, as the launch's text has them."""
+    inside = scopes_within(host)
+    row: Key = (host.scope, host.phase)
+    return order.index(row) + (inside.index(key) > inside.index(row))

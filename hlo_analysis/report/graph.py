@@ -14,19 +14,13 @@ import igraph
 
 from hlo_analysis.records import Analysis, Phase
 
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A place in a layer: a cluster, or the passage of a long edge."""
-
-    cluster: int | None
-    x: float
-    """Wanted position across, in units of one column."""
+type Layer = tuple[int | None, ...]
+"""Left to right: the number of a cluster, or None for the passage of a line across the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The launches of one scope and phase, and where each sits inside: (column, layer), both from 0."""
+    """Launches of one scope and phase, and where each sits inside: (column, layer), both from 0."""
 
     scope: str
     phase: Phase
@@ -48,7 +42,7 @@ class LaunchGraph:
     """Clusters in layers, routes between them, and every edge (producer launch, consumer launch, bytes)."""
 
     clusters: tuple[Cluster, ...]
-    layers: tuple[tuple[Slot, ...], ...]
+    layers: tuple[Layer, ...]
     routes: tuple[Route, ...]
     edges: tuple[tuple[int, int, int], ...]
 
@@ -56,17 +50,45 @@ class LaunchGraph:
 def launch_graph(analysis: Analysis) -> LaunchGraph:
     """Lays the analysis out: the launches as nodes, values that one hands another as edges."""
     edges = _edges(analysis)
-    members: dict[tuple[str, Phase], list[int]] = {}
-    for launch in analysis.launches:
-        members.setdefault((launch.scope, launch.phase), []).append(launch.index)
-    home = {index: number for number, group in enumerate(members.values()) for index in group}
+    groups = _clusters(analysis, edges)
+    home = {index: number for number, (_, group) in enumerate(groups) for index in group}
     between = {(home[a], home[b]) for a, b, _ in edges if home[a] != home[b]}
-    layers, routes = _layered(len(members), sorted(between))
+    layers, routes = _layered(len(groups), sorted(between))
     clusters = tuple(
         Cluster(scope=scope, phase=phase, launches=tuple(group), places=_inside(group, edges))
-        for (scope, phase), group in members.items()
+        for (scope, phase), group in groups
     )
     return LaunchGraph(clusters=clusters, layers=layers, routes=routes, edges=edges)
+
+
+def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list[tuple[tuple[str, Phase], list[int]]]:
+    """Launches of one scope together, as long as no path leads out of the cluster and back in.
+
+    Where one would (a scope that works both before and after another), the scope gets a further cluster, so that the
+    clusters can be drawn in layers with every line pointing down.
+    """
+    sources: dict[int, list[int]] = {}
+    for source, target, _ in edges:
+        sources.setdefault(target, []).append(source)
+    clusters: list[tuple[tuple[str, Phase], list[int]]] = []
+    below: list[set[int]] = []  # for each cluster, those that a path from it reaches
+    home: dict[int, int] = {}
+    for launch in analysis.launches:
+        key = (launch.scope, launch.phase)
+        above = {home[source] for source in sources.get(launch.index, ()) if source in home}
+        own = [number for number, (scope, _) in enumerate(clusters) if scope == key]
+        fitting = (number for number in reversed(own) if not above & below[number])
+        number = next(fitting, len(clusters))
+        if number == len(clusters):
+            clusters.append((key, []))
+            below.append(set())
+        clusters[number][1].append(launch.index)
+        home[launch.index] = number
+        above.discard(number)
+        for other in range(len(clusters)):
+            if other in above or above & below[other]:
+                below[other] |= {number} | below[number]
+    return clusters
 
 
 def _edges(analysis: Analysis) -> tuple[tuple[int, int, int], ...]:
@@ -84,18 +106,19 @@ def _sugiyama(
     count: int, edges: Sequence[tuple[int, int]]
 ) -> tuple[list[tuple[float, int]], list[list[tuple[float, int]]]]:
     """(column, layer) of each vertex, and of the bends of each edge from its first vertex to its second."""
-    # Edges against program order (loops, interleaved scopes) are laid out reversed: the layering wants no cycles.
-    forward = [(min(edge), max(edge)) for edge in edges]
-    layout: Any = igraph.Graph(n=count, edges=forward, directed=True).layout_sugiyama(maxiter=200)
+    # igraph 1.0: the layout's `edge_routing` holds the bends of each edge, top to bottom or as they come.
+    layout: Any = igraph.Graph(n=count, edges=list(edges), directed=True).layout_sugiyama(maxiter=200)
     places = [(float(x), round(y)) for x, y in layout.coords]
-    bends = [sorted(((float(x), round(y)) for x, y in bend), key=lambda at: at[1]) for bend in layout.edge_routing]
-    for (source, target), bend in zip(edges, bends, strict=True):
-        if source > target:
-            bend.reverse()
+    bends = []
+    for (source, target), bend in zip(edges, layout.edge_routing, strict=True):
+        points = [(float(x), round(y)) for x, y in bend]
+        bends.append(sorted(points, key=lambda at: at[1], reverse=places[source][1] > places[target][1]))
     return places, bends
 
 
-def _layered(count: int, edges: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[Slot, ...], ...], tuple[Route, ...]]:
+def _layered(
+    count: int, edges: Sequence[tuple[int, int]]
+) -> tuple[tuple[tuple[int | None, ...], ...], tuple[Route, ...]]:
     places, bends = _sugiyama(count, edges)
     everything = [*((place, vertex) for vertex, place in enumerate(places)), *((at, None) for b in bends for at in b)]
     rows: list[list[tuple[float, int | None]]] = [
@@ -106,7 +129,7 @@ def _layered(count: int, edges: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[
     for row in rows:
         row.sort(key=lambda slot: slot[0])
     position = {(y, x): number for y, row in enumerate(rows) for number, (x, _) in enumerate(row)}
-    layers = tuple(tuple(Slot(cluster=cluster, x=x) for x, cluster in row) for row in rows)
+    layers = tuple(tuple(cluster for _, cluster in row) for row in rows)
     routes = tuple(
         Route(source=source, target=target, via=tuple((y, position[y, x]) for x, y in bend))
         for (source, target), bend in zip(edges, bends, strict=True)

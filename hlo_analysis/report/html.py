@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -16,7 +17,17 @@ from hlo_analysis.report import kinds, words
 from hlo_analysis.report.payload import embedded_json, payload, totals
 
 STYLES = ("page.css", "tables.css", "sections.css")
-SCRIPTS = ("data.js", "card.js", "strategies.js", "launches.js", "missed.js", "decisions.js", "graph.js", "main.js")
+SCRIPTS = (
+    "data.js",
+    "card.js",
+    "strategies.js",
+    "launches.js",
+    "missed.js",
+    "decisions.js",
+    "columns.js",
+    "graph.js",
+    "main.js",
+)
 
 
 def render_html(comparison: Comparison) -> str:
@@ -157,11 +168,15 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
         cells = []
         for cell in row.cells:
             launches = analyses[cell.strategy].launches
+            made = [launches[index] for index in cell.launches]
+            guests = [launches[index] for index in cell.fused_into]
+            hosts = {(launch.scope, launch.phase): launch for launch in reversed(guests)}
             cells.append(
                 {
                     "strategy": cell.strategy,
-                    "launches": [launches[index] for index in cell.launches],
-                    "hosts": [launches[index] for index in cell.fused_into],
+                    "launches": made,
+                    "kinds": Counter(launch.kind for launch in made).most_common(),
+                    "hosts": list(reversed(hosts.values())),  # one for each scope that takes this one's work in
                     "bytes": cell.bytes,
                     "roofline_us": cell.roofline_us,
                     "heat": round(cell.roofline_us / largest, 3),
@@ -201,5 +216,5 @@ def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in origin.versions)),
         ("Captured", f"{origin.created}, {sum(item.provenance.compile_seconds for item in done):.1f} s of compiling"),
     ]
-    notes = dict.fromkeys(note for item in done for note in item.provenance.notes)
+    notes = [f"{', '.join(names)}: {note}" if names else note for names, note in words.notes(comparison)]
     return [*((name, said) for name, said in facts if said), *(("Not known", note) for note in notes)]

@@ -163,7 +163,7 @@ def _graph(graph: LaunchGraph) -> dict[str, Any]:
         "clusters": [
             {"scope": c.scope, "phase": c.phase, "launches": c.launches, "places": c.places} for c in graph.clusters
         ],
-        "layers": [[[slot.cluster, slot.x] for slot in layer] for layer in graph.layers],
+        "layers": graph.layers,
         "routes": [[route.source, route.target, route.via] for route in graph.routes],
         "edges": graph.edges,
     }

@@ -19,7 +19,10 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     console.print(Text(comparison.title, style="bold"))
     console.print(Text(words.verdict(comparison)))
     console.print()
-    console.print(strategy_table(comparison))
+    is_wide = console.width >= WIDE
+    console.print(strategy_table(comparison, kinds=is_wide))
+    if not is_wide:
+        console.print(kinds_table(comparison))
     for line in _footnotes(comparison):
         console.print(Text(line, style="dim"))
     base = comparison[comparison.baseline]
@@ -31,12 +34,28 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     console.print()
 
 
-def strategy_table(comparison: Comparison) -> Table:
+WIDE = 116
+"""Columns from which the launch kinds fit beside the numbers."""
+
+
+def kinds_table(comparison: Comparison) -> Table:
+    """How many launches of each kind every strategy makes."""
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("launches by kind, counted")
+    for result in comparison.strategies:
+        if result.analysis is not None:
+            table.add_row(escape(result.name), _kinds(result.analysis))
+    return table
+
+
+def strategy_table(comparison: Comparison, *, kinds: bool = True) -> Table:
     """One row a strategy; differences in percent are against the comparison's baseline."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("launches\ncounted", justify="right")
-    table.add_column("by kind\ncounted", overflow="fold")
+    if kinds:
+        table.add_column("by kind\ncounted", overflow="fold")
     table.add_column("HBM GB\ncounted", justify="right", no_wrap=True)
     table.add_column("saved\ncounted", justify="right", no_wrap=True)
     table.add_column("roofline ms\nestimated", justify="right", no_wrap=True)
@@ -47,26 +66,28 @@ def strategy_table(comparison: Comparison) -> Table:
     base = comparison[comparison.baseline].analysis
     for result in comparison.strategies:
         name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)
-        table.add_row(name, *_cells(result, base), *([_measured(result)] if measured else []))
+        table.add_row(name, *_cells(result, base, kinds=kinds), *([_measured(result)] if measured else []))
     return table
 
 
-def _cells(result: StrategyResult, base: Analysis | None) -> list[str]:
+def _cells(result: StrategyResult, base: Analysis | None, *, kinds: bool) -> list[str]:
     analysis = result.analysis
     if analysis is None:
-        return ["–", f"[red]failed:[/] {escape((result.error or 'no reason given').splitlines()[0])}", *["–"] * 4]
-    kinds = " · ".join(f"{count} {kind}" for kind, count in analysis.launches_by_kind.items())
+        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * 4]
     against = base if base is not None and base is not analysis else None
+    bytes_moved, roofline = analysis.traffic.bytes, analysis.roofline_us
     return [
         str(analysis.launch_count),
-        kinds,
-        _with_change(
-            f"{analysis.traffic.bytes / words.GB:.2f}", analysis.traffic.bytes, against and against.traffic.bytes
-        ),
+        *([_kinds(analysis)] if kinds else []),
+        _with_change(f"{bytes_moved / words.GB:.2f}", bytes_moved, against and against.traffic.bytes),
         f"{words.saved_share(analysis):.0%}",
-        _with_change(f"{analysis.roofline_us / 1e3:.2f}", analysis.roofline_us, against and against.roofline_us),
+        _with_change(f"{roofline / 1e3:.2f}", roofline, against and against.roofline_us),
         f"{analysis.memory.peak_bytes / words.GB:.2f}",
     ]
+
+
+def _kinds(analysis: Analysis) -> str:
+    return " · ".join(f"{count}\N{NO-BREAK SPACE}{kind}" for kind, count in analysis.launches_by_kind.items())
 
 
 def _with_change(text: str, value: float, base: float | None) -> str:
@@ -100,7 +121,13 @@ def _footnotes(comparison: Comparison) -> list[str]:
             + "error"
             + (f"; FAILED: {', '.join(failed)}." if failed else ".")
         )
-    lines.extend(dict.fromkeys(note for _, analysis in done for note in analysis.provenance.notes))
+    lines.extend(
+        f"{result.name} has no analysis: {(result.error or 'no reason given').splitlines()[0]}"
+        for result in comparison.strategies
+        if result.analysis is None
+    )
+    # Of what only some captures could not know, the page tells more.
+    lines.extend(note for names, note in words.notes(comparison) if not names or comparison.baseline in names)
     return lines
 
 

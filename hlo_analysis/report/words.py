@@ -113,6 +113,16 @@ def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
+def notes(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
+    """What the captures could not know: each sentence once, after the strategies that it is about, () for all."""
+    about: dict[str, list[str]] = {}
+    done = [(result.name, result.analysis) for result in comparison.strategies if result.analysis is not None]
+    for name, analysis in done:
+        for note in analysis.provenance.notes:
+            about.setdefault(note, []).append(name)
+    return [(() if len(names) == len(done) else tuple(names), note) for note, names in about.items()]
+
+
 def verdict(comparison: Comparison) -> str:
     """What happened, in one or two sentences about the baseline and the strategy with the lowest roofline."""
     return " ".join(verdict_sentences(comparison))

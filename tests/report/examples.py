@@ -121,7 +121,7 @@ XLA_STEPS = (
         size=SCORES_BYTES,
         reads=("gemm_fusion_dot.2",),
         unfused=4.6,
-        hlo="softmax_fusion = bf16[2,32,4096,4096] fusion(gemm_fusion_dot.2), kind=kCustom, calls=fused_softmax",
+        hlo="%fused_softmax { ROOT exponential = bf16[2,32,4096,4096] exponential(p0) }",
     ),
     Step(
         name="gemm_fusion_dot.3",
@@ -283,7 +283,7 @@ def launches_of(steps: tuple[Step, ...]) -> tuple[Launch, ...]:
                 roofline_us=max(memory_us, compute_us) + 2.0,
                 limiter="memory" if memory_us > compute_us else "compute",
                 xla_estimate_us=memory_us * 1.2 if step.kind == "loop" else None,
-                hlo=step.hlo or f"{step.name} = {step.shape} fusion({', '.join(step.reads)}), kind=kLoop",
+                hlo="\n".join((f"{step.name} = {step.shape} fusion({', '.join(step.reads)}), kind=kLoop", step.hlo)),
             )
         )
         made[step.name] = index

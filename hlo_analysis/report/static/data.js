@@ -86,5 +86,6 @@ function formatChange(value, base) {
 
 const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? "" : /(ch|s|sh)$/.test(word) ? "es" : "s"}`;
 const lastScope = (scope) => scope.slice(scope.lastIndexOf("/") + 1);
-const scopeLabel = (scope, phase) => (lastScope(scope) || "no scope") + (phase === "backward" ? " · backward" : "");
+const scopeLabel = (scope, phase, parts = 1) =>
+  (scope.split("/").slice(-parts).join("/") || "no scope") + (phase === "backward" ? " · backward" : "");
 const swatch = (kind) => el("i", { className: `k k-${family(kind)}` });

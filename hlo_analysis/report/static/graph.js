@@ -1,8 +1,8 @@
-// The launches as a layered graph. The layers and the order in them come with the data (Sugiyama layout);
-// here the boxes get their sizes, open or closed, and lines are drawn between what is visible.
+// The launches as a layered graph: boxes get their sizes, open or closed, and lines are drawn between what is visible.
 
 const NODE = { width: 176, least: 30, most: 84, gapX: 18, gapY: 34 };
 const BOX = { width: 216, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
+const LABEL_FROM = 0.1; // lines of at least this part of the largest say how many bytes they are
 const opened = new Map();
 
 function foldAll(name, open) {
@@ -44,31 +44,24 @@ function arrange(graph, launches, open) {
   const longest = Math.max(...launches.map((launch) => launch.roofline * launch.repeat), 1e-9);
   const sizes = graph.clusters.map((cluster, number) =>
     open.has(number) ? inside(cluster, launches, longest) : { width: BOX.width, height: BOX.height, spots: null });
+  const widths = graph.layers.map((layer) => layer.map((cluster) => (cluster === null ? BEND : sizes[cluster].width)));
+  const middles = columns(graph, widths);
   const boxes = [];
   const bends = [];
   let top = 8;
   graph.layers.forEach((layer, depth) => {
-    const widths = layer.map(([cluster]) => (cluster === null ? 14 : sizes[cluster].width));
-    const height = Math.max(...layer.map(([cluster]) => (cluster === null ? 0 : sizes[cluster].height)));
-    // Wanted places, pushed right where they would touch, then moved back by the mean push.
-    const lefts = [];
-    layer.forEach(([, x], slot) => {
-      const wanted = x * (BOX.width + BOX.gapX) - widths[slot] / 2;
-      lefts.push(slot ? Math.max(wanted, lefts[slot - 1] + widths[slot - 1] + BOX.gapX) : wanted);
-    });
-    const push = layer.reduce((sum, [, x], slot) => sum + lefts[slot] + widths[slot] / 2 - x * (BOX.width + BOX.gapX), 0) / layer.length;
-    bends[depth] = [];
-    layer.forEach(([cluster], slot) => {
-      const left = lefts[slot] - push;
-      if (cluster !== null) boxes[cluster] = { x: left, y: top + (height - sizes[cluster].height) / 2, ...sizes[cluster] };
-      bends[depth][slot] = { x: left + widths[slot] / 2, top, bottom: top + height };
+    const height = Math.max(...layer.map((cluster) => (cluster === null ? 0 : sizes[cluster].height)));
+    bends[depth] = layer.map((cluster, slot) => {
+      const x = middles[depth][slot];
+      if (cluster !== null) boxes[cluster] = { x: x - widths[depth][slot] / 2, y: top + (height - sizes[cluster].height) / 2, ...sizes[cluster] };
+      return { x, top, bottom: top + height };
     });
     top += height + BOX.gapY;
   });
   const left = Math.min(...boxes.map((box) => box.x), ...bends.flat().map((bend) => bend.x)) - 12;
   for (const box of boxes) box.x -= left;
   for (const bend of bends.flat()) bend.x -= left;
-  const right = Math.max(...boxes.map((box) => box.x + box.width), ...bends.flat().map((bend) => bend.x)) + 12;
+  const right = Math.max(...boxes.map((box) => box.x + box.width), ...bends.flat().map((bend) => bend.x)) + 36;
   return { boxes, bends, width: right, height: top - BOX.gapY + 10 };
 }
 
@@ -86,10 +79,17 @@ function curve(points) {
   for (let place = 1; place < points.length; place += 1) {
     const [from, to] = [points[place - 1], points[place]];
     if (from.x === to.x) { path += `V${to.y.toFixed(1)}`; continue; }
-    const bow = Math.max(18, Math.abs(to.y - from.y) / 2) * (to.y >= from.y ? 1 : 2.2);
+    const bow = Math.max(18, (to.y - from.y) / 2);
     path += `C${from.x.toFixed(1)},${(from.y + bow).toFixed(1)} ${to.x.toFixed(1)},${(to.y - bow).toFixed(1)} ${to.x.toFixed(1)},${to.y.toFixed(1)}`;
   }
   return path;
+}
+
+/** A line against the current (a value carried round a loop): out and in at the right sides. */
+function upward(from, to) {
+  const [x1, y1, x2, y2] = [from.x + from.width, from.y + from.height / 2, to.x + to.width, to.y + to.height / 2];
+  const bow = Math.max(x1, x2) + 24;
+  return `M${x1.toFixed(1)},${y1.toFixed(1)}C${bow.toFixed(1)},${y1.toFixed(1)} ${bow.toFixed(1)},${y2.toFixed(1)} ${x2.toFixed(1)},${y2.toFixed(1)}`;
 }
 
 function lines(graph, launches, { boxes, bends }) {
@@ -105,16 +105,22 @@ function lines(graph, launches, { boxes, bends }) {
     drawn.set(key, line);
   }
   const most = Math.max(...graph.edges.map(([, , bytes]) => bytes), 1);
-  return [...drawn.values()].sort((a, b) => b.bytes - a.bytes).map(({ from, to, bytes }) => {
+  const labels = [];
+  const paths = [...drawn.values()].sort((a, b) => b.bytes - a.bytes).map(({ from, to, bytes }) => {
     const via = from.cluster === to.cluster ? [] : (routes.get(`${from.cluster}>${to.cluster}`) ?? []);
-    const points = [{ x: from.x + from.width / 2, y: from.y + from.height },
+    const points = to.y < from.y + from.height ? null : [{ x: from.x + from.width / 2, y: from.y + from.height },
       ...via.flatMap(([depth, slot]) => { const bend = bends[depth][slot]; return [{ x: bend.x, y: bend.top }, { x: bend.x, y: bend.bottom }]; }),
       { x: to.x + to.width / 2, y: to.y }];
-    const path = svg("path", { class: "line", d: curve(points), "stroke-width": (1 + 9 * Math.sqrt(bytes / most)).toFixed(1), "data-from": from.id, "data-to": to.id });
+    const path = svg("path", { class: "line", d: points ? curve(points) : upward(from, to), "stroke-width": (1 + 9 * Math.sqrt(bytes / most)).toFixed(1), "data-ends": `${from.id} c${from.cluster} ${to.id} c${to.cluster}` });
     path.append(svg("title", {}, `${formatBytes(bytes)} through HBM`));
     path.dataset.words = `${formatBytes(bytes)} through HBM`;
+    if (points && bytes >= most * LABEL_FROM) {
+      const [a, b] = points;
+      labels.push(svg("text", { class: "size", x: ((a.x + b.x) / 2 + 9).toFixed(1), y: ((a.y + b.y) / 2 + 4).toFixed(1) }, formatBytes(bytes)));
+    }
     return path;
   });
+  return [...paths, ...labels];
 }
 
 function clip(text, room) {
@@ -127,7 +133,9 @@ function clusterBox(name, graph, launches, number, box) {
   const inner = cluster.launches.map((index) => launches[index]);
   const time = inner.reduce((sum, launch) => sum + launch.roofline * launch.repeat, 0);
   const bytes = inner.reduce((sum, launch) => sum + (launch.read + launch.written) * launch.repeat, 0);
-  const label = scopeLabel(cluster.scope, cluster.phase);
+  // Two scopes that end alike (a kernel's own scope at two sites) are told apart by one part more.
+  const alike = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
+  const label = scopeLabel(cluster.scope, "forward", alike ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
   const isOpen = Boolean(box.spots);
   const words = `${cluster.scope || "no scope"} (${cluster.phase}): ${plural(inner.length, "launch")}, ${formatBytes(bytes)} of HBM traffic, ${formatUs(time)} by roofline (estimated)`;
   const head = svg("g", { class: "head", tabindex: 0, role: "button", "aria-expanded": isOpen, "aria-label": words, "data-cluster": number },
@@ -136,21 +144,27 @@ function clusterBox(name, graph, launches, number, box) {
     svg("text", { class: "name", x: 28, y: 20 }, clip(label, box.width - 40)));
   if (!isOpen) {
     head.append(svg("text", { class: "small", x: 28, y: 37 }, `${plural(inner.length, "launch")} · ${formatUs(time)} · ${formatBytes(bytes)}`));
-    let at = 0;
+    let left = 0;
     for (const launch of inner) {
       const part = (box.width * launch.roofline * launch.repeat) / Math.max(time, 1e-9);
-      head.append(svg("rect", { class: `kf k-${family(launch.kind)}`, x: at, y: box.height - 4, width: Math.max(part, 0.5), height: 4 }));
-      at += part;
+      head.append(svg("rect", { class: `kf k-${family(launch.kind)}`, x: left, y: box.height - 4, width: Math.max(part, 0.5), height: 4 }));
+      left += part;
     }
   }
   head.dataset.words = words;
   const act = () => toggle(name, number);
   head.addEventListener("click", act);
   head.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } });
-  const group = svg("g", { class: `cluster ${isOpen ? "open" : "closed"} ${cluster.phase}`, transform: `translate(${box.x.toFixed(1)},${box.y.toFixed(1)})`, "data-id": `c${number}` },
-    svg("rect", { class: "frame", width: box.width, height: box.height, rx: 8 }), head);
+  const group = svg("g", { class: `cluster ${isOpen ? "open" : "closed"}`, transform: at(box), "data-id": `c${number}` }, head);
   if (isOpen) cluster.launches.forEach((index, place) => group.append(launchNode(name, launches[index], box.spots[place])));
   return group;
+}
+
+const at = (box) => `translate(${box.x.toFixed(1)},${box.y.toFixed(1)})`;
+
+/** The box behind a cluster: below the lines, so that they are seen inside an open one. */
+function frame(cluster, box) {
+  return svg("rect", { class: `frame ${box.spots ? "open" : ""} ${cluster.phase}`, transform: at(box), width: box.width, height: box.height, rx: 8 });
 }
 
 function launchNode(name, launch, spot) {
@@ -173,6 +187,7 @@ function showGraph(name) {
   if (!opened.has(name)) opened.set(name, new Set());
   const plan = arrange(graph, launches, opened.get(name));
   const drawing = svg("svg", { width: Math.ceil(plan.width), height: Math.ceil(plan.height), viewBox: `0 0 ${Math.ceil(plan.width)} ${Math.ceil(plan.height)}`, role: "group", "aria-label": `Launches of ${name}` },
+    svg("g", {}, ...graph.clusters.map((cluster, number) => frame(cluster, plan.boxes[number]))),
     svg("g", {}, ...lines(graph, launches, plan)),
     svg("g", {}, ...graph.clusters.map((_, number) => clusterBox(name, graph, launches, number, plan.boxes[number]))));
   drawing.addEventListener("pointerover", (event) => hover(drawing, event.target));
@@ -187,5 +202,5 @@ function hover(drawing, target) {
   document.getElementById("graph-hover").textContent = said?.dataset.words ?? "";
   const id = target?.closest("[data-id]")?.dataset.id;
   drawing.classList.toggle("lit", Boolean(id));
-  for (const line of drawing.querySelectorAll(".line")) line.classList.toggle("on", id !== undefined && (line.dataset.from === id || line.dataset.to === id));
+  for (const line of drawing.querySelectorAll(".line")) line.classList.toggle("on", line.dataset.ends.split(" ").includes(id));
 }

@@ -16,7 +16,7 @@ const LAUNCH_HEADS = [
   ["Time, µs", "measured", (l) => (l.measured === null ? "–" : l.measured.toFixed(1)), "n", "measured"],
   ["Grid × threads", "grid", (l) => (l.grid ? `${l.grid.filter((n, i) => !i || n > 1).join("·")} × ${l.block ? l.block.filter((n, i) => !i || n > 1).join("·") : "?"}` : "–"), "n"],
 ];
-const megabytes = (count) => (count / 1e6).toFixed(count >= 1e8 ? 0 : count >= 1e5 ? 1 : 3);
+const megabytes = (count) => (!count ? "0" : count < 500 ? "<0.001" : (count / 1e6).toFixed(count >= 1e8 ? 0 : count >= 1e5 ? 1 : 3));
 let order = { key: "index", down: false };
 
 function showLaunches(name) {

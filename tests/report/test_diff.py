@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hlo_analysis.diff import compare_analyses, scopes_within
+from hlo_analysis.records import Comparison, StrategyResult
+from tests.report.examples import PALLAS_STEPS, XLA_STEPS, Step, analysis_of
+
+
+def _result(name: str, *steps: Step) -> StrategyResult:
+    return StrategyResult(name=name, description="", analysis=analysis_of(steps, name))
+
+
+def _step(scope: str, hlo: str = "") -> Step:
+    return Step(name=f"op.{scope}", kind="loop", scope=scope, shape="f32[4]", size=16, reads=("x",), hlo=hlo or "none")
+
+
+def test_every_launch_is_in_exactly_one_cell(comparison: Comparison):
+    for result in comparison.strategies:
+        if result.analysis is None:
+            continue
+        cells = [cell for row in comparison.rows for cell in row.cells if cell.strategy == result.name]
+        assert sorted(index for cell in cells for index in cell.launches) == list(range(len(result.analysis.launches)))
+        assert sum(cell.bytes for cell in cells) == result.analysis.traffic.bytes
+        assert sum(cell.roofline_us for cell in cells) == pytest.approx(result.analysis.roofline_us)
+
+
+def test_rows_have_one_cell_for_each_analysed_strategy(comparison: Comparison):
+    for row in comparison.rows:
+        assert [cell.strategy for cell in row.cells] == ["unfused", "xla", "xla_cudnn", "pallas"]
+
+
+def test_a_scope_without_a_launch_names_the_launch_that_does_its_work(comparison: Comparison):
+    row = next(row for row in comparison.rows if row.scope == "block/attention_residual")
+    cells = {cell.strategy: cell for cell in row.cells}
+    assert cells["xla"].launches == ()
+    assert cells["xla"].bytes == 0
+    host = XLA_STEPS[cells["xla"].fused_into[0]]
+    assert host.name == "input_add_reduce_fusion"
+    assert PALLAS_STEPS[cells["pallas"].fused_into[0]].name == "rms_norm.1"
+    assert cells["unfused"].fused_into == ()
+
+
+def test_rows_follow_the_program_when_strategies_disagree():
+    first = _result("first", _step("a"), _step("c"), _step("d"))
+    second = _result("second", _step("a"), _step("b"), _step("d"), _step("e"))
+    rows = compare_analyses("t", [first, second], "first").rows
+    order = [row.scope for row in rows]
+    assert order.index("a") < order.index("b") < order.index("d") < order.index("e")
+    assert order.index("a") < order.index("c") < order.index("d")
+
+
+def test_phases_are_apart():
+    analysis = analysis_of((_step("a"), _step("a")), "s")
+    launches = (analysis.launches[0], replace(analysis.launches[1], phase="backward"))
+    result = StrategyResult(name="s", description="", analysis=replace(analysis, launches=launches))
+    rows = compare_analyses("t", [result], "s").rows
+    assert [(row.scope, row.phase, row.cells[0].launches) for row in rows] == [
+        ("a", "forward", (0,)),
+        ("a", "backward", (1,)),
+    ]
+
+
+def test_enclosing_scopes_and_instructions_without_work_do_not_count():
+    hlo = "\n".join(
+        f'  %{opcode} = f32[4] {opcode}(%p), metadata={{op_name="jit(f)/{scope}/op"}}'
+        for opcode, scope in (("add", "block"), ("broadcast", "block/rope"), ("multiply", "block/mlp/gate"))
+    )
+    launch = analysis_of((_step("block/norm", hlo),), "s").launches[0]
+    assert scopes_within(launch) == (("block/norm", "forward"), ("block/mlp/gate", "forward"))
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="expected the baseline among"):
+        compare_analyses("t", [_result("a", _step("s"))], "b")
+    with pytest.raises(ValueError, match="one result a strategy"):
+        compare_analyses("t", [_result("a", _step("s")), _result("a", _step("s"))], "a")
+
+
+def test_no_strategies_analysed_gives_no_rows():
+    failed = StrategyResult(name="a", description="", analysis=None, error="no")
+    assert compare_analyses("t", [failed], "a").rows == ()

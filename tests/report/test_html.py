@@ -1,0 +1,113 @@
+"""The page's text: what it holds, and that no name of the program can become markup."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlo_analysis.records import Comparison
+from hlo_analysis.report import render_html, render_notebook
+from hlo_analysis.report.payload import embedded_json, payload
+from tests.report.examples import HOSTILE
+
+
+class _Tags(HTMLParser):
+    """Collects tags, and the text of the data script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.data = ""
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes.extend(name for name, _ in attrs)
+        self._inside = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.data += data
+
+
+def _parsed(text: str) -> _Tags:
+    parser = _Tags()
+    parser.feed(text)
+    return parser
+
+
+@pytest.mark.parametrize("render", [render_html, render_notebook])
+def test_hostile_names_stay_text(render, hostile: Comparison, comparison: Comparison):
+    attacked, plain = _parsed(render(hostile)), _parsed(render(comparison))
+    assert set(attacked.tags) <= set(plain.tags)
+    assert "img" not in attacked.tags
+    assert not any(name.startswith("on") for name in attacked.attributes)
+    assert attacked.tags.count("script") == plain.tags.count("script")
+
+
+def test_the_embedded_data_is_the_comparison(comparison: Comparison):
+    data = json.loads(_parsed(render_html(comparison)).data)
+    assert data == json.loads(json.dumps(payload(comparison)))
+    xla = next(strategy for strategy in data["strategies"] if strategy["name"] == "xla")
+    assert xla["totals"]["launches"] == 13
+    launches = [dict(zip(xla["launches"]["columns"], row, strict=True)) for row in xla["launches"]["rows"]]
+    assert [launch["name"] for launch in launches] == [item.name for item in comparison["xla"].analysis.launches]  # type: ignore[union-attr]
+    assert data["texts"][launches[5]["scope"]] == "block/attention"
+
+
+@given(st.text())
+def test_embedded_json_survives_any_text(text: str):
+    made = embedded_json({"text": text, text: 1})
+    assert json.loads(made) == {"text": text, text: 1}
+    assert not set("<>&\u2028\u2029") & set(made)
+    assert "//" not in made
+
+
+def test_embedded_json_refuses_what_is_not_json():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded_json(float("nan"))
+
+
+def test_the_page_names_no_address_outside_itself(comparison: Comparison):
+    text = render_html(comparison).replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "default-src 'none'" in text
+
+
+def test_what_a_reader_must_find(comparison: Comparison):
+    text = render_html(comparison)
+    for words in (
+        "replayed 6 of 6",
+        "No analysis: XLA said: INTERNAL: no such thing",
+        "1.07× baseline error",
+        "<svg",
+        "Registers and spills are unknown: ptxas was not asked.",
+        "TransformerBlock(llama3-8b), forward",
+    ):
+        assert words in text
+    assert "in mlp_norm" in text
+
+
+def test_failed_baseline_still_gives_a_page(comparison: Comparison):
+    from dataclasses import replace
+
+    text = render_html(replace(comparison, baseline="xla_gemm_v2"))
+    assert "xla_gemm_v2 could not be analysed: XLA said: INTERNAL: no such thing" in text
+
+
+def test_the_page_is_the_same_every_time(comparison: Comparison):
+    assert render_html(comparison) == render_html(comparison)
+
+
+def test_hostile_text_is_hostile():
+    assert "</script>" in HOSTILE
+    assert "onerror" in HOSTILE
