@@ -31,8 +31,11 @@ _PLUMBING = frozenset(
     )
 )
 _REMATERIALISATION = frozenset(("checkpoint", "remat", "remat2"))
-_KERNELS = frozenset(("mpmd_map", "pallas_call", "core_map"))
-"""Pallas' primitives: the component before them is the name of the kernel, not a scope of the model."""
+_NAMED_KERNEL = "mpmd_map"
+"""The primitive of a Mosaic GPU kernel: Pallas puts the kernel's name before it, which is no scope of the model.
+
+A `pallas_call` may have no name, so that what stands before it may be a scope: it stays.
+"""
 _LOOP_PARTS = frozenset(("body", "cond", "body_pred"))
 _BRANCH = re.compile(r"branch_\d+_fun", re.ASCII)
 _EINSUM = re.compile(r"[A-Za-z.,\s]*->[A-Za-z.\s]*", re.ASCII)
@@ -68,7 +71,7 @@ def scope_of(op_name: str) -> tuple[str, Phase]:
         following = components[index + 1]
         is_control_flow = (
             (component == "while" and following in _LOOP_PARTS)
-            or (component == following == "while")  # the parameter of a body, as XLA's inliner names it
+            or (component == following == "while")  # the parameter of a body, as inlining names it
             or (component == "cond" and _BRANCH.fullmatch(following))
             or (previous == "while" and component in _LOOP_PARTS)
             or (previous == "cond" and _BRANCH.fullmatch(component))
@@ -77,7 +80,7 @@ def scope_of(op_name: str) -> tuple[str, Phase]:
         if component and not is_control_flow and component not in _PLUMBING and not _EINSUM.fullmatch(component):
             scopes.append(component)
         before_previous, previous = previous, component
-    if components[-1] in _KERNELS and scopes:
+    if components[-1] == _NAMED_KERNEL and scopes:
         scopes.pop()
     return "/".join(scopes), phase
 

@@ -177,6 +177,10 @@ def test_shard_map():
         ("jit(f)/a/mul;jit(f)/b/add", "a", "forward"),
         # einsum names a scope by its equation
         ("jit(f)/jvp(attn)/vmap(BTNH,BSNH->BNTS)/dot_general", "attn", "forward"),
+        # Pallas puts the name of a Mosaic GPU kernel before its primitive; a pallas_call may have none
+        ("jit(f)/transpose(jvp(block))/mlp_norm/rms_norm_vjp/mpmd_map", "block/mlp_norm", "backward"),
+        ("jit(f)/mpmd_map", "", "forward"),
+        ("jit(f)/block/mlp/pallas_call", "block/mlp", "forward"),
         ("jit(f)/shard_map/mlp/psum", "mlp", "forward"),
         ("jit(f)/while/body/eval_jaxpr/while/body/block/sin", "block", "forward"),
         ("jit(f)/cond/branch_12_fun/block/sin", "block", "forward"),
