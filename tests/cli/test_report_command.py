@@ -1,0 +1,213 @@
+"""`xlafuse report` with the compiling left out: what it writes, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+import xlafuse.compare
+from hlo_analysis.records import Comparison
+from hlo_analysis.schema import from_json
+from xlafuse.errors import ComparisonError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # --fn puts the current folder on it
+
+
+def test_it_prints_the_comparison_and_writes_both_files(invoke, compared, tmp_path: Path):
+    result = invoke("report", "-o", "out")
+    assert result.exit_code == 0
+    assert "XLA makes 13 launches" in result.stdout.replace("\n", " ")
+    assert "replayed 6 of 6" in result.stdout
+    assert "wrote out/report.html" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.json"]
+    assert (tmp_path / "out/report.html").read_text().endswith("</html>\n")
+    comparison = from_json(Comparison, (tmp_path / "out/report.json").read_text())
+    assert comparison["xla"].analysis.launch_count == 13  # type: ignore[union-attr]
+    assert compared[0]["program"] == "llama3-8b"
+    assert compared[0]["shapes"] == (2, 4096)
+    assert compared[0]["strategies"] is None
+
+
+def test_options_reach_the_comparison(invoke, compared):
+    words = [
+        "--block",
+        "tiny",
+        "--shape",
+        "3x64",
+        "--mode",
+        "grad",
+        "--target",
+        "h100",
+        "--baseline",
+        "unfused",
+        "--no-numerics",
+        "--timeout",
+        "7",
+    ]
+    result = invoke("report", *words, "--strategies", "xla, pallas")
+    assert result.exit_code == 0
+    assert compared == [
+        {
+            "program": "tiny",
+            "shapes": (3, 64),
+            "mode": "grad",
+            "target": "h100",
+            "strategies": ("xla", "pallas"),
+            "baseline": "unfused",
+            "numerics": False,
+            "timeout": 7.0,
+        }
+    ]
+
+
+def test_json_is_all_there_is_on_stdout(invoke, compared, tmp_path: Path):
+    result = invoke("report", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["baseline"] == "xla"
+    assert "xla: done after" in result.stderr
+    assert "pallas: not applicable" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_with_a_folder_writes_the_files_too(invoke, compared, tmp_path: Path):
+    result = invoke("report", "--json", "-o", "out")
+    assert json.loads(result.stdout) == json.loads((tmp_path / "out/report.json").read_text())
+    assert "wrote out/report.html" in result.stderr
+
+
+def test_files_are_replaced_whole_and_readable_by_others(invoke, compared, tmp_path: Path):
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "report.html").write_text("old")
+    (old / "mine.txt").write_text("mine")
+    assert invoke("report", "-o", "out").exit_code == 0
+    assert (old / "report.html").read_text() != "old"
+    assert (old / "mine.txt").read_text() == "mine"
+    assert stat.S_IMODE((old / "report.html").stat().st_mode) & stat.S_IRUSR
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((old / "report.json").stat().st_mode) == 0o666 & ~umask
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_before_compiling(invoke, compared, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    result = invoke("report", "-o", "file/below/out")
+    assert result.exit_code == 2
+    assert result.stderr == "xlafuse: cannot write to the output folder file/below/out: Not a directory\n"
+    assert compared == []
+
+
+def test_nothing_stays_when_no_strategy_compiles(invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def fail(*_, **__):
+        raise ComparisonError({"xla": "CaptureError: XLA died", "pallas": "CaptureError: no ptxas"})
+
+    monkeypatch.setattr(xlafuse.compare, "compare", fail)
+    result = invoke("report", "-o", "new/out")
+    assert result.exit_code == 1
+    assert "xla: CaptureError: XLA died" in result.stderr
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_, **__):
+        raise ComparisonError({"xla": "CaptureError: f does not trace", "pallas": "CaptureError: f does not trace"})
+
+    monkeypatch.setattr(xlafuse.compare, "compare", fail)
+    result = invoke("report", "--json")
+    assert result.exit_code == 2
+    assert result.stderr.count("f does not trace") == 1
+
+
+def test_nothing_half_written_stays_when_the_disk_is_full(invoke, compared, tmp_path: Path, monkeypatch):
+    def no_space(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    result = invoke("report", "-o", "out")
+    assert result.exit_code == 2
+    assert "No space left on device" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_shows_the_page(invoke, compared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert invoke("report", "--open").exit_code == 0
+    assert opened == [(tmp_path / "xlafuse-report/report.html").as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--target", "h20"), "did you mean 'h200'"),
+        (("--target", "mi300x"), "unknown target 'mi300x'"),
+        (("--block", "llama3"), "did you mean 'llama3-8b'"),
+        (("--strategies", "xla,palas"), "did you mean 'pallas'"),
+        (("--baseline", "unfusd"), "did you mean 'unfused'"),
+        (("--shape", "4096"), "expected one --shape BATCHxLENGTH"),
+        (("--shape", "0x4096"), "expected one --shape BATCHxLENGTH"),
+        (("--shape", "2x4096", "--shape", "2x4096"), "expected one --shape BATCHxLENGTH"),
+        (("--block", "tiny", "--fn", "a:b"), "expected --block or --fn, got both"),
+        (("--args", "a:b"), "--args gives the arguments of --fn"),
+        (("--timeout", "0"), "expected a --timeout above zero"),
+        (("--fn", "json"), "expected --fn package.module:name"),
+        (("--fn", "nosuchmodule:f"), "no module 'nosuchmodule'"),
+        (("--fn", "nosuchfile.py:f"), "no file nosuchfile.py"),
+        (("--fn", "json:dumsp"), "no 'dumsp' in json; did you mean 'dump' or 'dumps'"),
+        (("--fn", "json:__name__"), "expected a function from --fn json:__name__, got a str"),
+        (("--fn", "jax.numpy:tanh", "--shape", "bf17[4]"), "unknown element type 'bf17' in 'bf17[4]'; did you mean"),
+        (("--fn", "jax.numpy:tanh", "--shape", "4x4"), "expected --shape as 'bf16[8192,4096]'"),
+        (("--fn", "jax.numpy:tanh", "--shape", "f32[4,-1]"), "expected whole numbers"),
+        (("--fn", "jax.nn:glu"), "cannot be called with 0 arguments: missing a required argument: 'x'"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_nearest_names(invoke, compared, tmp_path: Path, words, said):
+    result = invoke("report", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.startswith("xlafuse: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert compared == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("report", "--mode", "backward"), ("report", "--blok", "tiny"), ("reprot",)])
+def test_usage_errors_exit_with_two(invoke, words):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_any_function_can_be_reported(invoke, compared, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import jax\n"
+        "class Net:\n"
+        "    @staticmethod\n"
+        "    def loss(tree, y): return tree['a'] @ y\n"
+        "def given(): return {'a': jax.ShapeDtypeStruct((4, 4), 'float32')}, jax.ShapeDtypeStruct((4,), 'float32')\n"
+    )
+    assert invoke("report", "--fn", "mine.py:Net.loss", "--args", "mine.py:given").exit_code == 0
+    tree, y = compared[0]["shapes"]
+    assert (tree["a"].shape, y.shape, compared[0]["program"].__name__) == ((4, 4), (4,), "loss")
+    result = invoke("report", "--fn", "jax.numpy:matmul", "--shape", "bf16[8, 4]", "--shape", "s4[4,2]")
+    assert result.exit_code == 0
+    first, second = compared[1]["shapes"]
+    assert (first.shape, str(first.dtype), second.shape, str(second.dtype)) == ((8, 4), "bfloat16", (4, 2), "int4")
+
+
+def test_a_module_that_fails_on_import_is_told_in_one_line(invoke, tmp_path: Path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
+    result = invoke("report", "--fn", "broken.py:f")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "running broken.py failed: RuntimeError: first line" in result.stderr

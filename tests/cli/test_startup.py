@@ -1,0 +1,66 @@
+"""The command line as a process: how fast it starts, and what it never shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+
+
+def _run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    return subprocess.run(
+        [sys.executable, "-m", "xlafuse.cli", *words],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    script = "import sys, xlafuse.cli; print(sorted({'jax', 'flax', 'numpy', 'jinja2', 'igraph'} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        result = _run("--help")
+        times.append(time.monotonic() - start)
+    assert result.returncode == 0
+    assert "report" in result.stdout
+    assert min(times) < 1.0  # 0.3 s on an idle machine
+
+
+def test_version():
+    assert _run("--version").stdout == f"xlafuse {version('xlafuse')}\n"
+
+
+def test_the_lists_name_everything():
+    from hlo_analysis.targets import target_names
+    from xlafuse.strategies import STRATEGIES
+
+    targets, strategies = _run("targets", COLUMNS="160"), _run("strategies", COLUMNS="160")
+    for name in target_names():
+        assert f" {name} " in targets.stdout
+    for name in STRATEGIES:
+        assert f" {name} " in strategies.stdout
+    assert targets.stderr == ""
+    assert strategies.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_real_report_on_a_machine_without_a_gpu_shows_no_plugin_error(tmp_path):
+    """With the CUDA plugin installed, no GPU and JAX_PLATFORMS not set: not a word of the plugin."""
+    pytest.importorskip("jax_cuda13_plugin")
+    result = _run("report", "--block", "tiny", "--shape", "1x128", "--strategies", "xla", "-o", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    for word in ("Traceback", "cuda", "CUDA", "plugin", "Unable to"):
+        assert word not in result.stderr
+    assert "xla: done after" in result.stderr
+    assert (tmp_path / "out/report.html").stat().st_size > 50_000
