@@ -7,6 +7,7 @@ writes them anew after a change to the records. A change that old readers would 
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hlo_analysis.records import SCHEMA_VERSION, Analysis, Comparison
 SCHEMA_FOLDER = Path(__file__).parent / "schemas"
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_NOT_FINITE = ["inf", "-inf", "nan"]
 _ERRORS_SHOWN = 5
 
 
@@ -28,8 +30,20 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def to_json(record: Analysis | Comparison) -> str:
-    """A record as indented JSON, the same text for equal records. Properties (`saved_bytes`, …) are not stored."""
-    return _adapter(type(record)).dump_json(record, indent=1).decode() + "\n"
+    """A record as indented JSON, the same text for equal records.
+
+    Properties (`saved_bytes`, …) are not stored. Infinite numbers, which JSON lacks, are written "inf", "-inf", "nan".
+    """
+    data = _spelled(_adapter(type(record)).dump_python(record, mode="json"))
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spelled(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
@@ -68,6 +82,10 @@ def json_schema(cls: type[Analysis] | type[Comparison]) -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of what `to_json` writes for a class of records."""
     schema = _adapter(cls).json_schema(mode="serialization")
     title = f"{cls.__name__}, version {SCHEMA_VERSION}"
+    for field in schema.get("$defs", {}).get("Numerics", {}).get("properties", {}).values():
+        if field.get("type") == "number":  # the error of a kernel that overflows is infinite
+            del field["type"]
+            field["anyOf"] = [{"type": "number"}, {"enum": _NOT_FINITE}]
     schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "title": "Schema Version", "type": "integer"}
     return {"$schema": _DIALECT, **schema, "title": title}
 

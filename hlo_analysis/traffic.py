@@ -228,10 +228,13 @@ def _parameter_reads(module: Module, body: Computation, parameter: Instruction, 
                 pending.append(user_name)
             elif user.opcode in _SLICES and positions == [0]:
                 total += user.shape.byte_size
-            elif user_name in chains and positions == [0]:
-                # Updated in place; a scatter that combines reads what it replaces.
+            elif user.opcode in ("dynamic-update-slice", "scatter") and positions == [0]:
+                # What is not replaced is read by who reads on; a scatter that combines reads what it replaces.
                 if user.opcode == "scatter":
                     total += body.instructions[user.operands[2]].shape.byte_size
+                pending.append(user_name)
+            elif user_name == body.root and user.opcode == "tuple" and name in chains:
+                continue  # updated in place
             elif user.opcode == "fusion" and not path:
                 inner = module.computations[user.called[0]]
                 total += sum(_parameter_reads(module, inner, inner.parameters[index], ()) for index in positions)
@@ -267,8 +270,12 @@ def _unfused(module: Module, body: Computation) -> int:
     written: set[str] = set()
     for _, root in _roots(body):
         shown = behind_aliases(body, root)
-        if shown.opcode in _FREE or shown.name in written:
+        if shown.opcode == "parameter":
+            total += 2 * root.shape.byte_size
+        elif shown.opcode in ("constant", "iota", "broadcast") or shown.name in written:
             total += _instruction_reads(body, shown) + root.shape.byte_size
+        elif shown.opcode in ("dynamic-update-slice", "scatter") and _in_place_base(body, root) is None:
+            total += root.shape.byte_size
         written.add(shown.name)
     return total
 
@@ -276,9 +283,7 @@ def _unfused(module: Module, body: Computation) -> int:
 def _instruction_reads(body: Computation, instruction: Instruction) -> int:
     """Bytes that one fused instruction would read on its own, through views to what they show, each buffer once."""
     reads: dict[tuple[str, Path], int] = {}
-    # A parameter that is returned as it is must be read and copied.
-    operands = instruction.operands if instruction.opcode != "parameter" else (instruction.name,)
-    for position, name in enumerate(operands):
+    for position, name in enumerate(instruction.operands):
         shown, path, broadcast = _through_views(body, body.instructions[name])
         if shown.opcode in ("constant", "iota"):
             continue

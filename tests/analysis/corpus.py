@@ -24,7 +24,7 @@ class Program:
 def programs() -> dict[str, Program]:
     """The single-device programs by name; JAX is imported on call."""
     import jax
-    import jax.experimental.mosaic.gpu  # noqa: F401  the symbols that Mosaic kernels link to
+    import jax.experimental.mosaic.gpu  # brings the symbols that Mosaic kernels link to
     import jax.numpy as jnp
     from jax import lax
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -174,9 +174,7 @@ def programs() -> dict[str, Program]:
     def int4(x):
         return x.astype(bf16) * 2
 
-    @add(
-        shape(2, 512, 256, dtype=bf16), shape(256, dtype=bf16), shape(256, 896, dtype=bf16), shape(896, 256, dtype=bf16)
-    )
+    @add(*(shape(*sizes, dtype=bf16) for sizes in ((2, 512, 256), (256,), (256, 896), (896, 256))))
     def mlp_gradient(x, scale, up, down):
         def mlp(x, scale, up, down):
             with jax.named_scope("norm"):

@@ -18,7 +18,7 @@ condition:
 condition:
         008: kCustomKernel [source | sink] inner_compare grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
       body:
-        010: kCustomKernel [source       | next=011 (1)] gemm grid: [1024, 2, 1] threads: [64, 1, 1]  shared_memory: 1024 bytes
+        010: kCustomKernel [source | sink] gemm grid: [1024, 2, 1] threads: [64, 1, 1]  shared_memory: 1024 bytes
     012: kCopy         [prev=007 (2) | sink        ] kCopy
 013: kConditional  [prev=003 (1) | sink        ]   \n
   branch_0:

@@ -1,0 +1,41 @@
+"""`python -m hlo_analysis`."""
+
+from __future__ import annotations
+
+import pytest
+
+from hlo_analysis import Analysis, from_json
+from hlo_analysis.__main__ import main
+
+
+def test_a_dump_prints_a_report(corpus, capsys):
+    assert main([str(corpus["cublas_batch"].path)]) == 0
+    assert "1 launch" in capsys.readouterr().out
+
+
+def test_json_is_the_analysis(corpus, analyses, capsys):
+    assert main([str(corpus["cublas_batch"].path), "--json"]) == 0
+    assert from_json(Analysis, capsys.readouterr().out).launches == analyses["cublas_batch"].launches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing-there"], "does not exist"),
+        (["no.such.module:function"], "No module named"),
+        (["math:no_such"], "no_such"),
+        (["math:pi"], "is a float, not a function"),
+        (["math:sin", "--shape", "q7[8]"], "q7"),
+        (["math:sin", "--shape", "(f32[8])"], "expected an array such as"),
+        (["math:sin", "--option", "broken"], "expected NAME=VALUE"),
+    ],
+)
+def test_bad_input_is_said_in_words(arguments, words, capsys):
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_function_is_compiled(corpus, capsys):
+    assert main(["jax.nn:gelu", "--shape", "bf16[256,512]", "--json"]) == 0
+    analysis = from_json(Analysis, capsys.readouterr().out)
+    assert [launch.bytes_read for launch in analysis.launches] == [256 * 512 * 2]

@@ -1,0 +1,263 @@
+"""FLOPs, sources of values, roofline, kinds, memory and kernel resources, each on text written by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hlo_analysis import DumpError
+from hlo_analysis.dataflow import Dataflow
+from hlo_analysis.flops import Flops, flops_of
+from hlo_analysis.hlo import parse_module
+from hlo_analysis.hlo.scope import scope_of
+from hlo_analysis.kinds import kind_of
+from hlo_analysis.memory import parse_buffer_assignment
+from hlo_analysis.records import Device, Memory
+from hlo_analysis.resources import Resources, read_resources
+from hlo_analysis.roofline import bound, xla_estimate
+
+DEVICE = Device(
+    name="made-up",
+    description="",
+    memory_bandwidth=1e12,
+    matrix_flops=(("bf16", 100e12), ("f8", 200e12)),
+    vector_flops=10e12,
+    launch_overhead_us=2.0,
+    source="",
+)
+
+
+def module_of(*lines: str, before: str = ""):
+    entry = "ENTRY %main {\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    return parse_module("HloModule m\n\n" + before + entry)
+
+
+def flops(*lines: str, before: str = "") -> Flops:
+    module = module_of(*lines, before=before)
+    return flops_of(module, module.entry, module.entry.root_instruction)
+
+
+def test_products_count_two_for_each_multiply_add():
+    found = flops(
+        "%a = bf16[4,8,16]{2,1,0} parameter(0)",
+        "%b = bf16[4,16,32]{2,1,0} parameter(1)",
+        "ROOT %d = f32[4,8,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, rhs_contracting_dims={1}",
+    )
+    assert found == Flops(matrix=(("bf16", 2 * 4 * 8 * 16 * 32),))
+
+
+def test_a_float32_product_at_highest_precision_is_vector_work():
+    line = "ROOT %d = f32[8,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    operands = ("%a = f32[8,16]{1,0} parameter(0)", "%b = f32[16,32]{1,0} parameter(1)")
+    count = 2 * 8 * 16 * 32
+    assert flops(*operands, line) == Flops(matrix=(("f32", count),))
+    assert flops(*operands, line + ", operand_precision={highest,highest}") == Flops(vector=count)
+    assert flops(*operands, line + ", algorithm=dot_bf16_bf16_f32_x3") == Flops(matrix=(("bf16", 3 * count),))
+
+
+def test_grouped_convolution():
+    found = flops(
+        "%x = f32[2,10,10,8]{3,2,1,0} parameter(0)",
+        "%w = f32[3,3,2,16]{3,2,1,0} parameter(1)",
+        "ROOT %c = f32[2,8,8,16]{3,2,1,0} convolution(%x, %w), window={size=3x3}, dim_labels=b01f_01io->b01f, "
+        "feature_group_count=4",
+    )
+    assert found.total == 2 * (2 * 8 * 8 * 16) * (3 * 3 * 2)
+
+
+def test_a_fusion_counts_elementwise_work_and_reductions_but_no_moves():
+    body = """%sum {
+  %l = f32[] parameter(0)
+  %r = f32[] parameter(1)
+  ROOT %s = f32[] add(%l, %r)
+}
+
+%body {
+  %p = bf16[8,16]{1,0} parameter(0)
+  %c = f32[8,16]{1,0} convert(%p)
+  %e = f32[8,16]{1,0} exponential(%c)
+  %t = f32[16,8]{0,1} transpose(%e), dimensions={1,0}
+  %z = f32[] constant(0)
+  ROOT %r2 = f32[16]{0} reduce(%t, %z), dimensions={1}, to_apply=%sum
+}
+
+"""
+    found = flops(
+        "%x = bf16[8,16]{1,0} parameter(0)",
+        "ROOT %f = f32[16]{0} fusion(%x), kind=kInput, calls=%body",
+        before=body,
+    )
+    assert found == Flops(vector=2 * 8 * 16)
+
+
+CONTROL = """%body {
+  %s = (s32[], f32[8]{0}, f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %k = f32[8]{0} get-tuple-element(%s), index=2
+  %y = f32[8]{0} add(%x, %k)
+  ROOT %t = (s32[], f32[8]{0}, f32[8]{0}) tuple(%i, %y, %k)
+}
+
+%test {
+  %s2 = (s32[], f32[8]{0}, f32[8]{0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+%yes {
+  %v = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%v)
+}
+
+%no {
+  ROOT %w = f32[8]{0} parameter(0)
+}
+
+%later {
+  %q = f32[8]{0} parameter(0)
+  ROOT %sine = f32[8]{0} sine(%q)
+}
+
+"""
+CONTROL_ENTRY = (
+    "%zero = s32[] constant(0)",
+    "%a = f32[8]{0} parameter(0)",
+    "%b = f32[8]{0} parameter(1)",
+    "%flag = pred[] parameter(2)",
+    "%c = f32[8]{0} copy(%a)",
+    "%init = (s32[], f32[8]{0}, f32[8]{0}) tuple(%zero, %c, %b)",
+    "%loop = (s32[], f32[8]{0}, f32[8]{0}) while(%init), condition=%test, body=%body",
+    "%out = f32[8]{0} get-tuple-element(%loop), index=1",
+    "%bits = f32[2,4]{1,0} bitcast(%out)",
+    "%back = f32[8]{0} bitcast(%bits)",
+    "%either = f32[8]{0} conditional(%flag, %back, %b), true_computation=%yes, false_computation=%no",
+    "%start = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%either), calls=%later",
+    "ROOT %done = f32[8]{0} async-done(%start)",
+)
+
+
+@pytest.mark.parametrize(
+    ("computation", "instruction", "sources"),
+    [
+        ("main", "out", ["y", "c"]),
+        ("main", "back", ["y", "c"]),
+        ("body", "x", ["y", "c"]),
+        ("body", "k", ["b"]),
+        ("body", "i", ["zero"]),
+        ("yes", "v", ["y", "c"]),
+        ("main", "either", ["n", "b"]),
+        ("later", "q", ["n", "b"]),
+        ("main", "done", ["sine"]),
+        ("main", "a", ["a"]),
+    ],
+)
+def test_sources_across_control_flow(computation, instruction, sources):
+    flow = Dataflow(module_of(*CONTROL_ENTRY, before=CONTROL))
+    assert [source.name for source in flow.sources(computation, instruction)] == sources
+
+
+def test_sources_of_tuple_elements():
+    flow = Dataflow(
+        module_of(
+            "%a = f32[8]{0} parameter(0)",
+            '%call = (f32[8]{0}, f32[4]{0}) custom-call(%a), custom_call_target="x"',
+            "ROOT %n = f32[4]{0} negate(%call#1)",
+        )
+    )
+    assert [source.name for source in flow.sources("main", "call#1")] == ["call#1"]
+
+
+def test_roofline_takes_the_longer_and_names_it():
+    memory = bound(10_000_000, Flops(matrix=(("bf16", 10**8),)), DEVICE)
+    assert (memory.time_us, memory.limiter) == (pytest.approx(10 + 2), "memory")
+    compute = bound(10_000_000, Flops(matrix=(("bf16", 10**10),)), DEVICE)
+    assert (compute.time_us, compute.limiter) == (pytest.approx(100 + 2), "compute")
+    tiny = bound(1000, Flops(), DEVICE)
+    assert (tiny.time_us, tiny.limiter) == (pytest.approx(0.001 + 2), "overhead")
+
+
+def test_roofline_peaks_by_type():
+    assert bound(0, Flops(matrix=(("f8e4m3fn", 10**10),)), DEVICE).compute_us == pytest.approx(50)
+    # Not in the device's table: the vector units do it.
+    assert bound(0, Flops(matrix=(("f64", 10**10),)), DEVICE).compute_us == pytest.approx(1000)
+    assert bound(0, Flops(vector=10**10), DEVICE).compute_us == pytest.approx(1000)
+
+
+def costs(**by_model: float):
+    entries = [{"name": name.replace("_", "-").strip("-"), "exec_time_us": time} for name, time in by_model.items()]
+    config = json.dumps({"reification_cost": entries})
+    return module_of(
+        "%a = f32[8]{0} parameter(0)", f"ROOT %c = f32[8]{{0}} copy(%a), backend_config={config}"
+    ).entry.root_instruction
+
+
+def test_xla_estimate_takes_the_model_meant_for_the_kind():
+    instruction = costs(_=14.0, indexing_cost_model=28.0, experimental_gemm_cost_model=50.0, sol=7.0)
+    tiling = {"xla_gpu_experimental_cost_model_gemm_tiling_default": "true"}
+    assert xla_estimate(instruction, "loop", {}) == (14.0, "gpu-performance-model")
+    assert xla_estimate(instruction, "triton", {}) == (28.0, "indexing-cost-model")
+    assert xla_estimate(instruction, "triton_gemm", {}) is None
+    assert xla_estimate(instruction, "triton_gemm", tiling) == (50.0, "experimental-gemm-cost-model")
+    assert xla_estimate(instruction, "cublaslt", {}) == (7.0, "sol")
+    assert xla_estimate(instruction, "mosaic", {}) is None
+    assert xla_estimate(costs(_=9e8), "loop", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        ("__cublas$lt$matmul$f8", "cublaslt"),
+        ("__cublas$gemm", "cublas"),
+        ("__cudnn$fmhaSoftmax", "cudnn"),
+        ("mosaic_gpu_v2", "mosaic"),
+        ("triton_kernel_call_ffi", "jax_triton"),
+        ("__gpu$xla.gpu.triton", "jax_triton"),
+        ("cusolver_potrf_ffi", "custom_call"),
+    ],
+)
+def test_custom_calls_by_target(target, kind):
+    module = module_of(
+        "%a = f32[8]{0} parameter(0)", f'ROOT %c = f32[8]{{0}} custom-call(%a), custom_call_target="{target}"'
+    )
+    assert kind_of(module, module.entry.root_instruction, "kCustomCall") == kind
+
+
+def test_buffer_assignment():
+    text = """\
+BufferAssignment:
+allocation 0: size 100, page 0, maybe-live-out:
+ value: <1 a @0> (size=100,offset=0): bf16[50]{0}
+allocation 1: size 30, page 0, parameter 0, shape |bf16[15]| at ShapeIndex {}:
+allocation 2: size 7, page 0, parameter 1, shape |s8[7]| at ShapeIndex {}, maybe-live-out:
+allocation 3: size 4, page 0, thread-local:
+allocation 4: size 1000, page 0, preallocated-temp:
+allocation 5: size 16, page 0, constant:
+"""
+    assert parse_buffer_assignment(text) == Memory(
+        argument_bytes=37, output_bytes=100, temp_bytes=1000, peak_bytes=100 + 37 + 1000 + 16
+    )
+
+
+def test_kernel_resources():
+    kernel = {
+        "kernel": "k",
+        "registers": 63,
+        "spill_store_bytes": 8,
+        "spill_load_bytes": 4,
+        "static_shared_bytes": 1,
+        "dynamic_shared_bytes": None,
+        "grid": [8, 1, 1],
+        "block": None,
+    }
+    assert read_resources(json.dumps([kernel])) == {
+        "k": (Resources(registers=63, spill_bytes=12, shared_memory_bytes=1, grid=(8, 1, 1)),)
+    }
+    assert read_resources(None) == {}
+    with pytest.raises(DumpError, match="expected a JSON list of kernels"):
+        read_resources('{"a": 1}')
+
+
+def test_the_name_of_a_pallas_kernel_is_no_scope():
+    assert scope_of("jit(block)/block/mlp_norm/rms_norm_residual/mpmd_map") == ("block/mlp_norm", "forward")
