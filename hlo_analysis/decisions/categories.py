@@ -14,7 +14,7 @@ LIBRARY_CALL = "library call"
 CUSTOM_KERNEL = "custom kernel"
 MATRIX_PRODUCT = "matrix product: not worth fusing"
 MATRIX_PRODUCT_OPAQUE = "matrix product kernel"
-SEVERAL_USERS = "matrix product with several users"
+SEVERAL_USERS = "product with several users"
 TWO_REDUCTIONS = "reduction into reduction"
 AFTER_REDUCTION = "work after a reduction"
 NORMALIZATION = "not a normalization pattern"
@@ -126,7 +126,6 @@ _FRAGMENTS: tuple[tuple[str, str], ...] = (
     ("are connected", CYCLE),
     ("multi-output fusion", MULTIPLE_OUTPUTS),
     ("not an array", MULTIPLE_OUTPUTS),
-    ("normalization diamond", NORMALIZATION),
     ("diamond", NORMALIZATION),
     ("last dimension of the operand", NORMALIZATION),
     ("trivial connection from", NORMALIZATION),

@@ -48,32 +48,42 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
             if consumer.name not in launches:
                 continue
             found: dict[tuple[str, str], dict[Path, set[int]]] = {}
+            straight: set[tuple[str, str]] = set()
             for number, operand in enumerate(consumer.operands):
                 for path, _ in leaves(computation.instructions[operand].shape):
-                    for source in _written(dataflow, launches, computation, operand, path):
+                    sources = list(_written(dataflow, launches, computation, operand, path))
+                    # A loop's value has two sources, of which one is inside it or further down than its reader.
+                    if not any(_apart(places[s.instruction], places[consumer.name]) for s in sources):
+                        straight.update((s.computation, s.instruction) for s in sources)
+                    for source in sources:
                         if source.instruction != consumer.name:
                             outputs = found.setdefault((source.computation, source.instruction), {})
                             outputs.setdefault(source.path, set()).add(number)
             for (home, producer), outputs in found.items():
                 shape = module.computations[home].instructions[producer].shape
-                written, read = places[producer], places[consumer.name]
                 edges.append(
                     Edge(
                         producer=producer,
                         consumer=consumer.name,
                         values=tuple((path, leaf_shape(shape, path)) for path in sorted(outputs)),
                         positions=frozenset().union(*outputs.values()),
-                        # Only a loop brings a value from further down.
-                        crosses=written[0] != read[0] or written[1] > read[1],
+                        crosses=(home, producer) not in straight,
                     )
                 )
     return tuple(edges)
 
 
-def _places(module: Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+_Place = tuple[str, tuple[int, ...]]
+
+
+def _apart(written: _Place, read: _Place) -> bool:
+    return written[0] != read[0] or written[1] >= read[1]
+
+
+def _places(module: Module) -> dict[str, _Place]:
     """For each executed instruction the entry, loop body or branch that it runs in, and its position in there."""
-    homes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    places: dict[str, tuple[str, tuple[int, ...]]] = {}
+    homes: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     for computation in reversed(executed_computations(module)):  # callers come after what they call
         home, position = homes.get(computation.name, (computation.name, ()))
         for number, instruction in enumerate(computation.instructions.values()):

@@ -1,0 +1,74 @@
+"""Folding the steps of priority fusion: members, summed gains, last words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlo_analysis import Capture
+from hlo_analysis.decisions.dump import Fused, Priced, Refused, read_fusion_dump
+from hlo_analysis.decisions.fold import fold
+
+
+def priced(producer: str, gain: float) -> Priced:
+    return Priced(producer=producer, consumers=("c",), us_fused=10.0, us_unfused=10.0 + gain)
+
+
+def fused(producer: str, consumer: str, fusion: str) -> Fused:
+    return Fused(fusion=fusion, producer=producer, consumer=consumer)
+
+
+def test_members_are_the_union_of_both_ends() -> None:
+    folded = fold([fused("a", "b", "f"), fused("c", "d", "g"), fused("g", "f", "f"), fused("a", "e", "h")])
+    assert folded.members["f"] == {"a", "b", "c", "d"}
+    assert folded.members["h"] == {"a", "e"}
+
+
+def test_refused_first_and_fused_later() -> None:
+    folded = fold([Refused(producer="a", reason="no"), priced("a", 3.0), fused("a", "b", "f")])
+    assert [(edge.producer, edge.fusion, edge.gain_us) for edge in folded.edges] == [("a", "f", 3.0)]
+
+
+def test_priced_first_and_refused_later_keeps_the_rule() -> None:
+    word = fold([priced("a", 3.0), Refused(producer="a", reason="the consumer is not fusible")]).words["a"]
+    assert (word.reason, word.gain_us) == ("the consumer is not fusible", None)
+
+
+def test_increments_add_up_while_the_producer_waits_in_the_queue() -> None:
+    word = fold([priced("a", 5.0), priced("a", -2.0), priced("a", -4.5)]).words["a"]
+    assert word.gain_us == pytest.approx(-1.5)
+
+
+def test_a_producer_that_left_the_queue_is_priced_afresh() -> None:
+    word = fold([priced("a", -5.0), priced("a", -2.0)]).words["a"]
+    assert word.gain_us == pytest.approx(-2.0)
+
+
+def test_a_fusion_that_grew_is_priced_afresh() -> None:
+    word = fold([priced("f", 5.0), fused("a", "f", "f"), priced("f", 1.0), priced("f", 0.5)]).words["f"]
+    assert word.gain_us == pytest.approx(1.5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] != pair[1]), max_size=30))
+def test_every_fusion_holds_its_two_ends(pairs: list[tuple[int, int]]) -> None:
+    steps = [fused(f"i{a}", f"i{b}", f"f{number}") for number, (a, b) in enumerate(pairs)]
+    folded = fold(steps)
+    for edge in folded.edges:
+        assert {edge.producer, edge.consumer} <= folded.members[edge.fusion]
+
+
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_gains_agree_with_what_the_pass_did(captured: Callable[..., Capture], mode: str) -> None:
+    """The pass fuses where the gain is not negative, and what it priced and left has a negative one."""
+    dump = read_fusion_dump(captured(mode).require("priority_fusion_dump"))
+    folded = fold(dump.steps)
+    gains = [edge.gain_us for edge in folded.edges if edge.gain_us is not None]
+    assert len(gains) > 20
+    assert min(gains) >= 0
+    gone = {edge.producer for edge in folded.edges} | {e.consumer for e in folded.edges if e.consumer != e.fusion}
+    left = [word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone]
+    assert left or mode == "forward"
+    assert all(gain is not None and gain < 0 for gain in left)
