@@ -27,6 +27,8 @@ import jax.numpy as jnp
 
 LANES = 128
 """Threads of a warpgroup."""
+WARPS = 4
+"""Warps of a warpgroup."""
 ACCESS_BYTES = 16
 """The widest access of one thread."""
 
@@ -51,9 +53,39 @@ class Segment:
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
     @property
-    def columns(self) -> pl.Slice:
-        """The segment as an index of the row's last axis."""
-        return pl.ds(self.offset, self.size)
+    def shape(self) -> tuple[int, ...]:
+        """Of the segment as an array."""
+        return (self.size,)
+
+    @property
+    def index(self) -> tuple[pl.Slice | slice, ...]:
+        """The segment as an index of the row."""
+        return (pl.ds(self.offset, self.size),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSegment(Segment):
+    """A segment of a (4, columns) part of a row, of which each warp of the warpgroup holds one line.
+
+    Sums over a line then need no other warp, and so none of the scratch that Mosaic GPU's sums over a whole warpgroup
+    share between warpgroups without ordering them: the form for rows that several warpgroups hold together.
+    """
+
+    @property
+    def layout(self) -> plgpu.Layout | Any:
+        """How the warpgroup holds the segment."""
+        tiling = plgpu.Tiling(((WARPS, 32 * self.vector), (self.vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the segment as an array."""
+        return (WARPS, self.size)
+
+    @property
+    def index(self) -> tuple[pl.Slice | slice, ...]:
+        """The segment as an index of the (4, columns) part."""
+        return (slice(None), pl.ds(self.offset, self.size))
 
 
 def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | None = None) -> tuple[Segment, ...]:
@@ -85,15 +117,27 @@ def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | No
     return tuple(segments)
 
 
+def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[WarpSegment, ...] | None:
+    """The segment of one of `warpgroups` warpgroups that hold a row together, seen as (warpgroups, 4, columns).
+
+    None where the row does not divide evenly: Mosaic GPU tiles only lines of whole tiles.
+    """
+    columns, left = divmod(features, warpgroups * WARPS)
+    vector = ACCESS_BYTES // itemsize
+    while vector and columns % (32 * vector):
+        vector //= 2
+    return (WarpSegment(offset=0, size=columns, vector=vector),) if vector and columns and not left else None
+
+
 def load_row(ref, segments: Sequence[Segment]) -> RowValues:
     """Reads one row of a (features,) reference, in the reference's dtype."""
-    return tuple(plgpu.load(ref.at[s.columns], layout=s.layout, optimized=False) for s in segments)
+    return tuple(plgpu.load(ref.at[s.index], layout=s.layout, optimized=False) for s in segments)
 
 
 def store_row(ref, values: RowValues, segments: Sequence[Segment]) -> None:
     """Writes one row, cast to the reference's dtype."""
     for segment, value in zip(segments, values, strict=True):
-        ref[segment.columns] = value.astype(ref.dtype)
+        ref[segment.index] = value.astype(ref.dtype)
 
 
 def map_row(function: Callable[..., jax.Array], *rows: RowValues) -> RowValues:
@@ -108,7 +152,15 @@ def to_float32(values: RowValues) -> RowValues:
 
 def zeros_row(segments: Sequence[Segment]) -> RowValues:
     """A row of float32 zeros, to accumulate into."""
-    return tuple(plgpu.layout_cast(jnp.zeros((s.size,), jnp.float32), s.layout) for s in segments)
+    return tuple(plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), s.layout) for s in segments)
+
+
+def line_sums(values: RowValues) -> jax.Array:
+    """The sum over each line of a (4, columns) part: (4,), one a warp."""
+    total = jnp.sum(values[0], axis=1)
+    for value in values[1:]:
+        total += jnp.sum(value, axis=1)
+    return total
 
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:

@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels.ops.rms_norm.config import BackwardConfig, default_backward
 from pallas_kernels.ops.rms_norm.mosaic_gpu import COMPILER_PARAMS
+from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp_shared import shared_row_kernel
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import (
     LANES,
@@ -54,32 +55,39 @@ def rms_norm_backward(
             features, total.dtype.itemsize, scale_itemsize=scale.dtype.itemsize, streams=len(streams)
         )
     blocks = min(rows, target_device().core_count * config.blocks_per_core)
+    kernel = shared_row_kernel if config.loads == "shared" else _one_warpgroup_kernel
+    dx, partial = kernel(streams, scale, blocks, epsilon=epsilon, config=config)
+    dx, partial = (varying_like(output, scale, *streams) for output in (dx, partial))
+    dscale = jnp.sum(partial, axis=0)
+    if tail := _separate_tail(features, total.dtype.itemsize, config):
+        dscale = jnp.concatenate([dscale[: features - tail], dscale[-tail:]])
+    return dx, dscale.astype(scale.dtype)
+
+
+def _one_warpgroup_kernel(streams, scale, blocks, *, epsilon, config):
+    """Returns dx and each block's column sums."""
+    rows, features = streams[0].shape
     make_body = _chunked_body if config.loads == "chunked" else _whole_row_body
-    body = make_body(total, len(streams), blocks, epsilon, config)
-    tail = _separate_tail(features, total.dtype.itemsize, config)
+    body = make_body(streams[0], len(streams), blocks, epsilon, config)
     holds_gain = config.gain == "shared" and config.loads != "chunked"
+    tail = LANES if _separate_tail(features, streams[0].dtype.itemsize, config) else 0
 
     def rms_norm_gradient(scale_ref, *refs):
         gain_ref = refs[-1] if holds_gain else None
         stream_refs, (dx_ref, partial_ref) = refs[: len(streams)], refs[len(streams) : len(streams) + 2]
         body(scale_ref, gain_ref, stream_refs, dx_ref, partial_ref)
 
-    dx, partial = plgpu.kernel(
+    return plgpu.kernel(
         rms_norm_gradient,
         out_type=(
-            jax.ShapeDtypeStruct(total.shape, total.dtype),
-            jax.ShapeDtypeStruct((blocks, features + (LANES if tail else 0)), jnp.float32),
+            jax.ShapeDtypeStruct((rows, features), streams[0].dtype),
+            jax.ShapeDtypeStruct((blocks, features + tail), jnp.float32),
         ),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=(plgpu.SMEM((features,), scale.dtype),) if holds_gain else (),
         compiler_params=COMPILER_PARAMS,
     )(scale, *streams)
-    dx, partial = (varying_like(output, scale, *streams) for output in (dx, partial))
-    dscale = jnp.sum(partial, axis=0)
-    if tail:
-        dscale = jnp.concatenate([dscale[: features - tail], dscale[-tail:]])
-    return dx, dscale.astype(scale.dtype)
 
 
 def _separate_tail(features, itemsize, config):
