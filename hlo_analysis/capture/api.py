@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from hlo_analysis.capture import attached
 from hlo_analysis.capture import autotune as autotuning
 from hlo_analysis.capture.archive import Capture, write_manifest
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
-from hlo_analysis.capture.failures import compile_error, is_toolchain_failure
+from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
 from hlo_analysis.capture.lowering import Lowered, Mode, lower
 from hlo_analysis.capture.process import Worker
 from hlo_analysis.errors import CaptureError
@@ -32,6 +33,10 @@ _NO_TOOLCHAIN = (
     "XLA found no working ptxas (or libdevice) and stopped before it had machine code: the launch sequence and the "
     "memory statistics are missing; the modules and the fusion decisions are there. Install nvidia-cuda-nvcc, which "
     "the extra 'deviceless' brings. XLA said: "
+)
+
+_XLA_FLAGS_IGNORED = (
+    "XLA_FLAGS of the environment did not apply to this capture; pass compiler_options= to change how XLA compiles."
 )
 
 
@@ -84,7 +89,7 @@ def capture(
     recording = autotuning.resolve(autotune, goal)
     given = {name: _option_value(name, value) for name, value in (compiler_options or {}).items()}
     folder, ours = _folder(keep)
-    notes: list[str] = []
+    notes = [_XLA_FLAGS_IGNORED] if os.environ.get("XLA_FLAGS") else []
     finished = False
     try:
         with Worker(folder, _environment(goal)) as worker:
@@ -94,7 +99,7 @@ def capture(
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):
                     raise compile_error(result, goal, worker.last_words())
-                notes.append(_NO_TOOLCHAIN + result["error"].strip())
+                notes.append(_NO_TOOLCHAIN + first_sentence(result["error"]))
         manifest = assemble(
             folder,
             program,

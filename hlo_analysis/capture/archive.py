@@ -8,6 +8,7 @@ import stat
 import tempfile
 import weakref
 import zipfile
+import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +18,7 @@ from hlo_analysis.capture import artefacts
 from hlo_analysis.capture.process import LOG_NAME
 from hlo_analysis.errors import DumpError, UnknownTargetError
 from hlo_analysis.records import Device, Memory, Provenance
-from hlo_analysis.targets import load_target, target_from_config
+from hlo_analysis.targets import Target, load_target, target_from_config
 
 MANIFEST = "capture.json"
 FORMAT = 1
@@ -130,8 +131,12 @@ class Capture:
         return target
 
     @classmethod
-    def load(cls, path: str | Path) -> Capture:
-        """Opens a capture: its folder, its archive, or any folder that `xla_dump_to` wrote.
+    def load(cls, path: str | Path, *, module: str | None = None) -> Capture:
+        """Opens a capture: its folder, its archive, or any folder (or zip of one) that `xla_dump_to` wrote.
+
+        Args:
+          path: the folder or archive.
+          module: which module of a dump with several, e.g. "jit_train_step"; the largest by default.
 
         Raises:
           DumpError: nothing there, not a capture, or one that was cut off; says what is missing.
@@ -139,8 +144,8 @@ class Capture:
         source = Path(path)
         if source.is_dir():
             if (source / MANIFEST).is_file():
-                return cls(source, read_manifest(source))
-            return cls(source, infer_manifest(source))
+                return cls(source.absolute(), read_manifest(source))
+            return cls(source.absolute(), infer_manifest(source, module))
         if not source.exists():
             raise DumpError(f"{source} does not exist; expected a capture or a folder that xla_dump_to wrote")
         if not zipfile.is_zipfile(source):
@@ -149,7 +154,7 @@ class Capture:
         try:
             _extract(source, folder)
             inner = folder if (folder / MANIFEST).is_file() else _only_folder(folder)
-            manifest = read_manifest(inner) if (inner / MANIFEST).is_file() else infer_manifest(inner)
+            manifest = read_manifest(inner) if (inner / MANIFEST).is_file() else infer_manifest(inner, module)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -183,13 +188,13 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def infer_manifest(folder: Path) -> Manifest:
+def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
     """The manifest of a folder that somebody else's `xla_dump_to` wrote.
 
     Raises:
       DumpError: nothing that XLA wrote, or so little that nothing can be said of the program.
     """
-    module, names = artefacts.main_module(folder)
+    module, names = artefacts.main_module(folder, wanted_module)
     files = artefacts.index(module, names)
     if (folder / LOG_NAME).is_file():
         files["worker_log"] = LOG_NAME
@@ -215,8 +220,12 @@ def infer_manifest(folder: Path) -> Manifest:
         )
     others = [other for other in artefacts.modules(path.name for path in folder.iterdir()) if other != module]
     if others:
-        notes.append(f"The folder holds {len(others)} more modules, which were not read: {', '.join(others[:4])}.")
+        named = f"{', '.join(others[:4])}{', …' if len(others) > 4 else ''}"
+        notes.append(f"The folder holds more modules ({len(others)}), which were not read: {named}.")
     target = _target_of(folder, files, is_cpu, notes)
+    tuned = "module_autotune" in files and "{" in (folder / files["module_autotune"]).read_text(encoding="utf-8")
+    if not is_cpu and not tuned:
+        notes.append("Whether a GPU chose the kernels of the matrix products is not known.")
     return Manifest(
         label=module.partition(".")[2],
         target=target.name,
@@ -233,19 +242,19 @@ def infer_manifest(folder: Path) -> Manifest:
             mode="unknown",
             arguments=(),
             target=target.name,
-            gemm_choice="none",
+            gemm_choice="attached" if tuned else "none",
             notes=tuple(notes),
         ),
         files=files,
     )
 
 
-def _target_of(folder: Path, files: dict[str, str], is_cpu: bool, notes: list[str]):
+def _target_of(folder: Path, files: dict[str, str], is_cpu: bool, notes: list[str]) -> Target:
     if is_cpu:
         return load_target("cpu")
     if "target_config" in files:
         try:
-            return target_from_config("recorded", (folder / files["target_config"]).read_text(encoding="utf-8"))
+            return target_from_config(None, (folder / files["target_config"]).read_text(encoding="utf-8"))
         except (DumpError, UnknownTargetError, UnicodeDecodeError) as error:
             raise DumpError(f"{folder / files['target_config']}: {error}") from error
     notes.append("The folder has no *.gpu_target_config.pbtxt, so the roofline assumes an H200.")
@@ -269,7 +278,7 @@ def _extract(source: Path, folder: Path) -> None:
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(entry) as packed, destination.open("wb") as plain:
                     shutil.copyfileobj(packed, plain)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise DumpError(f"{source} is not a readable archive: {error}") from error
 
 

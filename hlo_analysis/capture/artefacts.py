@@ -26,6 +26,7 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
     ("live_range", "_after_optimizations-live-range.txt"),
     ("before_config_assignment", ".before_config_assignment.txt"),
     ("target_config", ".gpu_target_config.pbtxt"),
+    ("module_autotune", ".autotune_results.pbtxt"),
     ("debug_options", ".debug_options"),
     ("module_config", ".config.pbtxt"),
     ("ptx", ".ptx"),
@@ -74,10 +75,10 @@ def main_module(folder: Path, preferred: str | None = None) -> tuple[str, list[s
 
     Args:
       folder: where `xla_dump_to` wrote.
-      preferred: the function's name; a module `jit_<name>` is taken over a larger one.
+      preferred: the module's name ("jit_f", or "module_0001.jit_f"), where the largest is not the one.
 
     Raises:
-      DumpError: no folder, nothing in it, or nothing that XLA wrote.
+      DumpError: no folder, nothing in it, nothing that XLA wrote, or no module of that name.
     """
     if not folder.is_dir():
         raise DumpError(f"{folder} is not a folder; expected a capture or what xla_dump_to wrote")
@@ -91,13 +92,16 @@ def main_module(folder: Path, preferred: str | None = None) -> tuple[str, list[s
             f"{', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}"
         )
 
-    def weight(module: str) -> tuple[bool, bool, int]:
+    def weight(module: str) -> tuple[bool, int]:
         files = found[module]
-        name = module.partition(".")[2]
         compiled = any(file.endswith("_after_optimizations.txt") for file in files)
-        return name == preferred, compiled, sum((folder / file).stat().st_size for file in files)
+        return compiled, sum((folder / file).stat().st_size for file in files)
 
-    chosen = max(found, key=weight)
+    candidates = [module for module in found if preferred in (None, module, module.partition(".")[2])]
+    if not candidates:
+        names = [module.partition(".")[2] for module in found]
+        raise DumpError(f"{folder} holds no module {preferred!r}; it has {', '.join(names)}")
+    chosen = max(candidates, key=weight)
     return chosen, found[chosen]
 
 

@@ -105,8 +105,7 @@ def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
     if replay.gemm_hits == 0:
         return told(
             "default",
-            f"The recorded autotuning knows none of the {products}: they got XLA's default kernels; a GPU may choose "
-            "others.",
+            f"The recorded autotuning does not fit: {products} got XLA's default kernels; a GPU may choose others.",
         )
     if replay.hits < replay.lookups:
         missed = replay.lookups - replay.hits

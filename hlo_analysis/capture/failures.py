@@ -13,11 +13,18 @@ from hlo_analysis.targets import Target
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']*)'")
 # XLA looks for both in CUDA's folder, and the nvidia-cuda-nvcc wheel brings both.
 _TOOLCHAIN = ("ptxas", "libdevice")
+_SENTENCE_LENGTH = 300
 
 
 def is_toolchain_failure(error: str) -> bool:
     """True when XLA got as far as machine code, and had no (working) assembler or device library."""
     return any(tool in error for tool in _TOOLCHAIN)
+
+
+def first_sentence(error: str) -> str:
+    """The start of an error, up to its first line's first full stop: what follows lists paths by the dozen."""
+    line = error.strip().partition("\n")[0]
+    return line.partition(". ")[0][:_SENTENCE_LENGTH].rstrip(".") + "."
 
 
 def compile_error(result: Mapping[str, Any], target: Target, last_words: str) -> CaptureError:

@@ -22,7 +22,7 @@ from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
 
-# The frames of this file and of capture() are not the user's: without them every instruction would name them as callers.
+# The frames of this file and of capture() are not the user's: every instruction would name them among its callers.
 for _file in (__file__, str(Path(__file__).with_name("api.py"))):
     source_info_util.register_exclusion(_file)
 

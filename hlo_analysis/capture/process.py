@@ -103,10 +103,9 @@ class Worker:
 
 
 def last_words(log: str) -> str:
-    """The last lines of a log, informational ones left out unless there is nothing else."""
-    lines = log.splitlines()
-    telling = [line for line in lines if not (line.startswith("I") and line[1:5].isdigit())]
-    return "\n".join((telling or lines)[-_LAST_WORDS_LINES:]).strip()
+    """The last lines of a log that are warnings, errors, or not XLA's log format at all."""
+    telling = [line for line in log.splitlines() if not (line.startswith("I") and line[1:5].isdigit())]
+    return "\n".join(telling[-_LAST_WORDS_LINES:]).strip()
 
 
 def _exit_phrase(status: int) -> str:

@@ -97,8 +97,8 @@ def load_target(name: str | Path | Target) -> Target:
         raise UnknownTargetError(f"{path} is not a GpuTargetConfigProto in text form: {error}") from error
 
 
-def target_from_config(name: str, config_text: str, *, autotune: Path | None = None) -> Target:
-    """The target that a GpuTargetConfigProto in text form describes.
+def target_from_config(name: str | None, config_text: str, *, autotune: Path | None = None) -> Target:
+    """The target that a GpuTargetConfigProto in text form describes; its own name where none is given.
 
     Raises:
       DumpError: not a text proto.
@@ -107,6 +107,7 @@ def target_from_config(name: str, config_text: str, *, autotune: Path | None = N
     config = parse_textproto(config_text)
     info = config.message("gpu_device_info")
     device_name = config.scalar("device_description_str") or info.scalar("name")
+    name = name or device_name or "recorded"
     if not info.fields:
         raise UnknownTargetError(f"target {name!r}: no gpu_device_info in it, so not an XLA target config")
     capability = _compute_capability(name, device_name, config, info)

@@ -11,13 +11,13 @@ from hlo_analysis.errors import DumpError
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
       | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-      | (?P<word>[A-Za-z_][\w.]*|[-+]?(?:\d[\w.+]*|\.\d+\w*|inf|nan))
+      | (?P<word>[A-Za-z_][\w.]*|[-+]?(?:\.?\d(?:[\w.]|(?<=[eE])[-+])*|inf|nan))
       | (?P<mark>[{}<>\[\]:;,])""",
     re.VERBOSE,
 )
 
-_ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
-_NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+_ESCAPE = re.compile(rb"\\([0-7]{1,3}|x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
+_NAMED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
 class Quoted(str):
@@ -132,15 +132,18 @@ def _list(tokens: Iterator[tuple[str, str, int]]) -> Iterator[str | Message]:
 
 
 def _unquote(literal: str) -> Quoted:
-    def replace(match: re.Match[str]) -> str:
+    """A string literal's text. Escapes stand for bytes, and the bytes for UTF-8, as protobuf has it."""
+
+    def replace(match: re.Match[bytes]) -> bytes:
         escape = match.group(1)
-        if escape[0] in "01234567":
-            return chr(int(escape, 8) & 255)
-        if escape[0] == "x" and len(escape) > 1:
-            return chr(int(escape[1:], 16))
+        if escape[:1] in b"01234567":
+            return bytes([int(escape, 8) & 255])
+        if escape[:1] == b"x" and len(escape) > 1:
+            return bytes([int(escape[1:], 16)])
         return _NAMED.get(escape, escape)
 
-    return Quoted(_ESCAPE.sub(replace, literal[1:-1]))
+    data = _ESCAPE.sub(replace, literal[1:-1].encode("utf-8", "surrogateescape"))
+    return Quoted(data.decode("utf-8", "surrogateescape"))
 
 
 def format_textproto(message: Message, depth: int = 0) -> str:
@@ -156,9 +159,10 @@ def format_textproto(message: Message, depth: int = 0) -> str:
 
 
 def _quote(text: str) -> str:
-    def escape(character: str) -> str:
+    def escape(byte: int) -> str:
+        character = chr(byte)
         if character in '"\\':
             return "\\" + character
-        return character if " " <= character <= "~" else f"\\{ord(character) & 255:03o}"
+        return character if " " <= character <= "~" else f"\\{byte:03o}"
 
-    return '"' + "".join(map(escape, text)) + '"'
+    return '"' + "".join(map(escape, text.encode("utf-8", "surrogateescape"))) + '"'
