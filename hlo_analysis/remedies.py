@@ -52,6 +52,10 @@ _LAYOUT = Remedy(
     "that nothing is moved",
 )
 _LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
+_DONATE = Remedy(
+    kind="rewrite",
+    text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
+)
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
@@ -73,6 +77,8 @@ def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, 
     into_products = [reader for reader in readers if reader.kind in PRODUCTS]
     if category == categories.SWITCHED_OFF:
         return _LEAVE_ON
+    if category == categories.INSERTED and "copy" in (producer.kind, *(reader.kind for reader in readers)):
+        return _DONATE
     if category == categories.BOUNDARY:
         return _BOUNDARY
     if is_score:
