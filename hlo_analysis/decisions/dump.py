@@ -104,7 +104,7 @@ def read_fusion_dump(text: str) -> FusionDump:
     dump = _message_class()()
     try:
         text_format.Parse(text, dump, allow_unknown_field=True)
-    except (text_format.ParseError, UnicodeError, RecursionError) as error:
+    except (text_format.ParseError, ValueError, RecursionError, Warning) as error:  # it may warn of a broken escape
         raise DumpError(
             f"expected XLA's priority-fusion dump, a text proto; it stops making sense: {error}. "
             "It may have been cut off while XLA was writing it: capture again."
