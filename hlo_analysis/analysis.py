@@ -11,12 +11,16 @@ from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.intermediates import find_intermediates
+from hlo_analysis.kinds import EMITTERS
 from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.missed import rank
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.resources import read_resources, resources_of
 from hlo_analysis.rows import Context, launch_row
+
+_LARGE_PRODUCT = 10**9
+"""FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
 
 
 def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
@@ -52,7 +56,6 @@ def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
 
 def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: str, notes: tuple[str, ...]) -> Analysis:
     provenance = capture.manifest.provenance
-    provenance = replace(provenance, notes=(*provenance.notes, *notes, *table.notes))
     device = capture.manifest.device
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
     flow = Dataflow(module)
@@ -74,9 +77,10 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads]
     )
     decisions = decide(capture, module, launch_of)
+    notes = (*provenance.notes, *notes, *table.notes, *_slow_products(launches))
     return Analysis(
         label=label,
-        provenance=provenance,
+        provenance=replace(provenance, notes=notes),
         device=device,
         launches=launches,
         decisions=decisions,
@@ -86,6 +90,24 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         memory=_memory(capture),
         silent=silent_instructions(module, table),
     )
+
+
+def _slow_products(launches: Sequence[Launch]) -> list[str]:
+    """A note on products that XLA left to its loop emitter, one thread an element: hundreds of times slower."""
+    slow = [
+        launch.name
+        for launch in launches
+        if launch.kind in EMITTERS
+        and launch.flops >= _LARGE_PRODUCT
+        and {"dot", "convolution"} & dict(launch.opcodes).keys()
+    ]
+    if not slow:
+        return []
+    return [
+        f"Matrix products without matrix units: {', '.join(slow)}. XLA's default gives them to its loop emitter, one "
+        "thread an element of the result; with autotuning (an attached GPU, or a recording of one) it times the "
+        "alternatives first."
+    ]
 
 
 def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:

@@ -93,6 +93,10 @@ class Flops:
         """All FLOPs."""
         return self.vector + sum(count for _, count in self.matrix)
 
+    def without_matrix_units(self) -> Flops:
+        """The same work done by a code generator that does not use the matrix units."""
+        return Flops(vector=self.total)
+
     def __add__(self, other: Flops) -> Flops:
         matrix = dict(self.matrix)
         for kind, count in other.matrix:

@@ -6,6 +6,9 @@ from hlo_analysis.dataflow import returned_by
 from hlo_analysis.hlo import Instruction, Module
 from hlo_analysis.records import LaunchKind
 
+EMITTERS: frozenset[LaunchKind] = frozenset({"loop", "reduction", "transpose", "concatenate", "scatter"})
+"""Kinds that XLA's own emitters make, which never use the matrix units."""
+
 _COLLECTIVE_THUNKS = (
     "kAllGather",
     "kAllReduce",
@@ -130,5 +133,8 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
                         return kind
             return "loop"
         case "kLoop":
+            return "loop"
+        case "kCustom" if isinstance(config, dict) and "native_emitter_backend_config" in config:
+            # A product that the config assigner took away from Triton: one thread an element of the result.
             return "loop"
     return "other"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_analysis.dataflow import CONTROL_FLOW
+from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.thunks import Thunk, parse_thunk_metadata, parse_thunk_sequence
 
@@ -61,11 +62,17 @@ def find_launches(module: Module, sequence: str | None, metadata: str | None) ->
       metadata: text of `*.thunk_metadata.txt`, or None.
 
     Raises:
-      DumpError: `sequence` is not a thunk list.
+      DumpError: `sequence` is not a thunk list, or was cut off.
     """
     if sequence is None or metadata is None:
         return _from_module(module)
     names = parse_thunk_metadata(metadata)
+    forest = parse_thunk_sequence(sequence)
+    absent = sorted(names.keys() - {thunk.id for root in forest for thunk in root.walk()})
+    if absent:
+        raise DumpError(
+            f"the thunk list lacks thunks {absent[:5]} of {len(names)} that its metadata names; was the dump cut off?"
+        )
     homes = {
         name: (computation, instruction)
         for computation in module.computations.values()
@@ -79,7 +86,7 @@ def find_launches(module: Module, sequence: str | None, metadata: str | None) ->
             instruction=homes[name][1] if name in homes else None,
             repeat=repeat,
         )
-        for thunk, name, repeat in _walk(parse_thunk_sequence(sequence), names, homes, notes)
+        for thunk, name, repeat in _walk(forest, names, homes, notes)
     ]
     unknown = [site.thunk.id for site in sites if site.instruction is None]
     if unknown:

@@ -11,7 +11,7 @@ from hlo_analysis.flops import Flops, flops_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.intermediates import Access
-from hlo_analysis.kinds import kind_of, opcode_counts
+from hlo_analysis.kinds import EMITTERS, kind_of, opcode_counts
 from hlo_analysis.launches import Site
 from hlo_analysis.records import Device, Launch, Value
 from hlo_analysis.resources import Resources
@@ -83,6 +83,8 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     last = site.step == site.steps - 1
     resources = context.resources.get(index, Resources())
     flops = flops_of(module, site.computation, instruction) if last else Flops()
+    if kind in EMITTERS:
+        flops = flops.without_matrix_units()
     limit = bound(bytes_read + usage.bytes_written, flops, context.device)
     estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
     op_name, frame = _origin(module, instruction)

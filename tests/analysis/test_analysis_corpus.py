@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import pytest
 
+from hlo_analysis import Capture, DumpError, analyze
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.launches import find_launches
+from hlo_analysis.records import Memory
 from hlo_analysis.thunks import WAITS, parse_thunk_sequence
 
 CONTAINERS = ("kSequential", "kWhile", "kConditional", "kAsyncStart", "kDynamicSliceFusion")
@@ -246,3 +251,28 @@ def test_without_a_thunk_list_launches_are_read_off_the_module(corpus):
         (site.instruction.name, site.repeat) for site in listed.sites
     }
     assert "no thunk list" in guessed.notes[0]
+
+
+def test_a_capture_that_stopped_before_machine_code(corpus):
+    whole = corpus["mlp_gradient"]
+    late = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment")
+    files = {key: name for key, name in whole.manifest.files.items() if key not in late}
+    stopped = Capture(whole.path, replace(whole.manifest, files=files, memory=Memory()))
+    analysis = analyze(stopped)
+    # The products that config assignment splits over k are one launch here.
+    assert len(analysis.launches) >= 10
+    assert {"triton_gemm", "loop", "reduction"} <= {launch.kind for launch in analysis.launches}
+    assert any("no final module" in note for note in analysis.provenance.notes)
+    assert any("no thunk list" in note for note in analysis.provenance.notes)
+    nothing = Capture(whole.path, replace(whole.manifest, files={}))
+    with pytest.raises(DumpError, match="no HLO text to analyse"):
+        analyze(nothing)
+
+
+def test_a_thunk_list_that_was_cut_off(corpus, tmp_path):
+    whole = corpus["mlp_gradient"]
+    shutil.copytree(whole.path, tmp_path / "cut")
+    sequence = tmp_path / "cut" / whole.manifest.files["thunk_sequence"]
+    sequence.write_text("".join(sequence.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(DumpError, match="cut off"):
+        analyze(Capture.load(tmp_path / "cut"))

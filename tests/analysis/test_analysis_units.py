@@ -224,6 +224,28 @@ def test_custom_calls_by_target(target, kind):
     assert kind_of(module, module.entry.root_instruction, "kCustomCall") == kind
 
 
+def test_a_product_left_to_the_loop_emitter():
+    body = """%body {
+  %p = bf16[64,64]{1,0} parameter(0)
+  ROOT %d = bf16[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+"""
+    line = "ROOT %f = bf16[64,64]{1,0} fusion(%a), kind=kCustom, calls=%body, backend_config="
+
+    def kind(config: str) -> str:
+        module = module_of("%a = bf16[64,64]{1,0} parameter(0)", line + config, before=body)
+        return kind_of(module, module.entry.root_instruction, "kCustomKernel")
+
+    assert kind('{"native_emitter_backend_config":{}}') == "loop"
+    assert kind('{"fusion_backend_config":{"kind":"__triton_gemm"}}') == "triton_gemm"
+    assert kind('{"fusion_backend_config":{"kind":"__triton"}}') == "triton_gemm"
+    # Without matrix units it is vector work.
+    product = Flops(matrix=(("bf16", 10**10),), vector=5)
+    assert product.without_matrix_units() == Flops(vector=10**10 + 5)
+    assert bound(0, product, DEVICE).compute_us < bound(0, product.without_matrix_units(), DEVICE).compute_us
+
+
 def test_buffer_assignment():
     text = """\
 BufferAssignment:
