@@ -181,7 +181,9 @@ def _analysed(
     # One strategy's failure, of whatever kind, must not cost the others their result.
     except Exception as error:
         told(strategy.name, "failed")
-        return dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+        # Why the block did not trace is the news; its arguments, which the error lists, are the same for all.
+        told_error = error.__cause__ if config is not None and error.__cause__ is not None else error
+        return dataclasses.replace(result, error=f"{type(told_error).__name__}: {told_error}")
     told(strategy.name, "done")
     return result
 

@@ -145,6 +145,12 @@ def test_kernels_for_rms_norm_are_not_offered_to_layer_norm():
     assert comparison["xla"].analysis is not None
 
 
+def test_what_cudnn_cannot_do_is_said_in_its_own_words():
+    comparison = compare("tiny", (1, 1), strategies=["xla", "xla_cudnn"], mode="grad", numerics=False)
+    assert comparison["xla_cudnn"].error == "NotImplementedError: Unsupported sequence length Q 1, KV 1."
+    assert comparison["xla"].analysis.launch_count > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

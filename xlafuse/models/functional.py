@@ -45,14 +45,16 @@ def block_function(
     params = nnx.to_pure_dict(state)
 
     def apply(params: Any, x: Array, positions: Array | None = None, dropout_key: Array | None = None) -> Array:
+        # A State and its plain dictionary flatten in the same order.
         restored = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
         return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key)
 
     apply.__name__ = apply.__qualname__ = "block"
     x = ShapeDtypeStruct((batch, length, config.hidden_size), jnp.dtype(config.dtype))
     positions = ShapeDtypeStruct((batch, length), jnp.int32) if config.rope_theta is not None else None
-    arguments = (params, x, positions, ShapeDtypeStruct((2,), jnp.uint32)) if dropout else (params, x, positions)
-    return apply, arguments if arguments[-1] is not None else arguments[:-1]
+    if dropout:
+        return apply, (params, x, positions, ShapeDtypeStruct((2,), jnp.uint32))
+    return apply, (params, x) if positions is None else (params, x, positions)
 
 
 def initial_params(block: str | BlockConfig, *, seed: int = 0) -> dict[str, Any]:
