@@ -71,6 +71,7 @@ def test_a_dump_cut_between_two_steps_is_refused() -> None:
         read_fusion_dump(cut)
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(DUMP)))
 def test_every_cut_is_refused_or_loses_nothing(end: int) -> None:
     try:
@@ -80,7 +81,7 @@ def test_every_cut_is_refused_or_loses_nothing(end: int) -> None:
     assert dump == read_fusion_dump(DUMP)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, len(DUMP) - 1), st.text(max_size=4), st.integers(0, 6))
 def test_damage_raises_nothing_but_a_dump_error(at: int, inserted: str, removed: int) -> None:
     damaged = DUMP[:at] + inserted + DUMP[at + removed :]

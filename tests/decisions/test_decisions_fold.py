@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlo_analysis import Capture
@@ -52,6 +52,7 @@ def test_a_fusion_that_grew_is_priced_afresh() -> None:
     assert word.gain_us == pytest.approx(1.5)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] != pair[1]), max_size=30))
 def test_every_fusion_holds_its_two_ends(pairs: list[tuple[int, int]]) -> None:
     steps = [fused(f"i{a}", f"i{b}", f"f{number}") for number, (a, b) in enumerate(pairs)]

@@ -266,7 +266,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(ROWS)
 def test_ranking_is_sound_for_any_program(rows: list[tuple[Any, int, set[int], Any]]) -> None:
     program = Program()
