@@ -153,7 +153,8 @@ class MissedFusion:
     consumers: tuple[int, ...]
     bytes_at_stake: int
     time_at_stake_us: float
-    """Estimated: bytes at stake / bandwidth, and the launch overheads that would go."""
+    """Estimated: how much less the launches on both ends would wait for memory (one that arithmetic bounds waits for
+    none of it), and the launch overhead that would go."""
     share: float
     """Bytes at stake as a share of the traffic of the launches on both ends: the fusion test."""
     reason: str
