@@ -102,23 +102,35 @@ def _edges(analysis: Analysis) -> tuple[tuple[int, int, int], ...]:
     return tuple((source, target, size) for (source, target), size in totals.items())
 
 
-def _sugiyama(
-    count: int, edges: Sequence[tuple[int, int]]
-) -> tuple[list[tuple[float, int]], list[list[tuple[float, int]]]]:
-    """(column, layer) of each vertex, and of the bends of each edge from its first vertex to its second."""
-    # igraph 1.0: the layout's `edge_routing` holds the bends of each edge, top to bottom or as they come.
-    layout: Any = igraph.Graph(n=count, edges=list(edges), directed=True).layout_sugiyama(maxiter=200)
-    places = [(float(x), round(y)) for x, y in layout.coords]
-    bends = []
-    for (source, target), bend in zip(edges, layout.edge_routing, strict=True):
-        points = [(float(x), round(y)) for x, y in bend]
-        bends.append(sorted(points, key=lambda at: at[1], reverse=places[source][1] > places[target][1]))
+type Place = tuple[float, int]
+"""Column and layer, both from 0."""
+
+
+def _sugiyama(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[Place], list[list[Place]]]:
+    """The place of each vertex, and of the bends of each edge from its first vertex to its second.
+
+    Parts that hang together are laid out one by one, side by side: where there are several, igraph 1.0.0 gives the
+    bends to the wrong edges.
+    """
+    places: list[Place] = [(0.0, 0)] * count
+    bends: list[list[Place]] = [[] for _ in edges]
+    shift = 0.0
+    for part in igraph.Graph(n=count, edges=list(edges)).connected_components():
+        local = {vertex: number for number, vertex in enumerate(part)}
+        inner = [number for number, (source, _) in enumerate(edges) if source in local]
+        pairs = [(local[edges[number][0]], local[edges[number][1]]) for number in inner]
+        layout: Any = igraph.Graph(n=len(part), edges=pairs, directed=True).layout_sugiyama(maxiter=200)
+        for vertex, (x, y) in zip(part, layout.coords, strict=True):
+            places[vertex] = (float(x) + shift, round(y))
+        for number, bend in zip(inner, layout.edge_routing, strict=True):
+            source, target = edges[number]
+            points = ((float(x) + shift, round(y)) for x, y in bend)
+            bends[number] = sorted(points, key=lambda at: at[1], reverse=places[source][1] > places[target][1])
+        shift = 1 + max(x for x, _ in (*places, *(point for bend in bends for point in bend)))
     return places, bends
 
 
-def _layered(
-    count: int, edges: Sequence[tuple[int, int]]
-) -> tuple[tuple[tuple[int | None, ...], ...], tuple[Route, ...]]:
+def _layered(count: int, edges: Sequence[tuple[int, int]]) -> tuple[tuple[Layer, ...], tuple[Route, ...]]:
     places, bends = _sugiyama(count, edges)
     everything = [*((place, vertex) for vertex, place in enumerate(places)), *((at, None) for b in bends for at in b)]
     rows: list[list[tuple[float, int | None]]] = [

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from hlo_analysis.records import Analysis, Comparison, Provenance, StrategyResult
 from hlo_analysis.report import kinds, words
@@ -78,10 +78,15 @@ def _environment() -> Environment:
         ms=lambda microseconds: f"{microseconds / 1e3:.2f}",
         percent=lambda share: f"{share:.0%}",
         family=kinds.family_of,
-        plural=words.plural,
+        breakable=_breakable,
     )
     environment.globals.update(change=words.format_change, family_words=kinds.FAMILIES)
     return environment
+
+
+def _breakable(name: str) -> Markup:
+    """The name, escaped, with places where a line may break after each underscore."""
+    return Markup("_<wbr>").join(escape(part) for part in name.split("_"))
 
 
 @cache

@@ -122,13 +122,18 @@ def _footnotes(comparison: Comparison) -> list[str]:
             + (f"; FAILED: {', '.join(failed)}." if failed else ".")
         )
     lines.extend(
-        f"{result.name} has no analysis: {(result.error or 'no reason given').splitlines()[0]}"
+        f"{result.name} has no analysis: {_first_sentence(result.error or 'no reason given')}"
         for result in comparison.strategies
         if result.analysis is None
     )
     # Of what only some captures could not know, the page tells more.
     lines.extend(note for names, note in words.notes(comparison) if not names or comparison.baseline in names)
     return lines
+
+
+def _first_sentence(text: str) -> str:
+    head, stop, _ = text.splitlines()[0].partition(". ")
+    return head + stop.rstrip()
 
 
 def _missed(analysis: Analysis, item: MissedFusion) -> Padding:

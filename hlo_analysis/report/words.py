@@ -96,7 +96,7 @@ def numerics_words(numerics: Numerics | None) -> str:
 
 def scope_words(scope: str) -> str:
     """A scope for people: its last part, or words where the program named none."""
-    return scope.rsplit("/", 1)[-1].replace("_", " ") if scope else "unnamed part"
+    return scope.rsplit("/", 1)[-1].replace("_", " ") if scope else "launches without a scope"
 
 
 def saved_share(analysis: Analysis) -> float:

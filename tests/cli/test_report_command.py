@@ -119,13 +119,17 @@ def test_nothing_stays_when_no_strategy_compiles(invoke, monkeypatch: pytest.Mon
 
 
 def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_, **__):
-        raise ComparisonError({"xla": "CaptureError: f does not trace", "pallas": "CaptureError: f does not trace"})
+    def fail(*_, progress, **__):
+        for name, state in (("xla", "failed"), ("unfused", "failed"), ("pallas", "not applicable")):
+            progress(name, state)
+        alike = "CaptureError: f does not trace"
+        raise ComparisonError({"xla": alike, "unfused": alike, "pallas": "'pallas' needs a block."})
 
     monkeypatch.setattr(xlafuse.compare, "compare", fail)
     result = invoke("report", "--json")
     assert result.exit_code == 2
     assert result.stderr.count("f does not trace") == 1
+    assert "needs a block" not in result.stderr
 
 
 def test_nothing_half_written_stays_when_the_disk_is_full(invoke, compared, tmp_path: Path, monkeypatch):

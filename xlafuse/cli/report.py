@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xlafuse.cli.failures import InputError
 from xlafuse.cli.output import output_folder, write_files
+from xlafuse.errors import ComparisonError
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Comparison
@@ -107,18 +108,29 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
     from xlafuse.strategies import resolve_strategies
 
     names = [strategy.name for strategy in resolve_strategies(request.strategies)]
-    with progress_on(Console(stderr=True), names) as progress:
-        return compare(
-            program,
-            shapes,
-            strategies=request.strategies,
-            target=request.target,
-            mode=request.mode,
-            baseline=request.baseline,
-            numerics=request.numerics,
-            progress=progress,
-            timeout=request.timeout,
-        )
+    states: dict[str, str] = {}
+    with progress_on(Console(stderr=True), names) as show:
+
+        def progress(name: str, state: str) -> None:
+            states[name] = state
+            show(name, state)
+
+        try:
+            return compare(
+                program,
+                shapes,
+                strategies=request.strategies,
+                target=request.target,
+                mode=request.mode,
+                baseline=request.baseline,
+                numerics=request.numerics,
+                progress=progress,
+                timeout=request.timeout,
+            )
+        except ComparisonError as error:
+            # That some strategies do not apply is no news where the others failed.
+            failed = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
+            raise ComparisonError(failed or error.reasons) from None
 
 
 def _write(comparison: Comparison, folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ function launchLink(strategy, index, label) {
   return el("button", {
     type: "button", className: "link", "data-strategy": strategy, "data-launch": index,
     title: launch.name,
-  }, label ?? `#${index} ${launch.name}`);
+  }, ...breakable(label ?? `#${index} ${launch.name}`));
 }
 
 function edgesOf(strategy, index) {
@@ -57,7 +57,7 @@ function openCard(strategy, index) {
   card.replaceChildren(
     el("header", {},
       el("div", {}, el("p", { className: "over", textContent: `${strategy} · launch #${index}` }),
-        el("h2", { id: "card-title" }, swatch(launch.kind), launch.name)),
+        el("h2", { id: "card-title" }, swatch(launch.kind), el("span", {}, ...breakable(launch.name)))),
       el("button", { type: "button", className: "close", "aria-label": "Close", textContent: "×", onclick: () => card.close() })),
     el("dl", { className: "facts" },
       ...[

@@ -88,4 +88,6 @@ const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? ""
 const lastScope = (scope) => scope.slice(scope.lastIndexOf("/") + 1);
 const scopeLabel = (scope, phase, parts = 1) =>
   (scope.split("/").slice(-parts).join("/") || "no scope") + (phase === "backward" ? " · backward" : "");
+/** The text with places where a line may break after each underscore. */
+const breakable = (text) => text.split(/(?<=_)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part]));
 const swatch = (kind) => el("i", { className: `k k-${family(kind)}` });

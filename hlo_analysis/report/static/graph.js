@@ -10,11 +10,17 @@ function foldAll(name, open) {
   showGraph(name);
 }
 
+/** Opens or closes a cluster; its head stays where it was on the screen. */
 function toggle(name, cluster) {
   const set = opened.get(name);
   if (!set.delete(cluster)) set.add(cluster);
+  const head = () => document.querySelector(`#graph-view [data-cluster="${cluster}"]`);
+  const before = head().getBoundingClientRect();
   showGraph(name);
-  document.querySelector(`#graph-view [data-cluster="${cluster}"]`)?.focus();
+  const after = head().getBoundingClientRect();
+  document.getElementById("graph-view").scrollLeft += after.left - before.left;
+  window.scrollBy({ top: after.top - before.top, behavior: "instant" });
+  head().focus({ preventScroll: true });
 }
 
 /** Places of the launches inside an open cluster, relative to its corner, and its size. */
@@ -184,6 +190,8 @@ function showGraph(name) {
   const { graph, launches } = strategies.get(name);
   const view = document.getElementById("graph-view");
   if (!launches.length) { view.replaceChildren(el("p", { className: "empty", textContent: "This program launches nothing." })); return; }
+  const isNew = view.dataset.shows !== name;
+  view.dataset.shows = name;
   if (!opened.has(name)) opened.set(name, new Set());
   const plan = arrange(graph, launches, opened.get(name));
   const drawing = svg("svg", { width: Math.ceil(plan.width), height: Math.ceil(plan.height), viewBox: `0 0 ${Math.ceil(plan.width)} ${Math.ceil(plan.height)}`, role: "group", "aria-label": `Launches of ${name}` },
@@ -194,6 +202,7 @@ function showGraph(name) {
   drawing.addEventListener("focusin", (event) => hover(drawing, event.target));
   drawing.addEventListener("pointerleave", () => hover(drawing, null));
   view.replaceChildren(drawing);
+  if (isNew) view.scrollLeft = plan.bends[0][0].x - view.clientWidth / 2;
 }
 
 /** Says what is under the pointer, and lights its lines. */

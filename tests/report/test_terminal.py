@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from hlo_analysis.records import Comparison
+from hlo_analysis.report import render_terminal, verdict, words
+from tests.report.examples import XLA_STEPS, Step, analysis_of
+
+
+def _printed(comparison: Comparison, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    render_terminal(comparison, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_it_says_what_a_reader_must_know(comparison: Comparison, width: int):
+    text = _printed(comparison, width)
+    flat = " ".join(text.split())
+    assert "On an H200, XLA makes 13 launches of this program; fusion saves 62% of the unfused HBM traffic" in flat
+    assert "GEMM choice: replayed 6 of 6." in flat
+    assert "Numerics against float64: 4 of 4 within twice the baseline's error." in flat
+    assert "xla_gemm_v2 has no analysis: XLA said: INTERNAL: no such thing" in flat
+    assert "Registers and spills are unknown: ptxas was not asked." in flat
+    assert "Use cuDNN attention" in flat
+    assert max(map(len, text.splitlines())) <= width
+    row = next(line for line in text.splitlines() if line.strip().startswith("xla_cudnn"))
+    for cell in ("11", "3.32", "−72%", "53%", "4.49", "−22%", "6.44"):
+        assert cell in row
+
+
+def test_counted_and_estimated_stand_in_the_heads(comparison: Comparison):
+    head = next(line for line in _printed(comparison, 140).splitlines() if line.strip().startswith("strategy"))
+    assert head.split() == ["strategy", *["counted"] * 4, "estimated", "counted"]
+    measured = replace(
+        comparison, strategies=tuple(replace(result, measured_us=5980.0) for result in comparison.strategies)
+    )
+    text = _printed(measured, 140)
+    assert "measured" in text
+    assert "5.98" in text
+
+
+def test_markup_in_names_is_text(hostile: Comparison):
+    name = "[bold red]name[/] [/]"
+    first, second = hostile.strategies
+    strategies = (replace(first, name=name), replace(second, error=name))
+    renamed = replace(hostile, baseline=name, strategies=strategies)
+    assert name in _printed(renamed, 200)
+
+
+def test_mixed_gemm_choices_name_their_strategies(comparison: Comparison):
+    first, *rest = comparison.strategies
+    assert first.analysis is not None
+    changed = replace(first.analysis, provenance=replace(first.analysis.provenance, gemm_choice="default"))
+    text = _printed(replace(comparison, strategies=(replace(first, analysis=changed), *rest)), 200)
+    assert "GEMM choice: default (no autotuning) (unfused); replayed 6 of 6 (xla, xla_cudnn, pallas)." in text
+
+
+def test_failed_numerics_are_not_hidden(comparison: Comparison):
+    strategies = [
+        replace(s, numerics=replace(s.numerics, passed=False)) if s.name == "pallas" and s.numerics else s
+        for s in comparison.strategies
+    ]
+    assert "FAILED: pallas" in _printed(replace(comparison, strategies=tuple(strategies)), 200)
+
+
+def test_verdict_names_the_strategy_with_the_lowest_roofline(comparison: Comparison):
+    assert verdict(comparison).endswith(
+        "Lowest roofline of the 4 strategies: xla_cudnn, −22% estimated time and −72% HBM traffic in 11 launches."
+    )
+    best = replace(comparison, baseline="xla_cudnn")
+    assert verdict(best).startswith("On an H200, xla_cudnn makes 11 launches")
+    assert verdict(best).endswith("None of the other 3 strategies has a lower roofline time (estimated).")
+
+
+def test_verdict_of_one_launch_with_nothing_between():
+    from hlo_analysis.diff import compare_analyses
+    from hlo_analysis.records import StrategyResult
+
+    step = Step(name="add", kind="loop", scope="", shape="f32[4]", size=16, reads=("x",))
+    result = StrategyResult(name="xla", description="", analysis=analysis_of((step,), "xla"))
+    said = verdict(compare_analyses("add", [result], "xla"))
+    assert said == (
+        "On an H200, XLA makes 1 launch of this program; fusion saves 0% of the unfused HBM traffic; "
+        "nothing goes through HBM between launches."
+    )
+
+
+def test_intermediates_by_scope_add_up():
+    analysis = analysis_of(XLA_STEPS, "xla")
+    scopes = words.intermediates_by_scope(analysis)
+    assert sum(scopes.values()) == analysis.traffic.intermediate_bytes
+    assert next(iter(scopes)) == "block/attention"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (words.format_bytes(0), "0 B"),
+        (words.format_bytes(999), "999 B"),
+        (words.format_bytes(1234567), "1.2 MB"),
+        (words.format_bytes(123456789), "123 MB"),
+        (words.format_bytes(-2.5e9), "-2.5 GB"),
+        (words.format_us(0.5), "0.5 µs"),
+        (words.format_us(850), "850 µs"),
+        (words.format_us(5534), "5.53 ms"),
+        (words.format_us(1.2e6), "1.20 s"),
+        (words.format_flops(0), "0 FLOP"),
+        (words.format_flops(4.1e12), "4.1 TFLOP"),
+        (words.format_change(88, 100), "−12%"),
+        (words.format_change(103, 100), "+3.0%"),
+        (words.format_change(100.01, 100), "≈"),
+        (words.format_change(5, 5), "="),
+        (words.format_change(5, 0), ""),
+        (words.plural(1, "launch"), "1 launch"),
+        (words.plural(2, "launch"), "2 launches"),
+        (words.plural(2, "edge"), "2 edges"),
+    ],
+)
+def test_numbers_as_people_read_them(made: str, said: str):
+    assert made == said
