@@ -120,5 +120,5 @@ def test_pipelines_fit_in_shared_memory(features, itemsize):
         for blocks in (1, 2, 3, 6):
             config = pipeline_config(features, itemsize, scale_itemsize=4, streams=streams, blocks_per_core=blocks)
             if config is not None:
-                block_bytes = config.steps * streams * features * itemsize + features * 4
-                assert config.blocks_per_core * block_bytes <= 227 * 1024
+                block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
+                assert config.blocks_per_core * block_bytes <= 228 * 1024

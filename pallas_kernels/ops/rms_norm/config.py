@@ -7,8 +7,10 @@ from typing import Literal
 
 from pallas_kernels.primitives.rows import split_warp_row
 
-SHARED_MEMORY_BYTES = 227 * 1024
+SHARED_MEMORY_BYTES = 228 * 1024
 """What a streaming multiprocessor of Hopper gives to its blocks."""
+BLOCK_RESERVED_BYTES = 1024
+"""What the driver keeps of it for each block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ def default_backward(features: int, itemsize: int, *, scale_itemsize: int, strea
     """The untuned choice. `streams` arrays are read: x and dy, and the sum's cotangent where there is one."""
     sizes = {"scale_itemsize": scale_itemsize, "streams": streams}
     if features <= 4096:
-        config = pipeline_config(features, itemsize, blocks_per_core=3, **sizes)
+        configs = (pipeline_config(features, itemsize, blocks_per_core=b, **sizes) for b in (3, 2, 1))
+        config = next((config for config in configs if config is not None), None)
     else:
         config = shared_config(features, itemsize, warpgroups=-(-features // 4096), blocks_per_core=1, **sizes)
     if config is not None:
@@ -71,7 +74,8 @@ def pipeline_config(
     """As many rows in flight, up to 4, as `blocks_per_core` blocks can hold; None for fewer than 2."""
     if features * itemsize % 16 or features > 8192:  # TMA's alignment; registers
         return None
-    steps = _steps(blocks_per_core, features * scale_itemsize, streams * features * itemsize)
+    # Sums over a warpgroup take 2 KiB of scratch, the barriers' page another one.
+    steps = _steps(blocks_per_core, features * scale_itemsize, streams * features * itemsize, scratch_bytes=4096)
     if steps < 2:
         return None
     return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps)
@@ -86,19 +90,14 @@ def shared_config(
     if warpgroups > 4:  # 64 registers a thread are not enough
         return None
     steps = _steps(blocks_per_core, features * scale_itemsize, streams * features * itemsize)
-    if steps >= 2:
-        return BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps)
-    steps = _steps(blocks_per_core, 0, streams * features * itemsize)
-    if steps >= 2 and scale_itemsize == 2:
-        return BackwardConfig(
-            loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps, gain="registers"
-        )
-    return None
+    if steps < 2:
+        return None
+    return BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps)
 
 
-def _steps(blocks_per_core: int, gain_bytes: int, row_bytes: int) -> int:
-    # 4 KiB a block: the scratch of the sums, the barriers, and what the driver keeps.
-    return min(4, (SHARED_MEMORY_BYTES // blocks_per_core - gain_bytes - 4096) // row_bytes)
+def _steps(blocks_per_core: int, gain_bytes: int, row_bytes: int, scratch_bytes: int = 2048) -> int:
+    budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - gain_bytes - scratch_bytes
+    return min(4, budget // row_bytes)
 
 
 def forward_candidates(features: int, itemsize: int) -> dict[str, ForwardConfig]:

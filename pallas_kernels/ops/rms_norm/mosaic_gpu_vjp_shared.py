@@ -79,7 +79,7 @@ def shared_row_kernel(
 
         def step(i, partial):
             plgpu.barrier_wait(arrived.at[lax.rem(i, steps)])
-            _, value, dy, weighted = load(i, 0)
+            value, dy, weighted = load(i, 0)[1:]
             turn = lax.rem(i, 2)  # no warpgroup is ever two rows ahead
             sums[turn, 0, group] = line_sums(map_row(jnp.square, value))
             sums[turn, 1, group] = line_sums(map_row(jnp.multiply, value, weighted))
@@ -91,10 +91,10 @@ def shared_row_kernel(
             def _():
                 fetch(i - 1 + steps)
 
-            squares, products = (
-                sum((sums[turn, k, g, w] for g in range(warpgroups) for w in range(WARPS)), jnp.float32(0))
-                for k in range(2)
-            )
+            squares, products = jnp.float32(0), jnp.float32(0)
+            for g in range(warpgroups):
+                for w in range(WARPS):
+                    squares, products = squares + sums[turn, 0, g, w], products + sums[turn, 1, g, w]
             inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
             slope = products * (inverse * inverse * inverse * (1.0 / features))
             # A zero the compiler cannot see through; else it keeps the first read's values in registers.
