@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import contents
 from hlo_analysis.decisions.fold import Folded
 from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS, LogWords
-from hlo_analysis.decisions.survivors import PRIORITY_PASS
+from hlo_analysis.decisions.survivors import PRIORITY_PASS, generator_of
 from hlo_analysis.hlo import Instruction, Module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision
@@ -37,13 +37,13 @@ class _Known:
 
 
 def fused_edges(
-    before: Module | None, folded: Folded | None, log: LogWords, launches: Mapping[str, tuple[int, ...]]
+    before: Module | None, folded: Folded, log: LogWords, launches: Mapping[str, tuple[int, ...]]
 ) -> tuple[Decision, ...]:
     """The fused edges: those of passes before priority fusion, then its own in order, then multi-output fusion's.
 
     Args:
-        before: the module that priority fusion began with, where the capture has it.
-        folded: what priority fusion did, where it left a dump.
+        before: the module that priority fusion began with.
+        folded: what priority fusion did.
         log: words of the other passes.
         launches: instruction right after priority fusion → indices of the launches that hold it, in launch order.
 
@@ -52,55 +52,46 @@ def fused_edges(
     """
     known = _known(before) if before else {}
     holders = _holders(folded, launches)
-    decisions = [*_inner_edges(before, holders)] if before else []
-    random: dict[int | None, list[Decision]] = defaultdict(list)
-    for edge in folded.edges if folded else ():
+    found = list(_inner_edges(before, holders)) if before else []
+    for edge in folded.edges:
         producer, consumer = known.get(edge.producer, _Known()), known.get(edge.consumer, _Known())
-        held = holders.get(edge.fusion, ())
-        launch = held[0] if held else None
         known[edge.fusion] = consumer
-        if producer.is_silent or (launches and launch is None):
+        held = holders.get(edge.fusion, ())
+        if producer.is_silent or not held:
             continue
-        decision = Decision(
-            producer=edge.producer,
-            consumer=edge.consumer,
-            verdict="fused",
-            reason=f"[fused into {edge.fusion}]",
-            category=categories.FUSED,
-            pass_name=PRIORITY_PASS,
-            gain_us=edge.gain_us,
-            producer_launch=launch,
-            consumer_launch=launch,
-            bytes=producer.byte_size,
-            shape=producer.shape,
-            scope=consumer.scope,
+        decision = _fused(
+            edge.producer, edge.consumer, f"fused into {edge.fusion}", PRIORITY_PASS, held[0], producer, consumer.scope
         )
-        if producer.is_random and consumer.is_random:
-            random[launch].append(decision)
-        else:
-            decisions.append(decision)
-    decisions += [_collapse(steps) for steps in random.values()]
+        found.append((replace(decision, gain_us=edge.gain_us), producer.is_random and consumer.is_random))
     for fusion in log.multi_output:
         held = launches.get(fusion.second, launches.get(fusion.first, ()))
-        if fusion.siblings or not held:
-            continue
-        producer = known.get(fusion.first, _Known())
-        decisions.append(
-            Decision(
-                producer=fusion.first,
-                consumer=fusion.second,
-                verdict="fused",
-                reason="[fused, and the producer's value is still written for its other users]",
-                category=categories.FUSED,
-                pass_name=MULTI_OUTPUT_PASS,
-                producer_launch=held[0],
-                consumer_launch=held[0],
-                bytes=producer.byte_size,
-                shape=producer.shape,
-                scope=producer.scope,
-            )
-        )
-    return tuple(decisions)
+        if held and not fusion.siblings:
+            producer = known.get(fusion.first, _Known())
+            text = "fused, and the producer's value is still written for its other users"
+            ends = fusion.first, fusion.second
+            found.append((_fused(*ends, text, MULTI_OUTPUT_PASS, held[0], producer, producer.scope), False))
+    return _collapse(found)
+
+
+def edges_inside(final: Module, launch_of: Mapping[str, int]) -> tuple[Decision, ...]:
+    """The fused edges of a program whose fusion passes left no record: the insides of its launches."""
+    return _collapse(list(_inner_edges(final, {name: (index,) for name, index in launch_of.items()})))
+
+
+def _fused(producer: str, consumer: str, text: str, pass_name: str, launch: int, value: _Known, scope: str) -> Decision:
+    return Decision(
+        producer=producer,
+        consumer=consumer,
+        verdict="fused",
+        reason=f"[{text}]",
+        category=categories.FUSED,
+        pass_name=pass_name,
+        producer_launch=launch,
+        consumer_launch=launch,
+        bytes=value.byte_size,
+        shape=value.shape,
+        scope=scope,
+    )
 
 
 def _known(module: Module) -> dict[str, _Known]:
@@ -117,10 +108,10 @@ def _known(module: Module) -> dict[str, _Known]:
     }
 
 
-def _holders(folded: Folded | None, launches: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _holders(folded: Folded, launches: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Launches that hold each name that priority fusion ever used, followed back from what was left at its end."""
     holders = dict(launches)
-    for edge in reversed(folded.edges if folded else ()):
+    for edge in reversed(folded.edges):
         held = holders.get(edge.fusion, ())
         for name in (edge.consumer, edge.producer):
             if name != edge.fusion:
@@ -128,41 +119,31 @@ def _holders(folded: Folded | None, launches: Mapping[str, tuple[int, ...]]) -> 
     return holders
 
 
-def _inner_edges(before: Module, holders: Mapping[str, tuple[int, ...]]) -> Iterator[Decision]:
-    """What earlier passes had already fused: the insides of the fusions that priority fusion found."""
-    for computation in before.computations.values():
+def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Decision, bool]]:
+    """The edges inside the fusions of a module, and whether each is a step of a random-number generator."""
+    known = _known(module)
+    for computation in module.computations.values():
         for fusion in computation.instructions.values():
-            if fusion.opcode != "fusion":
-                continue
-            fused = before.computations[fusion.called[0]]
-            inside = contents(before, fusion)
-            pass_name = _pass_of(fusion, inside)
             held = holders.get(fusion.name, ())
-            if holders and not held:
+            if fusion.opcode != "fusion" or not held:
                 continue
+            fused = module.computations[fusion.called[0]]
+            inside = contents(module, fusion)
+            pass_name = _pass_of(fusion, inside)
             for consumer in inside:
-                for operand in _through_bitcasts(fused.instructions, consumer):
-                    yield Decision(
-                        producer=operand.name,
-                        consumer=consumer.name,
-                        verdict="fused",
-                        reason=f"[fused into {fusion.name}]",
-                        category=categories.FUSED,
-                        pass_name=pass_name,
-                        producer_launch=held[0] if held else None,
-                        consumer_launch=held[0] if held else None,
-                        bytes=operand.shape.byte_size,
-                        shape=str(operand.shape),
-                        scope=scope_of(consumer.op_name)[0],
-                    )
+                for producer in _through_bitcasts(fused.instructions, consumer):
+                    one, other = known[producer.name], known[consumer.name]
+                    text = f"fused into {fusion.name}"
+                    decision = _fused(producer.name, consumer.name, text, pass_name, held[0], one, other.scope)
+                    yield decision, one.is_random and other.is_random
 
 
 def _pass_of(fusion: Instruction, inside: tuple[Instruction, ...]) -> str:
-    if any(inner.opcode in ("dot", "scaled-dot") for inner in inside):
-        return GEMM_PASS
-    config = fusion.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    return SOFTMAX_PASS if str(settings.get("kind", "")).startswith("__triton") else "before priority-fusion"
+    """The pass that makes fusions of this kind."""
+    kind = generator_of(fusion)
+    if kind.startswith("__triton"):
+        return GEMM_PASS if any(inner.opcode in ("dot", "scaled-dot") for inner in inside) else SOFTMAX_PASS
+    return "fusion"
 
 
 def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruction) -> list[Instruction]:
@@ -177,21 +158,24 @@ def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruc
     return list(found.values())
 
 
-def _collapse(steps: list[Decision]) -> Decision:
-    """One decision for the steps of a random-number generator that ended in one launch."""
-    first, last = steps[0], steps[-1]
+def _collapse(found: Sequence[tuple[Decision, bool]]) -> tuple[Decision, ...]:
+    """The decisions, those of random-number generators as one for each launch, at the end."""
+    random: dict[int | None, list[Decision]] = defaultdict(list)
+    for decision, is_random in found:
+        if is_random:
+            random[decision.producer_launch].append(decision)
+    return (*(decision for decision, is_random in found if not is_random), *map(_collapsed, random.values()))
+
+
+def _collapsed(steps: list[Decision]) -> Decision:
     gains = [step.gain_us for step in steps if step.gain_us is not None]
-    return Decision(
-        producer=first.producer,
-        consumer=last.consumer,
-        verdict="fused",
+    largest = max(steps, key=lambda step: step.bytes)
+    return replace(
+        steps[-1],
+        producer=steps[0].producer,
         reason=f"[{len(steps)} edges of integer arithmetic for random numbers, all fused]",
         category=categories.RANDOM_BITS,
-        pass_name=first.pass_name,
         gain_us=round(sum(gains), 6) if gains else None,
-        producer_launch=first.producer_launch,
-        consumer_launch=last.consumer_launch,
-        bytes=max(step.bytes for step in steps),
-        shape=max(steps, key=lambda step: step.bytes).shape,
-        scope=last.scope,
+        bytes=largest.bytes,
+        shape=largest.shape,
     )

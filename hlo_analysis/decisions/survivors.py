@@ -17,7 +17,7 @@ from hlo_analysis.records import Verdict
 
 PRIORITY_PASS = "priority-fusion"
 _CONFIG_PASS = "config-assigner"
-_LIBRARIES = ("__cublas", "__cudnn", "__cusolver", "__cub", "__onednn")
+_LIBRARIES = ("__cublas", "__cudnn", "__cusolver", "__cub", "__onednn", "__ynn", "__xnn")
 
 # Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
 _CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
@@ -52,6 +52,7 @@ class Survivors:
         before: the module that priority fusion began with.
         edges: all edges of the final module.
         disabled: passes that an option switched off.
+        no_record: why there is no record of priority fusion, where there is none.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Survivors:
         before: Module | None = None,
         edges: Sequence[Edge] = (),
         disabled: Collection[str] = (),
+        no_record: str = "",
     ):
+        self._no_record = no_record
         self._disabled = PRIORITY_PASS in disabled
         self._final = {name: i for c in final.computations.values() for name, i in c.instructions.items()}
         self._module = final
@@ -211,7 +214,7 @@ class Survivors:
             return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
         text, category = "no pass left a word about this edge", categories.UNRECORDED
         if self._early_module is None:
-            text = "the capture has no record of priority fusion"
+            text = self._no_record
         elif late := [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]:
             text, category = f"{late[0]} was put in after fusion", categories.INSERTED
         return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
@@ -291,16 +294,22 @@ def _role(module: Module, instruction: Instruction) -> Role:
     if instruction.opcode == "custom-call":
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         return "library" if target.startswith(_LIBRARIES) else "kernel"
-    if instruction.opcode != "fusion" or instruction.attributes.get("kind") != "kCustom":
-        return "other"
-    config = instruction.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    kind = str(settings.get("kind", ""))
-    if kind.startswith("__cudnn"):
+    generator = generator_of(instruction) if instruction.opcode == "fusion" else ""
+    if generator.startswith(_LIBRARIES):
         return "library"
-    if kind.startswith("__custom"):
+    if generator.startswith("__custom"):
         return "kernel"
-    return "product" if any(i.opcode in ("dot", "scaled-dot") for i in contents(module, instruction)) else "other"
+    has_dot = generator.startswith("__triton") and any(
+        inner.opcode in ("dot", "scaled-dot") for inner in contents(module, instruction)
+    )
+    return "product" if has_dot else "other"
+
+
+def generator_of(fusion: Instruction) -> str:
+    """What makes the code of a fusion, as XLA calls it ('__triton', '__cudnn$fusion'); '' for its own emitters."""
+    config = fusion.backend_config
+    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
+    return str(settings.get("kind", ""))
 
 
 def _ours(text: str, category: str, pass_name: str = "") -> Explanation:

@@ -10,7 +10,7 @@ from hlo_analysis.decisions.align import origins
 from hlo_analysis.decisions.dump import read_fusion_dump
 from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import fold
-from hlo_analysis.decisions.fused import fused_edges
+from hlo_analysis.decisions.fused import edges_inside, fused_edges
 from hlo_analysis.decisions.log import read_log
 from hlo_analysis.decisions.survivors import Survivors
 from hlo_analysis.hlo import Module, parse_module
@@ -50,8 +50,14 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     came_from = origins([early, *_between(capture), final]) if early else {}
 
     edges = launch_edges(final, launch_of.keys())
-    survivors = Survivors(final, early, came_from, folded, log, before, edges, _disabled(capture))
+    is_cpu = capture.text("before_cpu_fusion") is not None
+    no_record = (
+        "XLA:CPU keeps no record of what it leaves apart" if is_cpu else "the capture has no record of priority fusion"
+    )
+    survivors = Survivors(final, early, came_from, folded, log, before, edges, _disabled(capture), no_record)
     decisions = _surviving(survivors, edges, final, launch_of)
+    if early is None or folded is None:
+        return (*decisions, *edges_inside(final, launch_of))
     held: dict[str, list[int]] = defaultdict(list)
     for name, index in launch_of.items():
         for origin in came_from.get(name, ()):

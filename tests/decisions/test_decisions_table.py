@@ -123,9 +123,15 @@ def test_without_any_word_the_edges_are_all_there(captured: Callable[..., Captur
     module = parse_module(capture.require("final_hlo"))
     index = {launch.name: launch.index for launch in analyzed("forward").launches}
     decisions = decide(Texts(capture, **dict.fromkeys(gone)), module, index)
-    whole = [d for d in analyzed("forward").decisions if d.verdict != "fused"]
-    assert [(d.producer, d.consumer) for d in decisions] == [(d.producer, d.consumer) for d in whole]
+    apart = [decision for decision in decisions if decision.verdict != "fused"]
+    whole = [decision for decision in analyzed("forward").decisions if decision.verdict != "fused"]
+    assert [(d.producer, d.consumer) for d in apart] == [(d.producer, d.consumer) for d in whole]
     assert all(decision.reason.startswith("[") for decision in decisions)
+    # What was fused is read off the launches themselves.
+    opcodes = {launch.index: dict(launch.opcodes) for launch in analyzed("forward").launches}
+    fused = [decision for decision in decisions if decision.verdict == "fused"]
+    assert len(fused) > 30
+    assert all(sum(opcodes[decision.producer_launch or 0].values()) > 1 for decision in fused)
 
 
 def test_without_the_log_priority_fusion_still_speaks(captured: Callable[..., Capture], analyzed: Analyzed) -> None:
@@ -185,3 +191,19 @@ def test_random_bits_are_one_line_a_launch() -> None:
     folded_away = sum(int(decision.reason.split()[0].lstrip("[")) for decision in random)
     assert folded_away > 100
     assert len(analysis.decisions) < 60
+
+
+def test_the_cpu_target_says_that_xla_keeps_no_record() -> None:
+    jax = pytest.importorskip("jax")
+    from hlo_analysis import analyze, capture
+
+    def softmax(x, weight):
+        return jax.nn.softmax(jax.nn.gelu(x @ weight), -1)
+
+    arguments = jax.ShapeDtypeStruct((64, 128), "float32"), jax.ShapeDtypeStruct((128, 256), "float32")
+    analysis = analyze(capture(softmax, *arguments, target="cpu"))
+    apart = [decision for decision in analysis.decisions if decision.verdict != "fused"]
+    assert apart
+    for decision in apart:
+        assert decision.category in (categories.UNRECORDED, categories.LIBRARY_CALL)
+        assert "CPU" in decision.reason or decision.category == categories.LIBRARY_CALL
