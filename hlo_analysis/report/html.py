@@ -50,6 +50,7 @@ def render_html(comparison: Comparison) -> str:
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
             provenance=_provenance(comparison),
+            caveats=[note for names, note in words.notes(comparison) if not names or base.name in names],
             families=_families_present(comparison),
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),

@@ -7,6 +7,7 @@ pool and are named by their number.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def _strategy(result: StrategyResult, pool: Pool) -> dict[str, Any]:
         "launches": _table(LAUNCH_COLUMNS, LAUNCH_POOLED, map(_launch, analysis.launches), pool),
         "decisions": _table(DECISION_COLUMNS, DECISION_POOLED, map(_decision, analysis.decisions), pool),
         "missed": _table(MISSED_COLUMNS, (), map(_missed, analysis.missed), pool),
+        "silent": Counter(reason for _, reason in analysis.silent).most_common(),
         "graph": _graph(launch_graph(analysis)),
     }
 

@@ -87,7 +87,7 @@ def test_what_a_reader_must_find(comparison: Comparison):
     text = render_html(comparison)
     for words in (
         "replayed 6 of 6",
-        "No analysis: XLA said: INTERNAL: no such thing",
+        "<b>No analysis:</b> XLA said: INTERNAL: no such thing",
         "1.07× baseline error",
         "<svg",
         "Registers and spills are unknown: ptxas was not asked.",

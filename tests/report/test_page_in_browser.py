@@ -183,7 +183,7 @@ def test_text_is_readable_in_light_and_dark(page: Page, scheme: str):
         "thead th",
         ".verdict.rejected",
         ".verdict.ineligible",
-        "td.bad",
+        "td.soft",
     ):
         ratio = page.run(f"({_CONTRAST})({selector!r})")
         assert ratio >= 4.5, f"{selector}: contrast {ratio:.2f} in {scheme}"

@@ -20,7 +20,11 @@ const megabytes = (count) => (!count ? "0" : count < 500 ? "<0.001" : (count / 1
 let order = { key: "index", down: false };
 
 function showLaunches(name) {
-  const { launches } = strategies.get(name);
+  const { launches, silent } = strategies.get(name);
+  const quiet = silent.reduce((sum, [, count]) => sum + count, 0);
+  document.getElementById("silent").textContent = quiet
+    ? `${plural(quiet, "instruction")} of the program launch${quiet === 1 ? "es" : ""} nothing: ${silent.map(([reason, count]) => `${reason} (${count})`).join(", ")}.`
+    : "";
   const heads = LAUNCH_HEADS.filter(([, key]) => key !== "measured" || launches.some((l) => l.measured !== null))
     .filter(([, key]) => key !== "xla" || launches.some((l) => l.xla !== null))
     .filter(([, key]) => key !== "repeat" || launches.some((l) => l.repeat > 1));
