@@ -94,6 +94,7 @@ def capture(
     try:
         with Worker(folder, _environment(goal)) as worker:
             program = lower(fn, shapes, target=goal, mode=mode, lower_context=lower_context)
+            notes += program.notes
             options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
             result = worker.ask(_request(goal, program, options, folder), timeout)
             if not result["ok"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hlo_analysis.errors import CaptureError, DumpError
@@ -16,6 +16,7 @@ RESULTS_NAME = "autotune_results.pbtxt"
 
 # config_assigner_pass at verbosity 3: "Config assigner cache stats: hits=0, misses=3 (strict_hits=0, ...".
 _STATS = re.compile(r"Config assigner cache stats: hits=(\d+), misses=(\d+)")
+_OTHER_VERSION = re.compile(r"version_mismatch=[1-9]")
 # config_assigner at verbosity 1: one line for each instruction looked up, and one more for each that was found.
 _LOOKUP = "Getting config for HLO: "
 _FOUND = "Found cached config for HLO: "
@@ -78,19 +79,15 @@ def describe(log: str, target: Target, recording: Path | None) -> Replay:
     gemms = _instructions(log, _LOOKUP)
     found = gemms & _instructions(log, _FOUND)
     replay = Replay(hits=hits, lookups=lookups, gemm_hits=len(found), gemms=len(gemms))
-    return _judged(replay, target, recording)
+    judged = _judged(replay, target, recording)
+    if recording is not None and _OTHER_VERSION.search(log):
+        return replace(judged, notes=(*judged.notes, "Some of the recorded choices are of another version of XLA."))
+    return judged
 
 
 def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
     def told(choice: GemmChoice, *notes: str) -> Replay:
-        return Replay(
-            choice=choice,
-            hits=replay.hits,
-            lookups=replay.lookups,
-            gemm_hits=replay.gemm_hits,
-            gemms=replay.gemms,
-            notes=notes,
-        )
+        return replace(replay, choice=choice, notes=notes)
 
     products = f"{replay.gemms} distinct matrix product{'s' if replay.gemms != 1 else ''}"
     if replay.gemms == 0:

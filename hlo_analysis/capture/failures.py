@@ -24,7 +24,7 @@ def is_toolchain_failure(error: str) -> bool:
 def first_sentence(error: str) -> str:
     """The start of an error, up to its first line's first full stop: what follows lists paths by the dozen."""
     line = error.strip().partition("\n")[0]
-    return line.partition(". ")[0][:_SENTENCE_LENGTH].rstrip(".") + "."
+    return line.partition(". ")[0][:_SENTENCE_LENGTH].rstrip(" .,:") + "."
 
 
 def compile_error(result: Mapping[str, Any], target: Target, last_words: str) -> CaptureError:

@@ -83,6 +83,12 @@ def test_only_other_choices_replayed_is_default() -> None:
     assert "does not fit" in replay.notes[0]
 
 
+def test_a_recording_of_another_version_is_named() -> None:
+    text = log((GEMM, False)).replace("(strict_hits", "(version_mismatch=1, strict_hits")
+    assert "another version of XLA" in describe(text, H200, RECORDING).notes[-1]
+    assert "another version of XLA" not in describe(text.replace("=1,", "=0,"), H200, RECORDING).notes[-1]
+
+
 def test_an_attached_gpu_chooses_itself() -> None:
     assert describe(log((GEMM, False)), ATTACHED, None).choice == "attached"
 

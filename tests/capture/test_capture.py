@@ -16,7 +16,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hlo_analysis.capture import Capture, capture
-from hlo_analysis.capture.lowering import describe_arguments, gradient
+from hlo_analysis.capture.lowering import Lowered, describe_arguments, gradient
 from hlo_analysis.hlo import parse_module
 
 STAGES = ("before_optimizations", "before_priority_fusion", "after_priority_fusion", "before_rename", "after_rename")
@@ -137,6 +137,12 @@ def test_arguments_are_named_by_path() -> None:
         "argument_0['b']: key<fry>[]",
         "argument_1: f32[]",
     )
+
+
+def test_large_constants_are_pointed_out() -> None:
+    assert Lowered(bytecode=b"x" * 1000, function="f", arguments=()).notes == ()
+    (note,) = Lowered(bytecode=bytes(64 << 20), function="f", arguments=()).notes
+    assert "closes over 64 MiB of arrays" in note
 
 
 def test_frames_are_the_users_own(gemm: Capture) -> None:
