@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 from hlo_analysis.records import Analysis, Comparison, Provenance, StrategyResult
 from hlo_analysis.report import kinds, words
 from hlo_analysis.report.payload import embedded_json, payload, totals
+from hlo_analysis.report.units import units_of
 
 STYLES = ("page.css", "tables.css", "sections.css")
 SCRIPTS = (
@@ -44,6 +45,7 @@ def render_html(comparison: Comparison) -> str:
         .render(
             comparison=comparison,
             base=base,
+            units=units_of(comparison),
             verdict=words.verdict_sentences(comparison),
             strategies=[_strategy(result, base.analysis) for result in comparison.strategies],
             tiles=_tiles(base.analysis) if base.analysis else [],
@@ -75,8 +77,6 @@ def _environment() -> Environment:
     environment.filters.update(
         bytes=words.format_bytes,
         us=words.format_us,
-        gb=lambda count: f"{count / words.GB:.2f}",
-        ms=lambda microseconds: f"{microseconds / 1e3:.2f}",
         percent=lambda share: f"{share:.0%}",
         family=kinds.family_of,
         breakable=_breakable,

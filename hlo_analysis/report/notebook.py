@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hlo_analysis.records import Comparison
 from hlo_analysis.report import words
+from hlo_analysis.report.units import units_of
 
 if TYPE_CHECKING:
     from IPython.display import HTML  # pyright: ignore[reportMissingImports]
@@ -20,7 +21,7 @@ def render_notebook(comparison: Comparison) -> str:
     )
     base = comparison[comparison.baseline].analysis
     return environment.get_template("notebook.html.j2").render(
-        comparison=comparison, base=base, words=words, verdict=words.verdict(comparison)
+        comparison=comparison, base=base, words=words, units=units_of(comparison), verdict=words.verdict(comparison)
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
 from hlo_analysis.report import words
+from hlo_analysis.report.units import Units, units_of
 
 
 def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
@@ -51,26 +52,31 @@ def kinds_table(comparison: Comparison) -> Table:
 
 def strategy_table(comparison: Comparison, *, kinds: bool = True) -> Table:
     """One row a strategy; differences in percent are against the comparison's baseline."""
+    units = units_of(comparison)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("launches\ncounted", justify="right")
     if kinds:
         table.add_column("by kind\ncounted", overflow="fold")
-    table.add_column("HBM GB\ncounted", justify="right", no_wrap=True)
+    table.add_column(f"HBM {units.traffic.name}\ncounted", justify="right", no_wrap=True)
     table.add_column("saved\ncounted", justify="right", no_wrap=True)
-    table.add_column("roofline ms\nestimated", justify="right", no_wrap=True)
-    table.add_column("peak GB\ncounted", justify="right", no_wrap=True)
+    table.add_column(f"roofline {units.time.name}\nestimated", justify="right", no_wrap=True)
+    table.add_column(f"peak {units.memory.name}\ncounted", justify="right", no_wrap=True)
     measured = any(result.measured_us is not None for result in comparison.strategies)
     if measured:
-        table.add_column("time ms\nmeasured", justify="right", no_wrap=True)
+        table.add_column(f"time {units.time.name}\nmeasured", justify="right", no_wrap=True)
     base = comparison[comparison.baseline].analysis
     for result in comparison.strategies:
         name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)
-        table.add_row(name, *_cells(result, base, kinds=kinds), *([_measured(result)] if measured else []))
+        table.add_row(
+            name,
+            *_cells(result, base, units, kinds=kinds),
+            *([units.time.show(result.measured_us)] if measured else []),
+        )
     return table
 
 
-def _cells(result: StrategyResult, base: Analysis | None, *, kinds: bool) -> list[str]:
+def _cells(result: StrategyResult, base: Analysis | None, units: Units, *, kinds: bool) -> list[str]:
     analysis = result.analysis
     if analysis is None:
         return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * 4]
@@ -79,10 +85,10 @@ def _cells(result: StrategyResult, base: Analysis | None, *, kinds: bool) -> lis
     return [
         str(analysis.launch_count),
         *([_kinds(analysis)] if kinds else []),
-        _with_change(f"{bytes_moved / words.GB:.2f}", bytes_moved, against and against.traffic.bytes),
+        _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
         f"{words.saved_share(analysis):.0%}",
-        _with_change(f"{roofline / 1e3:.2f}", roofline, against and against.roofline_us),
-        f"{analysis.memory.peak_bytes / words.GB:.2f}",
+        _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
+        units.memory.show(analysis.memory.peak_bytes),
     ]
 
 
@@ -96,10 +102,6 @@ def _with_change(text: str, value: float, base: float | None) -> str:
     change = words.format_change(value, base)
     colour = {"−": "green", "+": "red"}.get(change[:1], "dim")
     return f"{text} [{colour}]{change:>5}[/]"
-
-
-def _measured(result: StrategyResult) -> str:
-    return "–" if result.measured_us is None else f"{result.measured_us / 1e3:.2f}"
 
 
 def _footnotes(comparison: Comparison) -> list[str]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from hlo_analysis.records import Analysis, Comparison, Numerics, Provenance, StrategyResult
 
-GB = 1e9
-"""Bytes are shown decimal, as memory bandwidths are quoted."""
-
 TARGET_NAMES = {
     "h200": "an H200",
     "h100": "an H100",
@@ -20,7 +17,7 @@ TARGET_NAMES = {
 
 
 def format_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'; decimal units."""
+    """1234567 -> '1.2 MB'; decimal units, as memory bandwidths are quoted."""
     sign, count = ("-" if count < 0 else ""), abs(count)
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
@@ -133,11 +130,13 @@ def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
     base = comparison[comparison.baseline]
     if base.analysis is None:
         return (f"{base.name} could not be analysed: {base.error}",)
-    return tuple(filter(None, (_baseline_sentence(base.name, base.analysis), _best_sentence(comparison))))
+    return tuple(filter(None, (_baseline_sentence(comparison, base.analysis), _best_sentence(comparison))))
 
 
-def _baseline_sentence(name: str, analysis: Analysis) -> str:
-    subject = "XLA" if name == "xla" else name
+def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
+    # A program by itself has its label for a name.
+    is_plain = comparison.baseline == "xla" or len(comparison.strategies) == 1
+    subject = "XLA" if is_plain else comparison.baseline
     parts = [
         f"On {target_words(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
         f"of this program"

@@ -123,3 +123,16 @@ def test_intermediates_by_scope_add_up():
 )
 def test_numbers_as_people_read_them(made: str, said: str):
     assert made == said
+
+
+def test_small_programs_get_small_units():
+    from hlo_analysis.diff import compare_analyses
+    from hlo_analysis.records import StrategyResult
+
+    analysis = analysis_of(XLA_STEPS[:1], "f")  # 67.1 MB read, 16 µs
+    text = _printed(compare_analyses("f", [StrategyResult(name="f", description="", analysis=analysis)], "f"), 140)
+    assert "XLA makes 1 launch" in text
+    assert "HBM MB" in text
+    assert "roofline µs" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("f *"))
+    assert row.split()[-4:] == ["67.14", "80%", "15.99", "6.44"]
