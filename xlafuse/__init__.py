@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hlo_analysis.quiet import silence_missing_gpu
+
 if TYPE_CHECKING:
     from xlafuse.compare import compare
     from xlafuse.errors import ComparisonError, InapplicablePlanError, UnknownNameError, XlafuseError
@@ -49,3 +51,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# At import: a first use of JAX before any capture would show the CUDA plugin's complaint about the missing GPU.
+silence_missing_gpu()
