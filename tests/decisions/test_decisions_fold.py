@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -73,3 +77,32 @@ def test_gains_agree_with_what_the_pass_did(captured: Callable[..., Capture], mo
     left = [word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone]
     assert left or mode == "forward"
     assert all(gain is not None and gain < 0 for gain in left)
+
+
+def _frames(capture: Capture, folder: Path) -> list[str]:
+    """What XLA's fusion viewer shows, step by step: its own account, with sums where the dump has increments."""
+    labels: list[str] = []
+    for archive in capture.path.rglob("*_fusion.pyz"):
+        with zipfile.ZipFile(archive) as zipped:
+            connection = sqlite3.connect(zipped.extract("fusions.db", folder))
+        labels += [label for (label,) in connection.execute("select label from frames order by id")]
+        connection.close()
+    return labels
+
+
+@pytest.mark.slow
+def test_gains_agree_with_xlas_own_account(captured: Callable[..., Capture], tmp_path: Path) -> None:
+    capture = captured("grad", xla_dump_fusion_visualization=True)
+    rejected = re.compile(r"Rejected \|(.+?)\|: Negative benefit \((-[\d.]+)(ns|us|ms)\)")
+    scale = {"ns": 1e-3, "us": 1.0, "ms": 1e3}
+    account = {
+        found[1]: float(found[2]) * scale[found[3]]
+        for label in _frames(capture, tmp_path)
+        if (found := rejected.match(label))
+    }
+    folded = fold(read_fusion_dump(capture.require("priority_fusion_dump")).steps)
+    gone = {edge.producer for edge in folded.edges} | {e.consumer for e in folded.edges if e.consumer != e.fusion}
+    left = {name: word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone}
+    assert len(left) >= 5
+    for name, gain in left.items():
+        assert account[name] == pytest.approx(gain, rel=1e-4, abs=2e-3), name
