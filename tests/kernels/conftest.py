@@ -6,7 +6,7 @@ import random
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 # Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
 with contextlib.suppress(RuntimeError):
@@ -20,11 +20,18 @@ def seed() -> int:
 
 
 @pytest.fixture
-def interpreter(request):
-    """Runs Mosaic GPU kernels on the CPU and fails the test on a data race (unless parametrized with False)."""
-    params = plgpu.InterpretGPUParams(detect_races=getattr(request, "param", True))
+def interpreter(request, monkeypatch):
+    """Runs Mosaic GPU kernels on the CPU and fails the test on a data race.
+
+    Parametrized with "two devices" it does without two checks of the interpreter of jax 0.11.2, which only hold for one
+    device: it loses the order between a TMA copy and the wait for it, and so reports races of a warpgroup with itself;
+    and the device that ends first complains of barriers that the other still uses.
+    """
+    two_devices = getattr(request, "param", None) == "two devices"
+    if two_devices:
+        monkeypatch.setattr(shared_memory.GPUSharedMemory, "assert_no_barriers_allocated", lambda _: None)
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=not two_devices)):
             yield
         races = gpu_callbacks._races  # None when the test interpreted no kernel
         assert races is None or not races.races_found
