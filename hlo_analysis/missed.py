@@ -108,7 +108,7 @@ def _vertical(
             ends=[producer, *near],
             reason=reason,
             category=category,
-            remedy=vertical_remedy(producer, near, category, is_score=is_score),
+            remedy=vertical_remedy(launches, producer, near, category, is_score=is_score),
         )
 
 

@@ -72,8 +72,18 @@ _MERGE_PRODUCTS = Remedy(
 _MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, which reads the shared values once")
 
 
-def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, *, is_score: bool) -> Remedy:
-    """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends."""
+def vertical_remedy(
+    launches: Sequence[Launch], producer: Launch, readers: Sequence[Launch], category: str, *, is_score: bool
+) -> Remedy:
+    """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
+
+    Args:
+        launches: the launch table.
+        producer: the launch that writes the value.
+        readers: those that read it and could be one kernel with the producer.
+        category: why XLA left them apart.
+        is_score: whether the value has the size of attention scores.
+    """
     into_products = [reader for reader in readers if reader.kind in PRODUCTS]
     if category == categories.SWITCHED_OFF:
         return _LEAVE_ON
@@ -88,7 +98,7 @@ def vertical_remedy(producer: Launch, readers: Sequence[Launch], category: str, 
     if any(map(_only_moves, (producer, *readers))):
         return _LAYOUT
     if producer.kind in PRODUCTS:
-        return _GATED_LINEAR if any(map(_gates, readers)) else _LINEAR_EPILOGUE
+        return _GATED_LINEAR if any(_gates(reader, launches) for reader in readers) else _LINEAR_EPILOGUE
     if into_products:
         return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
     if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
@@ -125,12 +135,13 @@ def _normalizes(launch: Launch) -> bool:
     return _has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
 
 
-def _gates(launch: Launch) -> bool:
-    """Whether an element-wise launch multiplies what two products made."""
-    from_products = [value for value in launch.inputs if value.producer is not None]
-    is_activation = any(_has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
+def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
+    """Whether an element-wise launch multiplies two products, one of them activated, or two halves of one product."""
+    products = sum(value.producer is not None and launches[value.producer].kind in PRODUCTS for value in launch.inputs)
+    is_pair = products >= 2 or (products == 1 and _has(launch, "slice"))
+    activates = any(_has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
     is_elementwise = launch.phase == "forward" and not _has(launch, "reduce")
-    return len(from_products) >= 2 and _has(launch, "multiply") and is_activation and is_elementwise
+    return is_pair and activates and is_elementwise and _has(launch, "multiply")
 
 
 def _only_moves(launch: Launch) -> bool:

@@ -197,7 +197,8 @@ class Survivors:
     def _priced(self, word: Word) -> Explanation:
         gain = word.gain_us
         if gain is not None and gain < 0:
-            text = f"[the cost model: fused into all its users, {-gain:.1f} µs slower than apart]"
+            loss = f"{-gain:.1f}" if gain <= -1 else f"{-gain:.3f}"
+            text = f"[the cost model: fused into all its users, {loss} µs slower than apart]"
             return Explanation(
                 verdict="rejected", reason=text, category=categories.SLOWER, pass_name=PRIORITY_PASS, gain_us=gain
             )

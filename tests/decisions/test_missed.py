@@ -199,6 +199,16 @@ def test_a_gate_is_no_attention() -> None:
     assert remedies["u"].startswith("gated_linear:")
 
 
+def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -> None:
+    def remedy(*opcodes: str) -> str:
+        program = Program().launch("g", {"h": 10, "w": 50}, 400, "triton_gemm").launch("r", {"x": 400}, 400)
+        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes)
+        return next(missed.remedy for missed in program.rank() if missed.value == "g")
+
+    assert remedy("multiply", "exponential", "slice").startswith("gated_linear:")
+    assert remedy("multiply", "tanh", "add").startswith("linear:")
+
+
 def test_products_with_a_shared_input_can_be_merged_by_an_option() -> None:
     program = (
         Program()
