@@ -17,7 +17,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
 }
 """Family → (label, what it is)."""
 
-_FAMILY_OF: dict[str, str] = {
+FAMILY_OF: dict[str, str] = {
     "cublas": "library",
     "cublaslt": "library",
     "cudnn": "library",
@@ -34,8 +34,9 @@ _FAMILY_OF: dict[str, str] = {
     "copy": "copy",
     "memset": "copy",
 }
+"""Kind → family; kinds that are not here are 'other'."""
 
 
 def family_of(kind: LaunchKind | str) -> str:
     """The family that a kind is shown with."""
-    return _FAMILY_OF.get(kind, "other")
+    return FAMILY_OF.get(kind, "other")

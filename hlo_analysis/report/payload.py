@@ -14,6 +14,7 @@ from typing import Any
 from hlo_analysis.records import Analysis, Comparison, Decision, Launch, MissedFusion, StrategyResult, Value
 from hlo_analysis.report import words
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
+from hlo_analysis.report.kinds import FAMILY_OF
 
 LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
@@ -54,6 +55,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": comparison.title,
         "baseline": comparison.baseline,
+        "families": FAMILY_OF,
         "strategies": [_strategy(result, pool) for result in comparison.strategies],
         "rows": [
             {

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-import xlafuse.compare
 from tests.report.examples import llama_comparison
 from xlafuse.cli import app
 
@@ -31,5 +31,5 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         progress("unfused", "failed")
         return llama_comparison()
 
-    monkeypatch.setattr(xlafuse.compare, "compare", compare)
+    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", compare)
     return calls

@@ -6,11 +6,11 @@ import json
 import os
 import stat
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import xlafuse.compare
 from hlo_analysis.records import Comparison
 from hlo_analysis.schema import from_json
 from xlafuse.errors import ComparisonError
@@ -110,7 +110,7 @@ def test_nothing_stays_when_no_strategy_compiles(invoke, monkeypatch: pytest.Mon
     def fail(*_, **__):
         raise ComparisonError({"xla": "CaptureError: XLA died", "pallas": "CaptureError: no ptxas"})
 
-    monkeypatch.setattr(xlafuse.compare, "compare", fail)
+    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", fail)
     result = invoke("report", "-o", "new/out")
     assert result.exit_code == 1
     assert "xla: CaptureError: XLA died" in result.stderr
@@ -125,7 +125,7 @@ def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pyte
         alike = "CaptureError: f does not trace"
         raise ComparisonError({"xla": alike, "unfused": alike, "pallas": "'pallas' needs a block."})
 
-    monkeypatch.setattr(xlafuse.compare, "compare", fail)
+    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", fail)
     result = invoke("report", "--json")
     assert result.exit_code == 2
     assert result.stderr.count("f does not trace") == 1
@@ -215,3 +215,47 @@ def test_a_module_that_fails_on_import_is_told_in_one_line(invoke, tmp_path: Pat
     result = invoke("report", "--fn", "broken.py:f")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "running broken.py failed: RuntimeError: first line" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one saved capture, in two places."""
+    import jax
+    import jax.numpy as jnp
+
+    from hlo_analysis.capture import capture
+
+    folder = tmp_path_factory.mktemp("captures")
+    made = capture(jnp.tanh, jax.ShapeDtypeStruct((64,), "float32"), target="cpu")
+    for name in ("old", "new"):
+        (folder / name).mkdir()
+        made.save(folder / name / "f.zip")
+    return folder
+
+
+def test_saved_captures_are_compared_without_compiling(invoke, compared, captures: Path, tmp_path: Path):
+    result = invoke("report", "--capture", captures / "old/f.zip", "--capture", captures / "new/f.zip", "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert compared == []
+    comparison = from_json(Comparison, (tmp_path / "out/report.json").read_text())
+    assert [strategy.name for strategy in comparison.strategies] == ["old/f", "new/f"]
+    assert comparison.baseline == "old/f"
+    assert comparison["new/f"].analysis.launch_count == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--capture", "nosuch"), "nosuch does not exist"),
+        (("--capture", "."), "xla_dump_to"),
+        (("--capture", "a.zip", "--capture", "a.zip"), "the same --capture twice"),
+        (("--capture", "a.zip", "--baseline", "b"), "expected --baseline to be one of the captures a, got 'b'"),
+        (("--capture", "a.zip", "--block", "tiny", "--shape", "1x8"), "--block, --shape cannot change it"),
+    ],
+)
+def test_bad_captures_are_one_line(invoke, compared, tmp_path: Path, words, said):
+    result = invoke("report", *words, "-o", "out")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -73,6 +73,13 @@ def report(
             "jax.ShapeDtypeStruct.",
         ),
     ] = None,
+    capture: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Instead of compiling: a saved capture, or a folder that xla_dump_to wrote. Several are compared.",
+        ),
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="The program itself, or a training step's gradients too.")] = Mode.forward,
     target: Annotated[
         str,
@@ -83,7 +90,10 @@ def report(
     strategies: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All by default.")
     ] = None,
-    baseline: Annotated[str, typer.Option(metavar="STRATEGY", help="What differences are taken against.")] = "xla",
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What differences are taken against: xla, or the first capture, by default."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -113,6 +123,7 @@ def report(
                 fn=fn,
                 shapes=tuple(shape or ()),
                 args=args,
+                captures=tuple(capture or ()),
                 mode=mode.value,
                 target=target,
                 strategies=tuple(name.strip() for name in strategies.split(",") if name.strip())

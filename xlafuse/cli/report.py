@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hlo_analysis.records import Comparison
 
 DEFAULT_BLOCK = "llama3-8b"
+BASELINE = "xla"
 DEFAULT_FOLDER = Path("xlafuse-report")
 # The files by which JAX itself decides whether there is an NVIDIA GPU.
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -31,10 +32,11 @@ class Request:
     fn: str | None
     shapes: tuple[str, ...]
     args: str | None
+    captures: tuple[Path, ...]
     mode: Literal["forward", "grad"]
     target: str
     strategies: tuple[str, ...] | None
-    baseline: str
+    baseline: str | None
     output: Path | None
     json: bool
     open_page: bool
@@ -50,10 +52,15 @@ def run(request: Request) -> None:
     """
     use_cpu_without_gpu()
     _check(request)
-    program, shapes = _program(request)
+    program, shapes = _program(request) if not request.captures else (None, ())
     folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
     with output_folder(folder) if folder else nullcontext():
-        comparison = _compare(request, program, shapes)
+        if request.captures:
+            from xlafuse.cli.captures import compare_captures
+
+            comparison = compare_captures(request.captures, request.baseline)
+        else:
+            comparison = _compare(request, program, shapes)
         written = _write(comparison, folder) if folder else []
     _show(comparison, written, as_json=request.json)
     if request.open_page and written:
@@ -78,10 +85,17 @@ def _check(request: Request) -> None:
         raise InputError("expected --block or --fn, got both")
     if request.args is not None and request.fn is None:
         raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
+    if request.captures:
+        own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
+        own["--strategies"] = request.strategies
+        given = [option for option, value in own.items() if value]
+        if given:
+            raise InputError(f"a --capture is compiled already: {', '.join(given)} cannot change it")
+        return
     if request.timeout <= 0:
         raise InputError(f"expected a --timeout above zero, got {request.timeout:g}")
     load_target(request.target)
-    get_strategy(request.baseline)
+    get_strategy(request.baseline or BASELINE)
     resolve_strategies(request.strategies)
 
 
@@ -122,7 +136,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
                 strategies=request.strategies,
                 target=request.target,
                 mode=request.mode,
-                baseline=request.baseline,
+                baseline=request.baseline or BASELINE,
                 numerics=request.numerics,
                 progress=progress,
                 timeout=request.timeout,

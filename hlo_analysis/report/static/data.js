@@ -32,12 +32,7 @@ for (const raw of data.strategies) {
   });
 }
 
-const FAMILY = {
-  cublas: "library", cublaslt: "library", cudnn: "library", triton_gemm: "triton-gemm", triton: "triton",
-  mosaic: "ours", jax_triton: "ours", loop: "loop", reduction: "reduction", transpose: "layout",
-  concatenate: "layout", scatter: "layout", sort: "layout", copy: "copy", memset: "copy",
-};
-const family = (kind) => FAMILY[kind] ?? "other";
+const family = (kind) => data.families[kind] ?? "other";
 
 /** An element. `props` are properties (className, textContent, ...), `data-` and `aria-` attributes, or listeners (onclick). */
 function el(tag, props = {}, ...children) {

@@ -160,10 +160,19 @@ function clusterBox(name, graph, launches, number, box) {
   head.dataset.words = words;
   const act = () => toggle(name, number);
   head.addEventListener("click", act);
-  head.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } });
+  onKey(head, act);
   const group = svg("g", { class: `cluster ${isOpen ? "open" : "closed"}`, transform: at(box), "data-id": `c${number}` }, head);
   if (isOpen) cluster.launches.forEach((index, place) => group.append(launchNode(name, launches[index], box.spots[place])));
   return group;
+}
+
+/** As a button does: Enter and the space bar. */
+function onKey(node, act) {
+  node.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    act();
+  });
 }
 
 const at = (box) => `translate(${box.x.toFixed(1)},${box.y.toFixed(1)})`;
@@ -182,7 +191,7 @@ function launchNode(name, launch, spot) {
     svg("text", { class: "small", x: 14, y: 25 }, `${launch.kind}${launch.repeat > 1 ? ` ×${launch.repeat}` : ""} · ${formatUs(launch.roofline)}`));
   node.append(svg("title", {}, words));
   node.dataset.words = words;
-  node.addEventListener("keydown", (event) => { if (event.key === "Enter") openCard(name, launch.index); });
+  onKey(node, () => openCard(name, launch.index));
   return node;
 }
 

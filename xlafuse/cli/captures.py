@@ -1,0 +1,49 @@
+"""Captures that were made before, or folders that `xla_dump_to` wrote → a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xlafuse.cli.failures import InputError
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Comparison
+
+
+def compare_captures(paths: Sequence[Path], baseline: str | None) -> Comparison:
+    """Analyses each capture, one strategy a capture, called after its file or folder.
+
+    Raises:
+        InputError: `baseline` is none of their names.
+        DumpError: a path holds no capture, or one that was cut off.
+    """
+    from hlo_analysis.analysis import analyze
+    from hlo_analysis.capture import Capture
+    from hlo_analysis.diff import compare_analyses
+    from hlo_analysis.errors import nearest_names
+    from hlo_analysis.records import StrategyResult
+
+    names = capture_names(paths)
+    if baseline is not None and baseline not in names:
+        raise InputError(
+            f"expected --baseline to be one of the captures {', '.join(names)}, got {baseline!r}"
+            f"{nearest_names(baseline, names)}"
+        )
+    analyses = [analyze(Capture.load(path), label=name) for path, name in zip(paths, names, strict=True)]
+    results = [
+        StrategyResult(name=name, description=f"{found.provenance.function}, {found.provenance.mode}", analysis=found)
+        for name, found in zip(names, analyses, strict=True)
+    ]
+    return compare_analyses(" and ".join(names), results, baseline or names[0])
+
+
+def capture_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each path: its last part without '.zip', and as many folders before it as it takes to differ."""
+    names = [path.resolve().with_suffix("") if path.suffix == ".zip" else path.resolve() for path in paths]
+    for count in range(1, max((len(name.parts) for name in names), default=1) + 1):
+        short = ["/".join(name.parts[-count:]) for name in names]
+        if len(set(short)) == len(short):
+            return short
+    raise InputError(f"the same --capture twice: {', '.join(map(str, paths))}")
