@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hlo_analysis.quiet import silence_missing_gpu
 
 if TYPE_CHECKING:
-    from xlafuse.compare import compare
+    from xlafuse.comparison import compare
     from xlafuse.errors import ComparisonError, InapplicablePlanError, UnknownNameError, XlafuseError
     from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function
     from xlafuse.strategies import STRATEGIES, Strategy, get_strategy
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "xlafuse.compare": ("compare",),
+    "xlafuse.comparison": ("compare",),
     "xlafuse.errors": ("ComparisonError", "InapplicablePlanError", "UnknownNameError", "XlafuseError"),
     "xlafuse.models": ("PRESETS", "BlockConfig", "FusionPlan", "TransformerBlock", "block_function"),
     "xlafuse.strategies": ("STRATEGIES", "Strategy", "get_strategy"),

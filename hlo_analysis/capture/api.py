@@ -8,17 +8,19 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hlo_analysis.capture import attached
 from hlo_analysis.capture import autotune as autotuning
 from hlo_analysis.capture.archive import Capture, write_manifest
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
 from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
-from hlo_analysis.capture.lowering import Lowered, Mode, lower
 from hlo_analysis.capture.process import Worker
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target, load_target
+
+if TYPE_CHECKING:
+    from hlo_analysis.capture.lowering import Lowered, Mode
 
 # One dump before and one after each pass that decides about fusion: some 28 files, half a megabyte.
 _GPU_PASSES = (
@@ -81,6 +83,8 @@ def capture(
       UnknownTargetError: no such target, or one that cannot be compiled for.
       UnknownOptionError: XLA has no such option; with the nearest names.
     """
+    from hlo_analysis.capture.lowering import lower  # here, so that `import hlo_analysis` does not import JAX
+
     if mode not in ("forward", "grad"):
         raise CaptureError(f"mode must be 'forward' or 'grad', not {mode!r}")
     goal = load_target(target)

@@ -6,15 +6,17 @@ import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hlo_analysis.capture import artefacts, attached, autotune, resources
 from hlo_analysis.capture.archive import Manifest
-from hlo_analysis.capture.lowering import Lowered, Mode
 from hlo_analysis.capture.process import LOG_NAME
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.records import Memory, Provenance
 from hlo_analysis.targets import Target
+
+if TYPE_CHECKING:
+    from hlo_analysis.capture.lowering import Lowered, Mode
 
 DUMP, MODULE, MOSAIC = "dump", "module.mlirbc", "mosaic"
 

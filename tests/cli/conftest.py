@@ -31,5 +31,5 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         progress("unfused", "failed")
         return llama_comparison()
 
-    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", compare)
+    monkeypatch.setattr(import_module("xlafuse.comparison"), "compare", compare)
     return calls

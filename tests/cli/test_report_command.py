@@ -110,7 +110,7 @@ def test_nothing_stays_when_no_strategy_compiles(invoke, monkeypatch: pytest.Mon
     def fail(*_, **__):
         raise ComparisonError({"xla": "CaptureError: XLA died", "pallas": "CaptureError: no ptxas"})
 
-    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", fail)
+    monkeypatch.setattr(import_module("xlafuse.comparison"), "compare", fail)
     result = invoke("report", "-o", "new/out")
     assert result.exit_code == 1
     assert "xla: CaptureError: XLA died" in result.stderr
@@ -125,7 +125,7 @@ def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pyte
         alike = "CaptureError: f does not trace"
         raise ComparisonError({"xla": alike, "unfused": alike, "pallas": "'pallas' needs a block."})
 
-    monkeypatch.setattr(import_module("xlafuse.compare"), "compare", fail)
+    monkeypatch.setattr(import_module("xlafuse.comparison"), "compare", fail)
     result = invoke("report", "--json")
     assert result.exit_code == 2
     assert result.stderr.count("f does not trace") == 1

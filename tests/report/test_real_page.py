@@ -13,7 +13,7 @@ from tests.report.browser import Browser, Page
 @pytest.mark.slow
 def test_a_compiled_block_makes_a_page_without_complaint(browser: Browser, tmp_path: Path):
     pytest.importorskip("jax_cuda13_plugin")
-    from xlafuse.compare import compare
+    from xlafuse.comparison import compare
 
     comparison = compare("tiny", (1, 128), strategies=("xla", "pallas"), mode="grad", numerics=False)
     assert all(strategy.error is None for strategy in comparison.strategies)

@@ -8,7 +8,7 @@ import pytest
 
 from hlo_analysis.errors import UnknownTargetError
 from hlo_analysis.records import Comparison, Numerics
-from xlafuse.compare import compare
+from xlafuse.comparison import compare
 from xlafuse.errors import ComparisonError, UnknownNameError
 from xlafuse.models import get_preset
 from xlafuse.strategies import STRATEGIES, Strategy

@@ -76,7 +76,7 @@ def test_plan_strategies_tell_a_plain_function_which_sites_they_would_need():
 
 
 def test_plan_keeps_the_sites_that_fit(monkeypatch):
-    from xlafuse.compare import fit_plan
+    from xlafuse.comparison import fit_plan
 
     both = Strategy(
         name="both", description="Both.", plan=FusionPlan(attention="cudnn", attention_norm="mosaic", mlp_norm="mosaic")

@@ -118,7 +118,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
     from rich.console import Console
 
     from xlafuse.cli.progress import progress_on
-    from xlafuse.compare import compare
+    from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
     names = [strategy.name for strategy in resolve_strategies(request.strategies)]
