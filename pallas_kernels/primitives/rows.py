@@ -24,6 +24,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 LANES = 128
 """Threads of a warpgroup."""
@@ -61,6 +62,12 @@ class Segment:
     def index(self) -> tuple[pl.Slice | slice, ...]:
         """The segment as an index of the row."""
         return (pl.ds(self.offset, self.size),)
+
+    def columns(self, dtype: DTypeLike = jnp.int32) -> jax.Array:
+        """The column of each value, an integer array of the segment's shape and layout."""
+        return plgpu.broadcasted_iota(dtype, self.shape, len(self.shape) - 1, layout=self.layout) + jnp.asarray(
+            self.offset, dtype
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,123 @@
+"""Random bits from a key and an element's index, the same inside a kernel as in `jax.numpy`.
+
+Counter-based: an element's bits depend on the key and on the element's place in its array and on nothing else. Masks
+are therefore the same however a kernel cuts its work, and a backward pass makes them again instead of reading them.
+
+The generator is Wellons' `triple32`, a 32-bit mixing permutation whose avalanche cannot be told from a random
+permutation's (exact bias 0.0208, against 0.0207 expected of one), run over the element's linear index, with one key word
+added to the index and the other mixed in after the first multiplication. That is 11 integer instructions an element
+(JAX's threefry2x32: 35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. Right
+for dropout; not for cryptography.
+
+Source: Wellons, "Prospecting for hash functions", 2018, https://nullprogram.com/blog/2018/07/31/ and
+https://github.com/skeeto/hash-prospector; counter-based generators: Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+Words = tuple[jax.Array, jax.Array]
+"""Two uint32 scalars."""
+
+_PERIOD = 2**32
+_MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
+
+
+def key_words(key: jax.Array) -> jax.Array:
+    """The first two words of a key, (2,) uint32: what a kernel takes as its operand.
+
+    Args:
+        key: one key of `jax.random.key` (typed) or `jax.random.PRNGKey` (raw, uint32).
+
+    Raises:
+        TypeError: something else than a key.
+        ValueError: an array of keys.
+    """
+    key = jnp.asarray(key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim:
+            raise ValueError(f"expected one key, got an array of keys of shape {key.shape}; use jax.vmap over them.")
+        key = jax.random.key_data(key)
+    if key.dtype != jnp.uint32:
+        raise TypeError(f"expected a key of jax.random.key or uint32 key data, got {jax.typeof(key)}.")
+    if key.ndim != 1 or key.size < 2:
+        raise ValueError(f"expected the data of one key, (2,) uint32 or longer, got shape {key.shape}.")
+    return key if key.size == 2 else key[:2]
+
+
+def mixed_words(words) -> Words:
+    """The words as `random_bits` wants them, mixed so that keys 0, 1, 2... have nothing in common.
+
+    Args:
+        words: (2,) uint32, an array or, inside a kernel, a reference in GMEM or SMEM. Once a block is enough.
+    """
+    first = _mix(words[0] + jnp.uint32(0x9E3779B9))  # the golden ratio: no key of zeros
+    second = _mix(words[1] ^ first)
+    return first ^ _mix(second + jnp.uint32(0x85EBCA6B)), second
+
+
+def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, features: int) -> jax.Array:
+    """32 random bits for each element of a (rows, features) array.
+
+    Args:
+        words: what `mixed_words` gives.
+        row: the element's row, an integer scalar (in a kernel) or array.
+        column: its column, any integer array; `row` and `column` broadcast.
+        features: the length of a row.
+
+    Returns:
+        uint32, of the broadcast shape. Elements 2**32 and more apart have keys of their own.
+    """
+    rows_a_period = max(1, _PERIOD // max(1, features))
+    row = _uint32(row)
+    first, second = words
+    # Rows in front of the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
+    epoch = row // jnp.uint32(rows_a_period)
+    second = second ^ _mix(epoch)
+    return _mix(first + row * jnp.uint32(features) + _uint32(column), second)
+
+
+def keep_mask(words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float) -> jax.Array:
+    """Which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32. Arguments as `random_bits`.
+
+    Raises:
+        ValueError: `rate` outside [0, 1).
+    """
+    check_rate(rate)
+    threshold = min(round(rate * _PERIOD), _PERIOD - 1)
+    return random_bits(words, row, column, features=features) >= jnp.uint32(threshold)
+
+
+def array_keep_mask(key: jax.Array, shape: tuple[int, ...], *, rate: float) -> jax.Array:
+    """`keep_mask` of a whole (..., features) array, in plain `jax.numpy`: the reference of the kernels.
+
+    Leading dimensions are flattened to rows, in order.
+    """
+    *leading, features = shape
+    row = jnp.arange(math.prod(leading), dtype=jnp.uint32)[:, None]
+    column = jnp.arange(features, dtype=jnp.uint32)
+    return keep_mask(mixed_words(key_words(key)), row, column, features=features, rate=rate).reshape(shape)
+
+
+def check_rate(rate: float) -> None:
+    """Raises a ValueError unless `rate` is a dropout rate."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"a dropout rate is the share of elements set to zero, 0 <= rate < 1, got {rate}.")
+
+
+def _mix(value: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """triple32, with `key` mixed in after the first product (in the same three-input logic instruction)."""
+    value = (value ^ (value >> jnp.uint32(17))) * jnp.uint32(_MULTIPLIERS[0])
+    shifted = value >> jnp.uint32(11)
+    value = (value ^ (shifted if key is None else shifted ^ key)) * jnp.uint32(_MULTIPLIERS[1])
+    value = (value ^ (value >> jnp.uint32(15))) * jnp.uint32(_MULTIPLIERS[2])
+    return value ^ (value >> jnp.uint32(14))
+
+
+def _uint32(value: jax.Array | int) -> jax.Array:
+    return jnp.asarray(value).astype(jnp.uint32)
