@@ -11,7 +11,9 @@ from xlafuse.strategies import STRATEGIES
 def problems(folder: Path) -> list[str]:
     """What is missing or wrong in the report, in sentences; empty when all is well."""
     comparison = from_json(Comparison, (folder / "report.json").read_text())
-    found = [f"strategy {name} is missing" for name in STRATEGIES if name not in {s.name for s in comparison.strategies}]
+    found = [
+        f"strategy {name} is missing" for name in STRATEGIES if name not in {s.name for s in comparison.strategies}
+    ]
     for strategy in comparison.strategies:
         analysis = strategy.analysis
         if analysis is None:
