@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Fill = Literal["normal", "zeros", "ones", "extreme"]
-"""Values of an array: random normal, or constants, or plus and minus 1e4."""
+Fill = Literal["normal", "zeros", "ones", "extreme", "bits"]
+"""Values of an array: random normal, constants, plus and minus 1e4, or (unsigned integers) all bits random."""
 
 Arguments = Mapping[str, Any]
-"""Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values."""
+"""Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values, each in a `Static` until `plain`
+takes it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,21 @@ class ArraySpec:
                 return jnp.where(jax.random.bernoulli(key, 0.5, self.shape), 1e4, -1e4).astype(dtype)
             case "zeros" | "ones":
                 return jnp.full(self.shape, self.fill == "ones", dtype)
+            case "bits":
+                return jax.random.bits(key, self.shape, dtype)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A static value among arguments: a tree without leaves, so that arguments go through jit and vmap as they are."""
+
+    value: Any
+
+
+def plain(arguments: Arguments) -> dict[str, Any]:
+    """The arguments as an operation takes them: static values out of their wrapping."""
+    return {name: value.value if isinstance(value, Static) else value for name, value in arguments.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +77,20 @@ class ArgSpec:
         """Arguments with fresh values drawn from `seed`."""
         keys = jax.random.split(jax.random.key(seed), max(1, len(self.arguments)))
         return {
-            name: value.make(key) if isinstance(value, ArraySpec) else value
+            name: value.make(key) if isinstance(value, ArraySpec) else _wrapped(value)
             for key, (name, value) in zip(keys, self.arguments.items(), strict=False)
         }
 
     def structs(self) -> dict[str, Any]:
         """The same arguments as ShapeDtypeStructs."""
-        return {name: value.struct if isinstance(value, ArraySpec) else value for name, value in self.arguments.items()}
+        return {
+            name: value.struct if isinstance(value, ArraySpec) else _wrapped(value)
+            for name, value in self.arguments.items()
+        }
+
+
+def _wrapped(value: Any) -> Any:
+    return value if value is None or hasattr(value, "shape") else Static(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.specs import ArgSpec, ErrorBound, OpSpec
+from pallas_kernels.specs import ArgSpec, ErrorBound, OpSpec, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,9 @@ def assert_within(reports: Sequence[ErrorReport], title: str) -> None:
 def _outputs(op: OpSpec, arguments: dict[str, Any], implementation: str | None) -> Callable[[], tuple[jax.Array, ...]]:
     def call():
         if jax.config.jax_enable_x64:  # the oracle
-            result = op.reference(**arguments)
+            result = op.reference(**plain(arguments))
         else:
-            result = op.function(**arguments, implementation=implementation)
+            result = op.function(**plain(arguments), implementation=implementation)
         return result if isinstance(result, tuple) else (result,)
 
     return call

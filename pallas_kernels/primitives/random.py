@@ -4,13 +4,13 @@ Counter-based: an element's bits depend on the key and on the element's place in
 are therefore the same however a kernel cuts its work, and a backward pass makes them again instead of reading them.
 
 The generator is Wellons' `triple32`, a 32-bit mixing permutation whose avalanche cannot be told from a random
-permutation's (exact bias 0.0208, against 0.0207 expected of one), run over the element's linear index, with one key word
-added to the index and the other mixed in after the first multiplication. That is 11 integer instructions an element
-(JAX's threefry2x32: 35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. Right
-for dropout; not for cryptography.
+permutation's (bias 0.0209, the limit is 0.021), run over the element's linear index, with one key word added to the
+index and the other mixed in after the first multiplication. That is about 12 integer instructions an element (JAX's
+threefry2x32: 35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. Right for
+dropout; not for cryptography.
 
 Source: Wellons, "Prospecting for hash functions", 2018, https://nullprogram.com/blog/2018/07/31/ and
-https://github.com/skeeto/hash-prospector; counter-based generators: Salmon et al., "Parallel random numbers: as easy as
+https://github.com/skeeto/hash-prospector. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405
 """
 

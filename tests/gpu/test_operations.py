@@ -87,5 +87,7 @@ def test_vmap_remat_and_export(op, seed):
         return jax.vjp(run, arguments)[1](case.cotangents)[0]
 
     for name, want in pull(case.arguments, values).items():
+        if name not in op.differentiable:
+            continue
         got = jax.jit(lambda a: pull(a, jax.checkpoint(values)))(case.arguments)[name]
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-2, atol=1e-3)

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
 from hlo_analysis.targets import load_target
 from pallas_kernels import get_op, testing
+from pallas_kernels.specs import plain
 
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -48,19 +49,21 @@ def main(name: str, dump: Path, *, with_variants: bool) -> None:
     results = []
     for spec in op.tagged("gpu"):
         structs = spec.structs()
-        outputs = tuple(jax.tree.leaves(jax.eval_shape(op.reference, **structs)))
+        outputs = tuple(
+            jax.tree.leaves(jax.eval_shape(lambda arguments, op=op: op.reference(**plain(arguments)), structs))
+        )
 
         def forward(arguments, op=op):
             return testing.forward(testing.Case(op=op, arguments=arguments, cotangents=()), "mosaic")
 
         def backward(arguments, cotangents, op=op):
-            return op.backward("mosaic", arguments, cotangents)
+            return op.backward("mosaic", plain(arguments), cotangents)
 
         cases = [("forward", "default", forward, (structs,)), ("backward", "default", backward, (structs, outputs))]
         if with_variants and "bench" in spec.tags:
             for phase, arguments in (("forward", structs), ("backward", {**structs, "cotangents": outputs})):
-                for variant, function in op.variants(phase, structs).items():
-                    cases.append((phase, variant, lambda arguments, f=function: f(**arguments), (arguments,)))
+                for variant, function in op.variants(phase, plain(structs)).items():
+                    cases.append((phase, variant, lambda arguments, f=function: f(**plain(arguments)), (arguments,)))
         for phase, variant, function, arguments in cases:
             for kernel in compile_kernels(function, *arguments):
                 results.append({"spec": spec.name, "phase": phase, "variant": variant, **kernel})

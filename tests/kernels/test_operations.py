@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import REGISTRY, testing
+from pallas_kernels.specs import plain
 
 CASES = [
     pytest.param(op, implementation, spec, id=f"{op.name}-{implementation}-{spec.name}")
@@ -97,7 +98,7 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
 
     def local(batched, shared):
         arguments = {**{k: v[0] for k, v in batched.items()}, **shared}
-        result = op.function(**arguments, implementation=implementation)
+        result = op.function(**plain(arguments), implementation=implementation)
         return tuple(leaf[None] for leaf in (result if isinstance(result, tuple) else (result,)))
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
@@ -129,6 +130,6 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
 def test_eval_shape(op, implementation, spec):
     structs = spec.structs()
-    got = jax.eval_shape(lambda **kw: op.function(**kw, implementation=implementation), **structs)
-    expected = jax.eval_shape(op.reference, **structs)
+    got = jax.eval_shape(lambda arguments: op.function(**plain(arguments), implementation=implementation), structs)
+    expected = jax.eval_shape(lambda arguments: op.reference(**plain(arguments)), structs)
     assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(lambda s: (s.shape, s.dtype), expected)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing
+from pallas_kernels.specs import plain
 from xlafuse.bench.environment import environment, gpu_state
 from xlafuse.bench.timing import Timing, buffer_sets, time_candidates
 
@@ -59,7 +60,7 @@ def bench_shape(
     op: OpSpec, spec: ArgSpec, phase: str, *, with_variants: bool, rounds: int
 ) -> tuple[list[Row], list[Problem]]:
     """Checks and times one shape."""
-    traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(spec.structs())
+    traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(plain(spec.structs()))
     problems = []
 
     def note(candidate: str, error: Exception) -> None:
@@ -107,7 +108,7 @@ def _candidates(op: OpSpec, spec: ArgSpec, phase: str, *, with_variants: bool) -
     for implementation in ("xla", *(name for name in op.implementations if name != "xla")):
         candidates[implementation] = _call(op, phase, implementation)
     if with_variants:
-        for name, variant in op.variants(phase, spec.structs()).items():
+        for name, variant in op.variants(phase, plain(spec.structs())).items():
             candidates[f"variant: {name}"] = _variant(variant, phase)
     return candidates
 
@@ -117,17 +118,17 @@ def _call(op: OpSpec, phase: str, implementation: str) -> Callable[..., Any]:
         return tuple(testing.forward(testing.Case(op=op, arguments=arguments, cotangents=()), implementation).values())
 
     def backward(arguments, cotangents):
-        return op.backward(implementation, arguments, cotangents)
+        return op.backward(implementation, plain(arguments), cotangents)
 
     return forward if phase == "forward" else backward
 
 
 def _variant(variant: Callable[..., Any], phase: str) -> Callable[..., Any]:
     def forward(arguments):
-        return tuple(value for value in variant(**arguments) if value is not None)
+        return tuple(value for value in variant(**plain(arguments)) if value is not None)
 
     def backward(arguments, cotangents):
-        return variant(**arguments, cotangents=cotangents)
+        return variant(**plain(arguments), cotangents=cotangents)
 
     return forward if phase == "forward" else backward
 
