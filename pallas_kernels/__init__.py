@@ -1,7 +1,18 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
+from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.registry import REGISTRY, get_op
 from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
 
-__all__ = ["REGISTRY", "ArgSpec", "ArraySpec", "ErrorBound", "OpSpec", "Traffic", "get_op", "rms_norm"]
+__all__ = [
+    "REGISTRY",
+    "ArgSpec",
+    "ArraySpec",
+    "ErrorBound",
+    "OpSpec",
+    "Traffic",
+    "gated_activation",
+    "get_op",
+    "rms_norm",
+]

@@ -1,0 +1,1 @@
+"""SwiGLU, GEGLU and ReGLU: an activated gate times a linear branch."""

@@ -1,0 +1,107 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forward
+from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
+from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
+from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def gated_activation(
+    gate: jax.Array,
+    up: jax.Array | None = None,
+    *,
+    activation: str = "silu",
+    implementation: Implementation = None,
+) -> jax.Array:
+    """An activated gate times a linear branch: SwiGLU ("silu"), GEGLU ("gelu" or "gelu_tanh"), ReGLU ("relu").
+
+    The same as, in float32 between the casts,
+
+        y = activation(gate) * up
+
+    Args:
+        gate: (..., features), bfloat16, float16 or float32 (float64 with "xla"). Without `up` the two are packed in it,
+            (..., 2 * features): the gate is the first half of the last axis.
+        up: like gate, or None.
+        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            values, when packed 128 features), "xla", a sequence of them in order of preference, or None: "mosaic" where
+            it runs, else "xla".
+
+    Returns:
+        y, (..., features), of gate's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
+    """
+    gate = jnp.asarray(gate)
+    up = None if up is None else jnp.asarray(up)
+    get_activation("gated_activation", activation)
+    _check(gate, up)
+    support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}
+    chosen = choose("gated_activation", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or gate.size == 0:
+        return gated_activation_reference(gate, up, activation=activation)
+    if up is None:
+        features = gate.shape[-1] // 2
+        gate_rows, up_rows, shape = gate.reshape(-1, 2, features), None, (*gate.shape[:-1], features)
+    else:  # rows do not matter: one long row needs the fewest unaligned accesses
+        gate_rows, up_rows, shape = gate.reshape(1, -1), up.reshape(1, -1), gate.shape
+        gate_rows, up_rows = varying_like(gate_rows, up_rows), varying_like(up_rows, gate_rows)
+    y: jax.Array = _gated_activation_mosaic(activation, gate_rows, up_rows)  # pyright: ignore
+    return y.reshape(shape)
+
+
+def mosaic_unsupported(gate: jax.Array, up: jax.Array | None) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    if gate.dtype.name not in MOSAIC_DTYPES:
+        return f"gate is {gate.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    features = gate.shape[-1] // 2 if up is None else gate.size
+    rows = gate.size // max(1, 2 * features) if up is None else 1
+    return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()
+
+
+def _check(gate: jax.Array, up: jax.Array | None) -> None:
+    if not jnp.issubdtype(gate.dtype, jnp.floating):
+        raise TypeError(f"gated_activation: gate must be floating, got {gate.dtype.name}; cast it first.")
+    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
+        raise ValueError(
+            f"gated_activation: without up, gate's last axis must hold gate and up, an even length, got {gate.shape}."
+        )
+    if up is not None and (up.shape, up.dtype) != (gate.shape, gate.dtype):
+        raise ValueError(
+            f"gated_activation: up must be like gate, {gate.dtype.name}{list(gate.shape)}, got "
+            f"{up.dtype.name}{list(up.shape)}; broadcast or cast it first."
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_activation_mosaic(activation: str, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+    return gated_activation_forward(gate, up, activation=get_activation("gated_activation", activation))
+
+
+def _mosaic_fwd(activation, gate, up):
+    y = gated_activation_forward(gate, up, activation=get_activation("gated_activation", activation))
+    return y, (gate, up)
+
+
+def _mosaic_bwd(activation, saved, dy):
+    return gated_activation_backward(*saved, dy, activation=get_activation("gated_activation", activation))
+
+
+_gated_activation_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

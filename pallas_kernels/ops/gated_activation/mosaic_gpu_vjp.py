@@ -1,0 +1,62 @@
+"""The gated activation backward on Mosaic GPU: one pass reads gate, up and dy and writes dgate and dup.
+
+Nothing is saved in the forward pass but its inputs: computing the activation again costs no bytes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.gated_activation.config import ElementwiseConfig, default_backward
+from pallas_kernels.ops.gated_activation.mosaic_gpu import COMPILER_PARAMS, halves
+from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.elementwise import Blocks
+from pallas_kernels.primitives.platform import varying_like
+
+
+def gated_activation_backward(
+    gate: jax.Array,
+    up: jax.Array | None,
+    dy: jax.Array,
+    *,
+    activation: Activation,
+    config: ElementwiseConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (dgate, dup), like gate and up; packed as they are packed.
+
+    gate, up: (rows, features) of one floating dtype, or gate (rows, 2, features) and up None. dy: (rows, features).
+    """
+    rows, features = dy.shape
+    itemsize = dy.dtype.itemsize
+    config = config or default_backward(rows * features, itemsize)
+    blocks = Blocks(rows=rows, features=features, columns=config.columns(itemsize), itemsize=itemsize)
+    count = 1 if up is None else 2
+
+    def gated_activation_gradient(*refs):
+        inputs, dy_ref, outputs = refs[:count], refs[count], refs[count + 1 :]
+
+        def step(row, columns, segment):
+            sources = (*halves(inputs, row, columns), dy_ref.at[row, columns])
+            loaded = [plgpu.load(ref, layout=segment.layout, optimized=False) for ref in sources]
+            gate, up, dy = (value.astype(jnp.float32) for value in loaded)
+            value, derivative = activation.value_and_derivative(gate)
+            dgate_ref, dup_ref = halves(outputs, row, columns)
+            dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
+            dup_ref[...] = (dy * value).astype(dup_ref.dtype)
+
+        blocks.run(lax.axis_index("block"), step)
+
+    operands = (gate,) if up is None else (gate, up)
+    out_type = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
+    outputs = plgpu.kernel(
+        gated_activation_gradient,
+        out_type=(out_type,) * count,
+        grid=(blocks.count,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands, dy)
+    outputs = tuple(varying_like(output, *operands, dy) for output in outputs)
+    return outputs[0], (None if up is None else outputs[1])
