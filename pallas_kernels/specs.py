@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Fill = Literal["normal", "zeros", "ones", "extreme", "bits"]
-"""Values of an array: random normal, constants, plus and minus 1e4, or (unsigned integers) all bits random."""
+Fill = Literal["normal", "zeros", "ones", "extreme", "bits", "integers"]
+"""Values of an array: random normal, constants, plus and minus 1e4, (unsigned integers) all bits random, or uniform
+integers in a range (for booleans the range 0 to 2)."""
 
 Arguments = Mapping[str, Any]
 """Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values, each in a `Static` until `plain`
@@ -20,13 +21,15 @@ takes it out."""
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """An array argument. `normal` has the given mean and deviation."""
+    """An array argument. `normal` has the given mean and deviation; `integers` go from `minimum` to below `maximum`."""
 
     shape: tuple[int, ...]
     dtype: str
     fill: Fill = "normal"
     mean: float = 0.0
     deviation: float = 1.0
+    minimum: int = 0
+    maximum: int = 2
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -46,6 +49,8 @@ class ArraySpec:
                 return jnp.full(self.shape, self.fill == "ones", dtype)
             case "bits":
                 return jax.random.bits(key, self.shape, dtype)
+            case "integers":
+                return jax.random.randint(key, self.shape, self.minimum, self.maximum).astype(dtype)
 
 
 @jax.tree_util.register_static
