@@ -1,6 +1,6 @@
 # Two commands: `make report` and `make test`. Each works on a fresh clone, alone and in any order.
 .DEFAULT_GOAL := help
-.PHONY: help report test lint format bench-parser notebooks clean
+.PHONY: help report test lint format bench-parser notebooks results clean
 SHELL := /bin/bash
 PY := .venv/bin/python
 # A machine without a GPU needs no CUDA client; on one with a GPU say JAX_PLATFORMS= make test.
@@ -18,6 +18,7 @@ help:
 	@echo "make lint          ruff and pyright"
 	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
 	@echo "make notebooks     run the notebooks and keep their output"
+	@echo "make results       README's results table, from notebooks/results"
 	@echo "make clean         remove .venv and what the above wrote"
 
 $(RUN): $(INPUTS)
@@ -48,6 +49,9 @@ bench-parser: $(DEV)
 
 notebooks: $(DEV)
 	$(PY) scripts/run_notebooks.py
+
+results: $(DEV)
+	$(PY) scripts/write_results.py
 
 clean:
 	rm -rf .venv $(OUT) .pytest_cache .ruff_cache .hypothesis

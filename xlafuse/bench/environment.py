@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -20,18 +20,28 @@ _QUERY = {
     "power.limit": "power_limit_watts",
     "temperature.gpu": "temperature_celsius",
 }
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", "torch", "numpy")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-triton",
+    "triton",
+    "torch",
+    "liger-kernel",
+    "numpy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where and with what something was measured. `gpu` holds nvidia-smi's words, '' for what it does not say."""
+    """Where and with what something was measured. `gpu` holds nvidia-smi's words before the run."""
 
     device_kind: str
     platform_version: str
     python: str
-    packages: dict[str, str] = field(default_factory=dict)
-    gpu: dict[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    gpu: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment() -> Environment:

@@ -160,3 +160,61 @@ def strategies() -> None:
         from xlafuse.cli.lists import print_strategies
 
         print_strategies()
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on an attached NVIDIA GPU.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+@bench.command()
+def kernels(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="An operation, several by several options. All by default.")
+    ] = None,
+    phase: Annotated[
+        list[str] | None, typer.Option(metavar="PHASE", help="forward or backward. Both by default.")
+    ] = None,
+    match: Annotated[str, typer.Option(metavar="TEXT", help="Only shapes whose name holds this, as 8192x4096.")] = "",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C",
+            help="Timed beside XLA in the same run: torch_compile, torch_max_autotune, torch_eager, liger, jax_triton.",
+        ),
+    ] = None,
+    peer_megabytes: Annotated[
+        float, typer.Option(metavar="MB", help="Peers only on shapes that move so much; compiling them takes a while.")
+    ] = 0.0,
+    variants: Annotated[bool, typer.Option("--variants", help="Time every kernel configuration, too.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 10,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")
+    ] = float("inf"),
+) -> None:
+    """Measure kernels against XLA, other libraries and the copy ceiling.
+
+    Needs an NVIDIA GPU. Exits with 0 when all of ours was measured, 1 when something failed, 2 on bad input or no GPU.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.bench import KernelRequest, run_kernels
+
+        is_complete = run_kernels(
+            KernelRequest(
+                operations=tuple(op or ()),
+                phases=tuple(phase or ()),
+                match=match,
+                peers=_names(peers) or (),
+                peer_bytes=int(peer_megabytes * 1e6),
+                variants=variants,
+                rounds=rounds,
+                seconds=seconds,
+                output=output,
+            )
+        )
+    raise typer.Exit(0 if is_complete else 1)

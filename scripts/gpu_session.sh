@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# One visit to a machine with a Hopper GPU: the tests of chosen operations, then the benchmark of chosen operations.
+#
+#   scripts/gpu_session.sh [--tests "A B"] [--bench "A B"] [--test-seconds S] [--bench-seconds S] [--op-seconds S]
+#                          [--out DIR] [-- OPTIONS OF xlafuse bench kernels]
+#
+# Each list is in the order to run; "all" (the default) is the whole registry, "none" leaves that half out. Each half
+# has its time limit and its log under DIR, and neither stops the other. Of the tests only failures and the count are
+# printed; of the benchmark a line a shape, at most 8,500 characters. DIR/kernels.json has all numbers.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+tests=all bench=all test_seconds=240 bench_seconds=280 op_seconds=60 out=${OUT:-gpu-session}
+while (($#)); do
+  case $1 in
+    --tests) tests=$2 ;;
+    --bench) bench=$2 ;;
+    --test-seconds) test_seconds=$2 ;;
+    --bench-seconds) bench_seconds=$2 ;;
+    --op-seconds) op_seconds=$2 ;;
+    --out) out=$2 ;;
+    --) shift; break ;;
+    *) echo "gpu_session.sh: unknown option $1; see its first lines" >&2; exit 2 ;;
+  esac
+  shift 2
+done
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+status=0
+
+if [[ $tests != none ]]; then
+  echo "== tests/gpu: $tests"
+  selection=()
+  [[ $tests == all ]] || selection=(-k "$(sed 's/  */ or /g' <<<"$tests")")
+  # Eight processes share the GPU: the float64 references on the host take most of the time.
+  XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$test_seconds" \
+    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider --tb=short "${selection[@]}" \
+    >"$out/tests.log" 2>&1
+  code=$?
+  ((code)) && status=1
+  ((code == 124 || code == 137)) && echo "tests were ended after $test_seconds s"
+  grep -E '^(FAILED|ERROR) ' "$out/tests.log" | cut -c1-200 | head -15
+  # Only the short error lines: the log has the rest.
+  grep -E '^E  ' "$out/tests.log" | cut -c1-160 | awk '!seen[$0]++' | head -12
+  tail -n 1 "$out/tests.log" | cut -c1-200
+fi
+
+if [[ $bench != none ]]; then
+  echo "== benchmark: $bench"
+  operations=()
+  if [[ $bench != all ]]; then for name in $bench; do operations+=(--op "$name"); done; fi
+  # On the limit the interrupt lets it stop its process; what was measured is in the file by then.
+  timeout --signal=INT --kill-after=10 "$bench_seconds" \
+    "$python" -m xlafuse.cli bench kernels "${operations[@]}" --seconds "$op_seconds" -o "$out/kernels.json" "$@" \
+    >"$out/bench.log" 2>"$out/bench-errors.log"
+  code=$?
+  ((code)) && status=1
+  ((code == 124 || code == 137)) && echo "the benchmark was ended after $bench_seconds s"
+  [[ -f $out/kernels.json ]] && "$python" scripts/write_results.py --show "$out/kernels.json" --characters 8500
+  ((code)) && grep -vE '^\s*$' "$out/bench-errors.log" | cut -c1-300 | tail -n 6
+fi
+exit $status

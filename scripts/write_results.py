@@ -1,0 +1,88 @@
+"""Kept benchmark results: merged, shown, and written into README's table.
+
+scripts/write_results.py                        # README's table from notebooks/results/kernels-h200.json
+scripts/write_results.py --check                # exits with 1 where that table is not current
+scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
+scripts/write_results.py --show FILE [--characters N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from xlafuse.bench.lines import problem_lines, result_lines, short_spec, summary_lines
+from xlafuse.bench.results import Results, ResultsError, load, merge, write
+from xlafuse.bench.table import markdown, place
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+KEPT = ROOT / "notebooks/results/kernels-h200.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("-o", "--output", type=Path, default=KEPT)
+    parser.add_argument("--show", type=Path, metavar="FILE")
+    parser.add_argument("--characters", type=int, default=sys.maxsize)
+    options = parser.parse_args(argv)
+    try:
+        if options.merge:
+            merged = merge([load(path) for path in options.merge])
+            write(options.output, merged)
+            print(f"wrote {options.output}: {len(merged.shapes)} shapes of {len(merged.runs)} runs")
+            return 0
+        if options.show:
+            print(shown(load(options.show), options.characters))
+            return 0
+        return _readme(check_only=options.check)
+    except ResultsError as error:
+        print(f"write_results.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _readme(*, check_only: bool) -> int:
+    text = README.read_text(encoding="utf-8")
+    current = place(text, markdown(load(KEPT)))
+    if check_only:
+        print("current" if text == current else "README's table is not what the results say; run `make results`")
+        return int(text != current)
+    if text != current:
+        README.write_text(current, encoding="utf-8")
+    print(f"wrote the table of {README.name} from {KEPT.relative_to(ROOT)}")
+    return 0
+
+
+def shown(results: Results, characters: int) -> str:
+    """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
+    lines = summary_lines(results)
+    title = ""
+    for shape in results.shapes:
+        if shape.op != title:
+            lines.append(title := shape.op)
+        lines.append(result_lines(shape)[0])
+    problems: dict[str, list[str]] = {}  # the same problem on many shapes is told once
+    for shape in results.shapes:
+        for line in problem_lines(shape):
+            problems.setdefault(f"{shape.op} {line.strip()}", []).append(f"{shape.phase[:3]} {short_spec(shape.spec)}")
+    lines += [
+        f"{line} [{where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}]" for line, where in problems.items()
+    ]
+    for shape in results.shapes:
+        for line in result_lines(shape)[1:2]:
+            lines.append(f"{shape.op} {shape.phase[:3]} {short_spec(shape.spec)} best {line.strip()}")
+    text = ""
+    for i, line in enumerate(lines):
+        if len(text) + len(line) + 40 > characters:
+            return f"{text}... and {len(lines) - i} more lines"
+        text += line + "\n"
+    return text.rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The benchmark without a GPU: what it computes, checks and records, with invented kernel times."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import get_op, testing
+from pallas_kernels.specs import plain
+from xlafuse.bench import kernels, peers, timing
+from xlafuse.bench.kernels import NoGpuError, Settings, bench_operation, bench_shape, check_close, require_gpu
+from xlafuse.bench.timing import Candidate
+
+SETTINGS = Settings(rounds=1, calls=2)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(kernels, "buffer_sets", lambda _: 1)
+    quick = kernels.time_candidates
+    monkeypatch.setattr(kernels, "time_candidates", lambda *a, **kw: quick(*a, **{**kw, "warm_up_seconds": (0.0, 0.0)}))
+
+
+@pytest.mark.usefixtures("interpreter", "invented_times")
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_shape_is_checked_and_timed(phase, spec):
+    result = bench_shape(get_op("rms_norm"), spec, phase, SETTINGS)
+    assert result.problems == ()
+    arrays = {"forward": "2 read 2 written", "backward": "3 read 1 written"}[phase]
+    assert [c.name for c in result.candidates] == ["copy", f"elementwise, {arrays}", "xla", "mosaic"]
+    assert [c.kind for c in result.candidates] == ["ceiling", "ceiling", "implementation", "implementation"]
+    assert result.bytes == 4 * 4 * 256 * 2
+    assert result.chosen == "mosaic"
+    assert result.gigabytes_per_second("mosaic") == pytest.approx(result.bytes / 3e-6 / 1e9)
+    assert result.ceiling_share("mosaic") == result.speed_up("mosaic", "xla") == 1
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_what_cannot_run_here_is_unsupported_and_the_others_go_on(spec):
+    result = bench_shape(get_op("rms_norm"), spec, "forward", SETTINGS)
+    (problem,) = result.problems
+    assert (problem.candidate, problem.kind) == ("mosaic", "unsupported")
+    assert result.chosen == "xla"
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_a_wrong_variant_is_reported_and_not_timed(spec):
+    def twice(**arguments):
+        return tuple(2 * value for value in pallas_kernels.rms_norm(**plain(arguments)))
+
+    op = dataclasses.replace(
+        get_op("rms_norm"), implementations=("xla",), variants=lambda *_: MappingProxyType({"twice": twice})
+    )
+    result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, variants=True))
+    assert result.of_kind("variant") == ()
+    assert result.problems[0].candidate == "variant: twice"
+    assert "output 0 is off by 1 of its norm" in result.problems[0].message
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_a_peer_is_checked_timed_and_may_fail(spec, monkeypatch):
+    class Half:
+        @staticmethod
+        def candidate(operation, phase, cases):
+            assert (operation, phase) == ("rms_norm", "forward")
+            call = jax.jit(lambda a: tuple(v / 2 for v in pallas_kernels.rms_norm(**plain(a), implementation="xla")))
+            inputs = [(case.arguments,) for case in cases]
+            return Candidate(name="half", kind="peer", call=call, inputs=inputs), call(*inputs[0]), ()
+
+    class Right:
+        @staticmethod
+        def candidate(operation, phase, cases):
+            call = jax.jit(lambda a: pallas_kernels.rms_norm(**plain(a), implementation="xla"))
+            inputs = [(case.arguments,) for case in cases]
+            return Candidate(name="right", kind="peer", call=call, inputs=inputs), call(*inputs[0]), ("a note",)
+
+    def load(name):
+        if name == "missing":
+            raise ImportError("No module named 'torch'")
+        return {"half": Half, "right": Right}[name]
+
+    monkeypatch.setattr(peers, "load", load)
+    settings = dataclasses.replace(SETTINGS, peers=("half", "right", "missing"))
+    result = bench_shape(get_op("rms_norm"), spec, "forward", settings)
+    assert [c.name for c in result.of_kind("peer")] == ["right"]
+    messages = {problem.candidate: problem.message for problem in result.problems}
+    assert "off by 0.5 of its norm" in messages["half"]
+    assert messages["right"] == "a note"
+    assert messages["missing"] == "ImportError: No module named 'torch'"
+    result = bench_shape(get_op("rms_norm"), spec, "forward", dataclasses.replace(settings, peer_bytes=10**6))
+    assert result.of_kind("peer") == ()
+
+
+def test_xla_failing_is_a_problem_of_the_shape(spec):
+    def fail(**_):
+        raise RuntimeError("out of memory")
+
+    op = dataclasses.replace(get_op("rms_norm"), function=fail)
+    result = bench_shape(op, spec, "forward", SETTINGS)
+    assert result.candidates == ()
+    assert result.problems[0].message == "RuntimeError: out of memory"
+    assert result.chosen is None
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_time_runs_out_between_shapes(spec):
+    op = dataclasses.replace(get_op("rms_norm"), arg_specs=(spec, dataclasses.replace(spec, name="other")))
+    results = list(bench_operation(op, dataclasses.replace(SETTINGS, seconds=0.0, phases=("forward",))))
+    assert results == [
+        "rms_norm forward 4x256: not begun within 0 s",
+        "rms_norm forward other: not begun within 0 s",
+    ]
+    results = list(bench_operation(op, dataclasses.replace(SETTINGS, match="other", phases=("forward",))))
+    assert [result.spec for result in results if not isinstance(result, str)] == ["other"]
+
+
+def test_backward_alone_is_the_gradient(spec):
+    op = get_op("rms_norm")
+    case = testing.make_case(op, spec, 3)
+    without = {k: v for k, v in case.arguments.items() if k != "residual"}
+    dx, dscale = op.backward("xla", without, case.cotangents[:1])
+    expected = testing.gradient(testing.Case(op=op, arguments=without, cotangents=case.cotangents[:1]), "xla")
+    assert (dx == expected["gradient of x"]).all()
+    assert (dscale == expected["gradient of scale"]).all()
+
+
+def test_close_is_about_norms_and_not_numbers_never_pass():
+    one = jnp.ones(1000)
+    check_close((one.at[0].set(1.1),), (one,))
+    with pytest.raises(AssertionError, match="output 0"):
+        check_close((one.at[0].set(jnp.nan),), (one,))
+    with pytest.raises(AssertionError, match=r"off by 0\.03"):
+        check_close((one * 1.03,), (one,))
+
+
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(NoGpuError, match="attached NVIDIA GPU, and JAX sees only 'cpu'"):
+        require_gpu()
+
+
+def test_unknown_peer_has_a_nearest_name():
+    with pytest.raises(ValueError, match="did you mean 'liger'"):
+        peers.load("liga")
+
+
+def test_small_calls_rotate_past_the_cache():
+    assert timing.buffer_sets(1 << 22) * (1 << 22) > 2 * timing.L2_CACHE_BYTES
+    assert timing.buffer_sets(1 << 10) == 64
+    assert timing.buffer_sets(1 << 30) == 2

@@ -1,0 +1,82 @@
+"""README's table and the script that merges and shows results."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from test_bench_results import measured, results, shape
+
+from xlafuse.bench.results import Problem, ResultsError, load, write
+from xlafuse.bench.table import BEGIN, END, markdown, place
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("write_results", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_has_rates_ratios_and_small_calls_apart():
+    small = shape(
+        "1x4096-float32",
+        bytes=1000,
+        candidates=(measured("copy", "ceiling", 1.0), measured("xla", "implementation", 2.0),
+                    measured("mosaic", "implementation", 1.5)),
+    )  # fmt: skip
+    only_xla = shape("7x7", candidates=(measured("copy", "ceiling", 245.0), measured("xla", "implementation", 490.0)))
+    text = markdown(results(shape(), only_xla, small))
+    assert text.startswith("NVIDIA H200, 2026-01-01; jax 0.11.2. Median GPU time")
+    assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger |" in text
+    assert "| `rms_norm` | forward | 32768x4096-bf16 | 250.0 | 4000 | 98 % | 2.00 | 1.20 |" in text
+    assert "| `rms_norm` | forward | 7x7 | 490.0 | 2041 | 50 % | – | – |" in text
+    assert "| geometric mean |  |  |  |  | 70 % | 1.41 | 1.20 |" in text
+    assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 |" in text
+
+
+def test_place_keeps_the_rest_and_is_stable():
+    text = f"a\n{BEGIN}\nold\n{END}\nb\n"
+    placed = place(text, "new")
+    assert placed == f"a\n{BEGIN}\nnew\n{END}\nb\n"
+    assert place(placed, "new") == placed
+    for broken in ("a", f"{END}{BEGIN}", f"{BEGIN}{END}{END}"):
+        with pytest.raises(ResultsError, match="expected one"):
+            place(broken, "new")
+
+
+def test_readme_is_written_and_checked(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "README", tmp_path / "README.md")
+    monkeypatch.setattr(script, "KEPT", tmp_path / "kernels-h200.json")
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    assert script.main([]) == 2
+    assert "expected a file of benchmark results" in capsys.readouterr().err
+    write(tmp_path / "kernels-h200.json", results(shape()))
+    assert script.main(["--check"]) == 1
+    assert script.main([]) == 0
+    assert script.main(["--check"]) == 0
+    assert "4000" in (tmp_path / "README.md").read_text()
+
+
+def test_merge_and_show(script, tmp_path, capsys):
+    broken = [Problem(candidate="liger", message="no such thing")]
+    write(tmp_path / "a.json", results(shape(us=260.0), shape("b", problems=tuple(broken)), started="1"))
+    write(tmp_path / "b.json", results(shape(us=250.0), shape("c", problems=tuple(broken)), started="2"))
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert script.main(["--merge", *files, "-o", str(tmp_path / "c.json")]) == 0
+    assert "3 shapes of 2 runs" in capsys.readouterr().out
+    merged = load(tmp_path / "c.json")
+    assert sorted(s.microseconds("mosaic") for s in merged.shapes) == [250.0, 250.0, 250.0]
+    assert script.main(["--show", str(tmp_path / "c.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "rms_norm failed: liger: no such thing [for b and 1 more]" in shown
+    assert "rms_norm for b best variant: a: 240.00 µs" in shown
+    assert len(script.shown(merged, 400)) <= 400
+    assert "more lines" in script.shown(merged, 400)

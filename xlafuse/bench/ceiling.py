@@ -1,0 +1,78 @@
+"""The copy ceiling: how long the fastest elementwise work on the same number of bytes takes.
+
+Two candidates, timed in the run of the operation. A plain copy: half of the bytes read once and as many written. And
+elementwise work with as many arrays read and written as the operation has, since memory answers reads faster than
+writes. Both in one launch, on 32-bit words: XLA's own elementwise kernels reach 4250 GB/s of an H200 on those, and
+3350 GB/s on bfloat16 arrays, which is no ceiling. The faster one is the ceiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import Traffic
+from xlafuse.bench.timing import Candidate, Timing
+
+COPY = "copy"
+_WORD_BYTES = 4
+_ALIGNMENT = 1024
+"""Words; XLA then reads and writes 16 bytes at a time."""
+_MOST_ARRAYS = 8
+_NEAR = 0.02
+"""Of the share of reads."""
+
+
+def ceiling_candidates(traffic: Traffic, *, sets: int, seed: int = 0) -> list[Candidate]:
+    """The candidates for the ceiling of `traffic`, with `sets` sets of buffers of their own."""
+    total = traffic.bytes // _WORD_BYTES
+    shapes = {COPY: (1, 1)}
+    reads, writes = array_counts(traffic)
+    if reads != writes or reads > 1:
+        shapes[f"elementwise, {reads} read {writes} written"] = (reads, writes)
+    keys = iter(jax.random.split(jax.random.key(seed), len(shapes) * sets * _MOST_ARRAYS))
+    candidates = []
+    for name, (reads, writes) in shapes.items():
+        words = _round_up(max(1, total // (reads + writes)), _ALIGNMENT if total > _ALIGNMENT * _MOST_ARRAYS else 4)
+        inputs = [tuple(jax.random.bits(next(keys), (words,), jnp.uint32) for _ in range(reads)) for _ in range(sets)]
+        call = jax.jit(elementwise(writes))
+        candidates.append(Candidate(name=name, kind="ceiling", call=call, inputs=inputs))
+    return candidates
+
+
+def array_counts(traffic: Traffic) -> tuple[int, int]:
+    """How many equal arrays to read and to write, at most 8 each: as many as the operation where they are about equal,
+    else the fewest whose share of reads is near the traffic's."""
+    share = sum(traffic.read) / max(1, traffic.bytes)
+    own = (len(traffic.read), len(traffic.written))
+    counts = ((r, w) for r in range(1, _MOST_ARRAYS + 1) for w in range(1, _MOST_ARRAYS + 1))
+
+    def distance(counts: tuple[int, int]) -> tuple[float, int]:
+        off = abs(counts[0] / sum(counts) - share)
+        return (0.0 if off <= _NEAR else off), 0 if counts == own else sum(counts)
+
+    return min(counts, key=distance)
+
+
+def elementwise(writes: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """A function of equal arrays of 32-bit words to `writes` such arrays, which XLA compiles to one kernel."""
+
+    def combine(*arrays):
+        value = functools.reduce(operator.xor, arrays)
+        return tuple(value ^ jnp.uint32(0x9E3779B9 * (i + 1) & 0xFFFFFFFF) for i in range(writes))
+
+    return combine
+
+
+def fastest(timings: Mapping[str, Timing], names: Iterable[str]) -> str | None:
+    """The name of the ceiling: the fastest of `names` that were timed, None where none was."""
+    timed = [name for name in names if name in timings]
+    return min(timed, key=lambda name: timings[name].median_us) if timed else None
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,84 @@
+"""Results as lines of text: one a shape, short enough for a log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from xlafuse.bench.results import Results, ShapeResult, geometric_mean
+from xlafuse.bench.timing import L2_CACHE_BYTES
+
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_PROBLEM_LENGTH = 160
+_BEST_VARIANTS = 3
+
+
+def short_spec(spec: str) -> str:
+    """A spec's name with short dtypes."""
+    for long, short in _SHORT.items():
+        spec = spec.replace(long, short)
+    return spec
+
+
+def is_large(shape: ShapeResult) -> bool:
+    """Whether a call moves so much that memory, and no launch or cache, sets its time."""
+    return shape.bytes >= 2 * L2_CACHE_BYTES
+
+
+def result_lines(shape: ShapeResult) -> list[str]:
+    """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below."""
+    name = shape.chosen
+    if name is None:
+        return [f" {shape.phase[:3]} {short_spec(shape.spec):<32} not measured"]
+    rivals = [c.name for c in (*shape.of_kind("implementation"), *shape.of_kind("peer")) if c.name != name]
+    ratios = "  ".join(f"{rival} {shape.speed_up(name, rival):.2f}" for rival in rivals)
+    unsteady = "" if shape.is_steady or not is_large(shape) else "  (not steady)"
+    lines = [
+        f" {shape.phase[:3]} {short_spec(shape.spec):<32} {name} {shape.microseconds(name):8.2f} µs "
+        f"{shape.gigabytes_per_second(name):5.0f} GB/s {100 * shape.ceiling_share(name):4.0f} %  {ratios}{unsteady}"
+    ]
+    variants = sorted(shape.of_kind("variant"), key=lambda c: c.timing.median_us)
+    for variant in variants[:_BEST_VARIANTS]:
+        lines.append(
+            f"      {variant.name}: {variant.timing.median_us:.2f} µs, {shape.speed_up(variant.name, name):.3f} of it"
+        )
+    return lines
+
+
+def problem_lines(shape: ShapeResult) -> list[str]:
+    """What went wrong on a shape, a line each."""
+    return [
+        f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PROBLEM_LENGTH]}"
+        for problem in shape.problems
+    ]
+
+
+def summary_lines(results: Results) -> list[str]:
+    """Geometric means over the large shapes, by operation and phase, and what was left out."""
+    lines = []
+    for op, phase, shapes in grouped(results.shapes):
+        large = [shape for shape in shapes if is_large(shape) and shape.chosen]
+        if not large:
+            continue
+        share = geometric_mean([shape.ceiling_share(shape.chosen or "") for shape in large])
+        rivals = dict.fromkeys(
+            c.name for shape in large for c in shape.candidates if c.kind in ("implementation", "peer")
+        )
+        means = {
+            rival: geometric_mean(
+                [shape.speed_up(shape.chosen or "", rival) for shape in large if shape.chosen != rival]
+            )
+            for rival in rivals
+        }
+        ratios = "  ".join(f"{rival} {mean:.2f}" for rival, mean in means.items() if not math.isnan(mean))
+        lines.append(f"{op} {phase}: {100 * share:.0f} % of the ceiling  {ratios}  ({len(large)} shapes)")
+    lines += [f"left out: {note}" for run in results.runs for note in run.left_out]
+    return lines
+
+
+def grouped(shapes: Iterable[ShapeResult]) -> Sequence[tuple[str, str, list[ShapeResult]]]:
+    """Shapes by operation and phase, in order of appearance."""
+    groups: dict[tuple[str, str], list[ShapeResult]] = {}
+    for shape in shapes:
+        groups.setdefault((shape.op, shape.phase), []).append(shape)
+    return [(op, phase, found) for (op, phase), found in groups.items()]

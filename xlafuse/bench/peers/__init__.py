@@ -1,0 +1,47 @@
+"""The same operations by other libraries, for comparison. Each is loaded when asked for, and may be missing.
+
+A peer is a module with `candidate(operation, phase, cases)`, which returns something to time (`timing.Candidate`), the
+results of its first call as JAX arrays in the order of ours, and notes. It raises where it has no such operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from pallas_kernels.testing import Case
+from xlafuse.bench.timing import Candidate
+from xlafuse.errors import UnknownNameError
+
+PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton")
+OF_THE_OPERATION = ("xla", "jax_triton")
+"""Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
+
+
+class Peer(Protocol):
+    """What a peer's module has."""
+
+    def candidate(
+        self, operation: str, phase: str, cases: Sequence[Case]
+    ) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+        """See this package's docstring."""
+        ...
+
+
+def load(name: str) -> Peer:
+    """The module of a peer.
+
+    Raises:
+        UnknownNameError: no such peer.
+        ImportError: its library is not installed.
+    """
+    check_names((name,))
+    return import_module(f"xlafuse.bench.peers.{name}")  # pyright: ignore[reportReturnType]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises UnknownNameError for a name that is not in `PEERS`."""
+    for name in names:
+        if name not in PEERS:
+            raise UnknownNameError("peer", name, PEERS)

@@ -1,0 +1,93 @@
+"""Liger-Kernel's Triton kernels, for the operations that it has.
+
+Its gated activations, RoPE and cross-entropy write their results over their inputs: repeated calls then work on what
+the last one left. That moves the same bytes; the results are checked on the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+from liger_kernel import ops  # pyright: ignore[reportMissingImports]
+
+from pallas_kernels.testing import Case
+from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers.torch_functions import get_operation
+from xlafuse.bench.timing import Candidate
+
+
+def rms_norm(x, scale, residual=None, epsilon=1e-6):
+    """Everything in float32, as ours ("gemma"); not in place."""
+    if residual is None:
+        return (ops.LigerRMSNormFunction.apply(x, scale, epsilon, 0.0, "gemma", False),)
+    return ops.LigerFusedAddRMSNormFunction.apply(x, residual, scale, epsilon, 0.0, "gemma", False)
+
+
+def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
+    """With scale and bias; the residual is added by PyTorch."""
+    if scale is None or bias is None:
+        raise NotImplementedError("Liger's layer norm takes a scale and a bias")
+    total = x if residual is None else x + residual
+    y = ops.LigerLayerNormFunction.apply(total, scale, bias, epsilon)
+    return (y,) if residual is None else (y, total)
+
+
+def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
+    """Along the last axis, with no mask."""
+    if axis not in (-1, x.ndim - 1) or mask is not None or is_causal or scale not in (None, 1.0):
+        raise NotImplementedError("Liger's softmax has no scale, no mask, and no axis but the last")
+    return (ops.LigerSoftmaxFunction.apply(x),)
+
+
+def gated_activation(gate, up, activation="silu"):
+    """SwiGLU, and GEGLU with tanh."""
+    functions = {"silu": ops.LigerSiLUMulFunction, "gelu_tanh": ops.LigerGELUMulFunction}
+    if activation not in functions:
+        raise NotImplementedError(f"Liger has no gate with {activation}, only {', '.join(functions)}")
+    return (functions[activation].apply(gate, up),)
+
+
+def rope(query, key, cosine, sine):
+    """The half-split form; cosines and sines are an input, not computed here."""
+    rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cosine, sine)
+    return tuple(x.transpose(1, 2) for x in rotated)
+
+
+def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
+    """RoPE's arguments as Liger takes them."""
+    if arguments.get("interleaved"):
+        raise NotImplementedError("Liger's rope is the half-split one")
+    query, positions = arguments["query"], arguments["positions"]
+    half = query.shape[-1] // 2
+    frequencies = arguments.get("theta", 10000.0) ** (-torch.arange(half, device=query.device).float() / half)
+    angles = positions.reshape(-1, positions.shape[-1]).float()[..., None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return {
+        "query": query,
+        "key": arguments["key"],
+        "cosine": torch.cos(angles).to(query.dtype),
+        "sine": torch.sin(angles).to(query.dtype),
+    }
+
+
+FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "softmax": softmax,
+    "gated_activation": gated_activation,
+    "rope": rope,
+}
+
+
+def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+    """See `xlafuse.bench.peers`."""
+    if operation not in FUNCTIONS:
+        raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
+    function, written = FUNCTIONS[operation], get_operation(operation)
+    if phase == "forward":
+        prepare = with_angles if operation == "rope" else unchanged
+        return *forward_candidate("liger", function, cases, prepare), ()
+    prepare = with_angles if operation == "rope" else written.prepare_backward
+    return *backward_candidate("liger", function, cases, written.gradients, prepare), ()

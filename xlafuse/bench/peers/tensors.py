@@ -1,0 +1,112 @@
+"""JAX arrays as PyTorch tensors and back, and PyTorch calls as something to time.
+
+Both frameworks use the GPU in one process, so that all candidates take turns under the same clocks. JAX must then leave
+memory to PyTorch: XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment, which `xlafuse bench` sees to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch  # pyright: ignore[reportMissingImports]
+
+from pallas_kernels.specs import Arguments, plain
+from pallas_kernels.testing import Case
+from xlafuse.bench.timing import Candidate
+
+Function = Callable[..., tuple[Any, ...]]
+"""From an operation's arguments as tensors to its outputs."""
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+"""From an operation's arguments as tensors to those that a function is called with."""
+
+
+def to_torch(array: jax.Array) -> Any:
+    """A tensor with a copy of its own: some peers write into their inputs."""
+    return torch.from_dlpack(array).clone()
+
+
+def to_jax(tensor: Any) -> jax.Array:
+    """A JAX array on the tensor's memory."""
+    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+
+
+def tensors(arguments: Arguments) -> dict[str, Any]:
+    """Arguments with tensors for arrays; static values as they are."""
+    return {
+        name: to_torch(value) if isinstance(value, jax.Array) else value for name, value in plain(arguments).items()
+    }
+
+
+def unchanged(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What prepares arguments where there is nothing to prepare."""
+    return arguments
+
+
+def forward_candidate(
+    name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
+) -> tuple[Candidate, tuple[jax.Array, ...]]:
+    """The forward pass without gradients, and its first results. prepare: changes the arguments first."""
+
+    def call(arguments):
+        with torch.no_grad():
+            return function(**arguments)
+
+    inputs = [(prepare(tensors(case.arguments)),) for case in cases]
+    return _ran_once(name, call, inputs)
+
+
+def backward_candidate(
+    name: str,
+    function: Function,
+    cases: Sequence[Case],
+    gradients: Sequence[str],
+    prepare: Prepare = unchanged,
+) -> tuple[Candidate, tuple[jax.Array, ...]]:
+    """The backward pass alone, of the graph that one forward pass left, and its first results.
+
+    Args:
+        gradients: the arguments whose gradients are wanted, in the order of the results; those not given are left out.
+        prepare: changes the arguments first.
+    """
+    inputs = []
+    for case in cases:
+        arguments = prepare(tensors(case.arguments))
+        leaves = [
+            arguments[name].requires_grad_() for name in gradients if isinstance(arguments.get(name), torch.Tensor)
+        ]
+        outputs = function(**arguments)
+        pairs = [
+            (output, to_torch(cotangent))
+            for output, cotangent in zip(outputs, case.cotangents, strict=True)
+            if output.requires_grad
+        ]
+        inputs.append(([output for output, _ in pairs], leaves, [cotangent for _, cotangent in pairs]))
+
+    def call(outputs, leaves, cotangents):
+        return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+
+    return _ran_once(name, call, inputs)
+
+
+def _ran_once(
+    name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]
+) -> tuple[Candidate, tuple[jax.Array, ...]]:
+    results = call(*inputs[0])
+    torch.cuda.synchronize()
+    candidate = Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us)
+    return candidate, tuple(to_jax(result.clone()) for result in results)
+
+
+def _wait(_: Any) -> None:
+    torch.cuda.synchronize()
+
+
+def _event_us(thunk: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    thunk()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)

@@ -1,0 +1,189 @@
+"""Records of a kernel benchmark, and their JSON: write, read, merge."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from xlafuse.bench.environment import Environment
+from xlafuse.bench.sampling import Activity
+from xlafuse.bench.timing import Timing
+from xlafuse.errors import XlafuseError
+
+SCHEMA_VERSION = 2
+PHASES = ("forward", "backward")
+
+
+class ResultsError(XlafuseError, ValueError):
+    """A file of results cannot be read or merged; the message says which and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A candidate that gave no time: it failed, or it does not take such a shape ("unsupported"). The others go on."""
+
+    candidate: str
+    message: str
+    kind: Literal["failed", "unsupported"] = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A candidate on a shape. kind: see `timing.Candidate`."""
+
+    name: str
+    kind: Literal["implementation", "variant", "peer", "ceiling"]
+    timing: Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeResult:
+    """One phase of one operation on one shape, all candidates timed in turns.
+
+    bytes: what a perfect kernel reads and writes.
+    ceiling: the name of the candidate that is the copy ceiling.
+    sets: sets of buffers that took turns.
+    activity: clocks and power while this shape was timed.
+    """
+
+    op: str
+    phase: str
+    spec: str
+    bytes: int
+    ceiling: str | None
+    candidates: tuple[Measured, ...]
+    problems: tuple[Problem, ...] = ()
+    sets: int = 1
+    seconds: float = 0.0
+    warm_up_seconds: float = 0.0
+    is_steady: bool = True
+    activity: Activity | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from others of a merged file."""
+        return self.op, self.spec, self.phase
+
+    def microseconds(self, name: str) -> float:
+        """The median of a candidate, NaN where it was not timed."""
+        return next((c.timing.median_us for c in self.candidates if c.name == name), math.nan)
+
+    def gigabytes_per_second(self, name: str) -> float:
+        """The perfect kernel's bytes over a candidate's time."""
+        return self.bytes / self.microseconds(name) / 1e3
+
+    def ceiling_share(self, name: str) -> float:
+        """The ceiling's time over a candidate's: 1 at the ceiling."""
+        return self.microseconds(self.ceiling or "") / self.microseconds(name)
+
+    def speed_up(self, name: str, over: str) -> float:
+        """How many times as fast as the candidate `over`."""
+        return self.microseconds(over) / self.microseconds(name)
+
+    def of_kind(self, kind: str) -> tuple[Measured, ...]:
+        """The candidates of a kind."""
+        return tuple(c for c in self.candidates if c.kind == kind)
+
+    @property
+    def chosen(self) -> str | None:
+        """The implementation of ours to quote: the fastest that is not "xla", else "xla"."""
+        ours = [c for c in self.of_kind("implementation") if c.name != "xla"] or list(self.of_kind("implementation"))
+        return min(ours, key=lambda c: c.timing.median_us).name if ours else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One process's measurements. left_out: operations or shapes that were not reached, with the reason."""
+
+    started: str
+    environment: Environment
+    settings: Mapping[str, Any]
+    shapes: tuple[ShapeResult, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """A file of results. Ratios hold within a shape, whose candidates ran together."""
+
+    runs: tuple[Run, ...]
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def shapes(self) -> tuple[ShapeResult, ...]:
+        """Of all runs."""
+        return tuple(shape for run in self.runs for shape in run.shapes)
+
+
+_RESULTS = TypeAdapter(Results)
+
+
+def to_json(results: Results) -> str:
+    """The file's text, the same for equal results."""
+    return json.dumps(asdict(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def load(path: Path) -> Results:
+    """What `write` wrote.
+
+    Raises:
+        ResultsError: no such file, not JSON, or of another schema version.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"expected a file of benchmark results at {path}: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ResultsError(
+            f"{path} has schema version {version!r}, expected {SCHEMA_VERSION}; measure again with this package"
+        )
+    try:
+        return _RESULTS.validate_python(data, strict=False)
+    except ValidationError as error:
+        raise ResultsError(f"{path} is not a file of benchmark results: {str(error)[:500]}") from None
+
+
+def write(path: Path, results: Results) -> None:
+    """Writes all of it or nothing: a temporary file beside `path`, renamed."""
+    text = to_json(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def merge(parts: Iterable[Results]) -> Results:
+    """One file of several: where a shape was measured more than once, the last in order counts.
+
+    Raises:
+        ResultsError: measured on different kinds of GPU.
+    """
+    runs = [run for part in parts for run in part.runs]
+    kinds = sorted({run.environment.device_kind for run in runs if run.shapes})
+    if len(kinds) > 1:
+        raise ResultsError(f"expected results of one kind of GPU, got {', '.join(kinds)}; keep a file for each")
+    kept: list[Run] = []
+    seen: set[tuple[str, str, str]] = set()
+    for run in reversed(runs):
+        shapes = tuple(shape for shape in run.shapes if shape.key not in seen)
+        seen.update(shape.key for shape in shapes)
+        if shapes or run.left_out:
+            kept.append(replace(run, shapes=shapes))
+    return Results(runs=tuple(reversed(kept)))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of what is finite and above zero; NaN of nothing."""
+    logarithms = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan

@@ -1,0 +1,117 @@
+"""Runs the benchmark in a process of its own, and in another one where that dies on the way.
+
+One process measures all operations, since starting JAX and PyTorch costs many seconds. A kernel's illegal access, a
+deadlock or a crash ends that process: the next one goes on with the next operation. This process uses no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xlafuse.bench.results import Results, load, merge, write
+from xlafuse.errors import XlafuseError
+
+_POLL_SECONDS = 0.2
+WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
+
+
+class BenchError(XlafuseError, RuntimeError):
+    """Nothing could be measured; the message says why."""
+
+
+def worker_environment(peers: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a worker: where PyTorch runs beside JAX, JAX must not take the memory first."""
+    uses_torch = any(name.startswith("torch") or name == "liger" for name in peers)
+    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if uses_torch else {}), **environment}
+
+
+def run(
+    operations: Sequence[str],
+    settings: Any,
+    output: Path,
+    *,
+    stall_seconds: float = 240.0,
+    worker: Sequence[str] = WORKER,
+) -> Results:
+    """Measures operations and writes `output` after every shape.
+
+    Args:
+        operations: names in `pallas_kernels.REGISTRY`.
+        settings: `xlafuse.bench.kernels.Settings`.
+        output: the JSON file.
+        stall_seconds: how long a process may go without a new result before it is ended.
+        worker: the command, which gets a folder as its last argument.
+
+    Raises:
+        BenchError: the worker refused, or died before it measured anything.
+    """
+    parts: list[Results] = []
+    notes: list[str] = []
+    remaining = list(operations)
+    while remaining:
+        with tempfile.TemporaryDirectory(prefix="xlafuse-bench-") as name:
+            folder = Path(name)
+            request = {"operations": remaining, "settings": asdict(settings)}
+            (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+            ended = _run_worker([*worker, name], folder, settings.peers, partial(_keep, output, parts), stall_seconds)
+            if (folder / "error.txt").is_file():
+                raise BenchError((folder / "error.txt").read_text(encoding="utf-8"))
+            if (folder / "results.json").is_file():
+                parts.append(load(folder / "results.json"))
+            progress = folder / "progress.txt"
+            current = progress.read_text(encoding="utf-8") if progress.is_file() else None
+        if ended is None:
+            break
+        if current is None:
+            raise BenchError(f"the measuring process {ended} before it began; its own words are above")
+        notes.append(f"{current}: the measuring process {ended}")
+        remaining = remaining[remaining.index(current) + 1 :]
+    results = merge(parts)
+    if not results.shapes:
+        raise BenchError(f"nothing was measured: {'; '.join(notes) or 'no shape has such a name, phase or operation'}")
+    results = _with_notes(results, notes)
+    write(output, results)
+    return results
+
+
+def _keep(output: Path, parts: Sequence[Results], latest: Path) -> None:
+    write(output, merge([*parts, load(latest)]))
+
+
+def _with_notes(results: Results, notes: Sequence[str]) -> Results:
+    *first, last = results.runs
+    return replace(results, runs=(*first, replace(last, left_out=(*last.left_out, *notes))))
+
+
+def _run_worker(
+    command: Sequence[str], folder: Path, peers: Sequence[str], keep: Callable[[Path], None], stall_seconds: float
+) -> str | None:
+    """Runs a worker to its end, keeping each new result; says how it ended, or None where it went well."""
+    process = subprocess.Popen(command, env=worker_environment(peers, os.environ))
+    results = folder / "results.json"
+    last, seen = time.monotonic(), 0
+    try:
+        while True:
+            code = process.poll()
+            written = results.stat().st_mtime_ns if results.is_file() else 0
+            if written != seen:
+                last, seen = time.monotonic(), written
+                keep(results)
+            if code is not None:
+                return None if code == 0 else f"ended with exit code {code}"
+            if time.monotonic() - last > stall_seconds:
+                return f"was ended after {stall_seconds:.0f} s without a result"
+            time.sleep(_POLL_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
