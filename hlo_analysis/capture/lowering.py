@@ -17,6 +17,7 @@ from jax._src import source_info_util
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
 
@@ -85,6 +86,8 @@ def lower(
                 traced = jitted.trace(*arguments)
             module: Any = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
             bytecode = mlir.module_to_bytecode(module)
+            if platform == "cuda":
+                bytecode = in_post_order(bytecode)
     except CaptureError:
         raise
     except Exception as error:
