@@ -14,25 +14,35 @@ import jax
 import jax.experimental.pallas as pl
 from jax import lax
 
-from pallas_kernels.primitives.rows import LANES, Segment, split_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
 MAX_ELEMENTS = 2**31 - 1
 """Of a row: columns are counted in int32."""
 
-Columns = pl.Slice
-Step = Callable[[jax.Array, Columns, Segment], None]
-"""What to do with one segment: its row, its columns in the row, and its layout."""
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part of a row that registers hold at once: its columns in the row, its first column in the block, its layout."""
+
+    columns: pl.Slice
+    start: int
+    segment: Segment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How `rows` rows of `features` values of `itemsize` bytes are cut, at most twice `columns` (a multiple of 1024) a
-    block."""
+    """How `rows` rows of `features` values of `itemsize` bytes are cut.
+
+    A block has `columns` columns, a whole number of accesses of 16 bytes of every thread; a row's last block has up to
+    twice as many. `stride` is from one row's start to the next (default: `features`, where there are several rows),
+    and decides how accesses are aligned.
+    """
 
     rows: int
     features: int
     columns: int
     itemsize: int
+    stride: int | None = None
 
     @property
     def a_row(self) -> int:
@@ -44,24 +54,31 @@ class Blocks:
         """Blocks in all."""
         return self.rows * self.a_row
 
-    def run(self, block: jax.Array, step: Step) -> None:
-        """Does the work of one block, in a kernel."""
+    @property
+    def widest(self) -> int:
+        """Columns of the widest block."""
+        return self.features - (self.a_row - 1) * self.columns
+
+    def run(self, block: jax.Array, work: Callable[[jax.Array, tuple[Part, ...]], None]) -> None:
+        """Calls `work` with the row and the parts of a block, in a kernel."""
         last = self.a_row - 1
         row, chunk = lax.div(block, self.a_row), lax.rem(block, self.a_row)
-        # One row alone starts where its array starts; only the columns have to be aligned.
-        stride = self.features if self.rows > 1 else self.columns
-        left = self.features - last * self.columns
+        stride = self.stride or (self.features if self.rows > 1 else self.columns)
 
         def whole_chunk():
             (segment,) = split_row(self.columns, self.itemsize, stride=stride)
-            step(row, pl.ds(chunk * self.columns, self.columns), segment)
+            work(row, (Part(columns=pl.ds(chunk * self.columns, self.columns), start=0, segment=segment),))
 
         def last_chunk():
-            for segment in split_row(left, self.itemsize, offset=last * self.columns, stride=stride):
-                for piece in _pieces(segment, self.columns):
-                    step(row, pl.ds(piece.offset, piece.size), piece)
+            first = last * self.columns
+            segments = split_row(self.widest, self.itemsize, offset=first, stride=stride)
+            pieces = [piece for segment in segments for piece in _pieces(segment, self.columns)]
+            work(
+                row,
+                tuple(Part(columns=pl.ds(p.offset, p.size), start=p.offset - first, segment=p) for p in pieces),
+            )
 
-        if left == self.columns:
+        if self.widest == self.columns:
             whole_chunk()
         elif last == 0:
             last_chunk()
@@ -71,12 +88,17 @@ class Blocks:
 
 
 def _pieces(segment: Segment, columns: int) -> tuple[Segment, ...]:
-    """The segment in parts of at most `columns` values."""
+    """The segment in pieces of at most `columns` values."""
     if segment.size <= columns:
         return (segment,)
-    ends = range(segment.offset, segment.offset + segment.size, columns)
     stop = segment.offset + segment.size
-    return tuple(Segment(offset=at, size=min(columns, stop - at), vector=segment.vector) for at in ends)
+    starts = range(segment.offset, stop, columns)
+    return tuple(Segment(offset=at, size=min(columns, stop - at), vector=segment.vector) for at in starts)
+
+
+def access_columns(vectors: int, itemsize: int) -> int:
+    """How many values of `itemsize` bytes a warpgroup reads in `vectors` accesses of 16 bytes a thread."""
+    return vectors * LANES * (ACCESS_BYTES // itemsize)
 
 
 def elementwise_unsupported(rows: int, features: int) -> str | None:

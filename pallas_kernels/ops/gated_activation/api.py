@@ -101,7 +101,8 @@ def _mosaic_fwd(activation, gate, up):
 
 
 def _mosaic_bwd(activation, saved, dy):
-    return gated_activation_backward(*saved, dy, activation=get_activation("gated_activation", activation))
+    gate, up = saved
+    return gated_activation_backward(gate, up, dy, activation=get_activation("gated_activation", activation))
 
 
 _gated_activation_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

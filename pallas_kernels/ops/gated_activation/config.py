@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES
+from pallas_kernels.primitives.elementwise import access_columns
 
 FEW_BLOCKS = 1024
 """Below about this many blocks a GPU is not full, and smaller blocks end sooner."""
@@ -18,7 +18,7 @@ class ElementwiseConfig:
 
     def columns(self, itemsize: int) -> int:
         """The same in values of `itemsize` bytes."""
-        return self.vectors * LANES * (ACCESS_BYTES // itemsize)
+        return access_columns(self.vectors, itemsize)
 
 
 def default_forward(elements: int, itemsize: int) -> ElementwiseConfig:

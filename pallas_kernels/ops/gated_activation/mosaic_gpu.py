@@ -33,12 +33,14 @@ def gated_activation_forward(
     def gated_activation(*refs):
         *inputs, y_ref = refs
 
-        def step(row, columns, segment):
-            gate, up = (plgpu.load(ref, layout=segment.layout, optimized=False) for ref in halves(inputs, row, columns))
-            y = activation.value(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-            y_ref[row, columns] = y.astype(y_ref.dtype)
+        def work(row, parts):
+            for part in parts:
+                sources = halves(inputs, row, part.columns)
+                loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
+                gate, up = (value.astype(jnp.float32) for value in loaded)
+                y_ref[row, part.columns] = (activation.value(gate, y_ref.dtype) * up).astype(y_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), step)
+        blocks.run(lax.axis_index("block"), work)
 
     operands = (gate,) if up is None else (gate, up)
     y = plgpu.kernel(

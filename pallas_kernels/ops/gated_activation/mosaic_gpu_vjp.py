@@ -38,16 +38,17 @@ def gated_activation_backward(
     def gated_activation_gradient(*refs):
         inputs, dy_ref, outputs = refs[:count], refs[count], refs[count + 1 :]
 
-        def step(row, columns, segment):
-            sources = (*halves(inputs, row, columns), dy_ref.at[row, columns])
-            loaded = [plgpu.load(ref, layout=segment.layout, optimized=False) for ref in sources]
-            gate, up, dy = (value.astype(jnp.float32) for value in loaded)
-            value, derivative = activation.value_and_derivative(gate)
-            dgate_ref, dup_ref = halves(outputs, row, columns)
-            dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
-            dup_ref[...] = (dy * value).astype(dup_ref.dtype)
+        def work(row, parts):
+            for part in parts:
+                sources = (*halves(inputs, row, part.columns), dy_ref.at[row, part.columns])
+                loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
+                gate, up, dy = (value.astype(jnp.float32) for value in loaded)
+                value, derivative = activation.value_and_derivative(gate, dy_ref.dtype)
+                dgate_ref, dup_ref = halves(outputs, row, part.columns)
+                dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
+                dup_ref[...] = (dy * value).astype(dup_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), step)
+        blocks.run(lax.axis_index("block"), work)
 
     operands = (gate,) if up is None else (gate, up)
     out_type = jax.ShapeDtypeStruct(gate.shape, gate.dtype)

@@ -1,0 +1,1 @@
+"""Bias, activation, dropout and residual sum: what follows a linear layer."""

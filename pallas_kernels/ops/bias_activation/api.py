@@ -1,0 +1,143 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forward
+from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
+from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.random import check_rate, key_words
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def bias_activation(
+    x: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: str = "gelu_tanh",
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Adds a bias, applies an activation, drops elements and adds a residual.
+
+    The same as, in float32 between the casts,
+
+        y = activation(x + bias)
+        y = where(keep, y / (1 - dropout_rate), 0) + residual
+
+    where `keep` is `pallas_kernels.primitives.random.array_keep_mask` of the key: the same on every implementation, and
+    made again in the backward pass, never stored.
+
+    Args:
+        x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
+        bias: (features,), any floating dtype, or None.
+        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        dropout_rate: the share of elements set to zero, 0 <= rate < 1.
+        dropout_key: one key of `jax.random.key`; needed for a rate above 0. Under shard_map give each device its own.
+        residual: like x, or None.
+        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            features, without a bias 128 values), "xla", a sequence of them in order of preference, or None: "mosaic"
+            where it runs, else "xla".
+
+    Returns:
+        y like x.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source of dropout: Srivastava et al., 2014, https://jmlr.org/papers/v15/srivastava14a.html
+    """
+    x = jnp.asarray(x)
+    bias = None if bias is None else jnp.asarray(bias)
+    residual = None if residual is None else jnp.asarray(residual)
+    get_activation("bias_activation", activation)
+    _check(x, bias, residual)
+    words = _dropout_words(dropout_rate, dropout_key)
+    support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
+    chosen = choose("bias_activation", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0:
+        return bias_activation_reference(
+            x, bias, activation=activation, dropout_rate=dropout_rate, dropout_key=dropout_key, residual=residual
+        )
+    # Without a bias rows do not matter: one long row needs the fewest unaligned accesses.
+    rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
+    residual_rows = None if residual is None else varying_like(residual.reshape(rows.shape), rows)
+    if residual_rows is not None:
+        rows = varying_like(rows, residual_rows)
+    # Marked as varying like x, so that shard_map sums its gradient over the devices that x is spread over.
+    bias = None if bias is None else varying_like(bias, rows)
+    y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), rows, bias, residual_rows, words)  # pyright: ignore
+    return y.reshape(x.shape)
+
+
+def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    for name, array in (("x", x), ("bias", bias)):
+        if array is not None and array.dtype.name not in MOSAIC_DTYPES:
+            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    features = x.size if bias is None else x.shape[-1]
+    return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
+
+
+def _check(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> None:
+    for name, array in (("x", x), ("bias", bias)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"bias_activation: {name} must be floating, got {array.dtype.name}; cast it first.")
+    if bias is not None and (x.ndim == 0 or bias.shape != x.shape[-1:]):
+        raise ValueError(
+            f"bias_activation: bias must be one value a feature of x {x.shape}, shape {x.shape[-1:]}, got {bias.shape}."
+        )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"bias_activation: residual must be like x, {x.dtype.name}{list(x.shape)}, got "
+            f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
+        )
+
+
+def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
+    """The key as the kernels take it, None where nothing is dropped."""
+    check_rate(rate)
+    if rate and key is None:
+        raise ValueError(f"bias_activation: dropout_rate is {rate}; pass dropout_key=jax.random.key(...) with it.")
+    return key_words(key) if rate and key is not None else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _bias_activation_mosaic(
+    activation: str,
+    rate: float,
+    x: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    words: jax.Array | None,
+) -> jax.Array:
+    function = get_activation("bias_activation", activation)
+    return bias_activation_forward(x, bias, residual, words, activation=function, rate=rate)
+
+
+def _mosaic_fwd(activation, rate, x, bias, residual, words):
+    function = get_activation("bias_activation", activation)
+    y = bias_activation_forward(x, bias, residual, words, activation=function, rate=rate)
+    return y, (x, bias, words, residual is not None)
+
+
+def _mosaic_bwd(activation, rate, saved, dy):
+    x, bias, words, has_residual = saved
+    function = get_activation("bias_activation", activation)
+    dx, dbias = bias_activation_backward(x, bias, words, dy, activation=function, rate=rate)
+    return dx, dbias, dy if has_residual else None, None
+
+
+_bias_activation_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

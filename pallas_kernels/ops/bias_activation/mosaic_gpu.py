@@ -1,0 +1,143 @@
+"""Bias, activation, dropout and residual sum forward on Mosaic GPU: one pass, 16-byte accesses straight to registers.
+
+A block takes the same columns of a few rows, so that the bias is read once for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.bias_activation.config import ElementwiseConfig, default_elementwise, rows_at_once
+from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns
+from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.random import keep_mask, mixed_words
+
+Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]
+"""Drops elements of a part of a row: of its values, the row and the part."""
+
+# No automatic barriers: nothing that is written is read again.
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+
+def bias_activation_forward(
+    x: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    words: jax.Array | None,
+    *,
+    activation: Activation,
+    rate: float = 0.0,
+    config: ElementwiseConfig | None = None,
+) -> jax.Array:
+    """Returns residual + dropout(activation(x + bias)), like x.
+
+    x, residual: (rows, features) of one floating dtype; one row where there is no bias. bias: (features,).
+    words: the dropout key's, (2,) uint32, or None for no dropout at the given rate.
+    """
+    operands = present({"x": x, "bias": bias, "residual": residual, "words": words})
+
+    def step(row: jax.Array, part: Part, loaded: Mapping[str, jax.Array], keep: Keep | None):
+        y = activation.value(add_bias(loaded), x.dtype)
+        if keep is not None:
+            y = keep(y, row, part)
+        return y + loaded["residual"].astype(jnp.float32) if residual is not None else y
+
+    return elementwise_kernel("bias_activation", operands, step, rate=rate, config=config)
+
+
+def add_bias(loaded: Mapping[str, jax.Array]) -> jax.Array:
+    """x (+ bias) in float32."""
+    x = loaded["x"].astype(jnp.float32)
+    return x + loaded["bias"].astype(jnp.float32) if "bias" in loaded else x
+
+
+def present(operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
+    """The operands that are there."""
+    return {name: value for name, value in operands.items() if value is not None}
+
+
+def elementwise_kernel(
+    name: str,
+    operands: Mapping[str, jax.Array],
+    step: Callable[..., jax.Array],
+    *,
+    rate: float,
+    config: ElementwiseConfig | None,
+) -> jax.Array:
+    """Launches `step` over all parts of `operands["x"]`; returns its results in x's shape and dtype.
+
+    step: takes the row, the part, what was loaded of each operand for it, and how to drop (None: not at all).
+    """
+    x = operands["x"]
+    rows, features = x.shape
+    itemsize = x.dtype.itemsize
+    config = config or default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
+    at_once = rows_at_once(config.rows, rows)
+    blocks = Blocks(
+        rows=rows // at_once,
+        features=features,
+        columns=access_columns(config.vectors, itemsize),
+        itemsize=itemsize,
+        stride=features if rows > 1 else None,
+    )
+
+    def kernel(*all_refs):
+        refs, y_ref = dict(zip(operands, all_refs, strict=False)), all_refs[-1]
+        keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+
+        def work(group, parts):
+            for part in parts:
+                bias = load_bias(refs, part)
+                group_rows = [group * at_once + i for i in range(at_once)]
+                loaded = [load_row_part(refs, row, part) for row in group_rows]
+                for row, values in zip(group_rows, loaded, strict=True):
+                    y_ref[row, part.columns] = step(row, part, {**values, **bias}, keep).astype(y_ref.dtype)
+
+        blocks.run(lax.axis_index("block"), work)
+
+    kernel.__name__ = name
+    y = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(blocks.count,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    return varying_like(y, *operands.values())
+
+
+def load_bias(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
+    """The bias of a part's columns, where there is one."""
+    if "bias" not in refs:
+        return {}
+    return {"bias": plgpu.load(refs["bias"].at[part.columns], layout=part.segment.layout, optimized=False)}
+
+
+def load_row_part(refs: Mapping[str, Any], row: jax.Array, part: Part) -> dict[str, jax.Array]:
+    """A part of a row of each array but the bias."""
+    return {
+        name: plgpu.load(ref.at[row, part.columns], layout=part.segment.layout, optimized=False)
+        for name, ref in refs.items()
+        if name != "bias"
+    }
+
+
+def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
+    """How to drop elements of a part of a row, or None where none are."""
+    if words_ref is None:
+        return None
+    words = mixed_words(words_ref)
+
+    def keep(value, row, part):
+        column = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=part.segment.layout) + part.columns.start
+        mask = keep_mask(words, row, column, features=features, rate=rate)
+        return jnp.where(mask, value * (1.0 / (1.0 - rate)), jnp.float32(0))
+
+    return keep
