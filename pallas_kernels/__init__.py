@@ -1,5 +1,6 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
+from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.registry import REGISTRY, get_op
@@ -12,6 +13,7 @@ __all__ = [
     "ErrorBound",
     "OpSpec",
     "Traffic",
+    "bias_activation",
     "gated_activation",
     "get_op",
     "rms_norm",
