@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from xlafuse.bench.lines import problem_lines, result_lines, short_spec, summary_lines
+from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
 from xlafuse.bench.table import markdown, place
 
@@ -61,21 +61,21 @@ def _readme(*, check_only: bool) -> int:
 def shown(results: Results, characters: int) -> str:
     """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
     lines = summary_lines(results)
-    title = ""
+    group = ""
     for shape in results.shapes:
-        if shape.op != title:
-            lines.append(title := shape.op)
+        if shape.op != group:
+            lines.append(group := shape.op)
         lines.append(result_lines(shape)[0])
     problems: dict[str, list[str]] = {}  # the same problem on many shapes is told once
     for shape in results.shapes:
         for line in problem_lines(shape):
-            problems.setdefault(f"{shape.op} {line.strip()}", []).append(f"{shape.phase[:3]} {short_spec(shape.spec)}")
+            problems.setdefault(f"{shape.op} {line.strip()}", []).append(title(shape))
     lines += [
         f"{line} [{where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}]" for line, where in problems.items()
     ]
     for shape in results.shapes:
         for line in result_lines(shape)[1:2]:
-            lines.append(f"{shape.op} {shape.phase[:3]} {short_spec(shape.spec)} best {line.strip()}")
+            lines.append(f"{shape.op} {title(shape)} best {line.strip()}")
     text = ""
     for i, line in enumerate(lines):
         if len(text) + len(line) + 40 > characters:

@@ -96,7 +96,7 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
 def test_a_line_has_time_rate_share_and_ratios():
     first, *variants = result_lines(shape(problems=(Problem(candidate="torch_compile", message="a\nb"),)))
     assert first.split() == (
-        "for 32768x4096-bf16 mosaic 250.00 µs 4000 GB/s 98 % xla 2.00 liger 1.20".split()  # noqa: SIM905
+        "fwd 32768x4096-bf16 mosaic 250.00 µs 4000 GB/s 98 % xla 2.00 liger 1.20".split()  # noqa: SIM905
     )
     assert variants == ["      variant: a: 240.00 µs, 1.042 of it"]
     assert problem_lines(shape(problems=(Problem(candidate="t", message="a\nb"),))) == ["      failed: t: a b"]
@@ -120,7 +120,7 @@ def test_worker_measures_and_writes_after_every_shape(tmp_path, monkeypatch, cap
     assert kept.runs[0].settings["seconds"] is None
     assert kept.runs[0].environment.device_kind == "cpu"
     assert (tmp_path / "progress.txt").read_text() == "rms_norm"
-    assert capsys.readouterr().out.startswith("rms_norm\n for 32768x4096-bf16")
+    assert capsys.readouterr().out.startswith("rms_norm\n fwd 32768x4096-bf16")
 
 
 def test_worker_stops_when_the_gpu_no_longer_answers(tmp_path, monkeypatch):

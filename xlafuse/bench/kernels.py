@@ -88,7 +88,7 @@ def bench_shape(
     result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes, ceiling=None, candidates=())
     problems: list[Problem] = []
     try:
-        cases = [testing.make_case(op, spec, settings.seed + i) for i in range(sets)]
+        cases = _copies(testing.make_case(op, spec, settings.seed), sets)
         candidates = _candidates(op, structs, phase, cases, traffic, settings, problems)
     except Exception as error:  # XLA itself failed, or memory did not suffice: nothing to compare with
         problems.append(_problem("xla", error))
@@ -171,6 +171,16 @@ def _peer(
         return []
     problems += [Problem(candidate=name, message=note) for note in notes]
     return [candidate]
+
+
+def _copies(case: testing.Case, count: int) -> list[testing.Case]:
+    """The case and copies with memory of their own: drawing them anew would take longer than timing them."""
+
+    def copy(tree):
+        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
+
+    others = (replace(case, arguments=copy(case.arguments), cotangents=copy(case.cotangents)) for _ in range(1, count))
+    return [case, *others]
 
 
 def _problem(name: str, error: Exception) -> Problem:

@@ -9,6 +9,7 @@ from xlafuse.bench.results import Results, ShapeResult, geometric_mean
 from xlafuse.bench.timing import L2_CACHE_BYTES
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_PHASES = {"forward": "fwd", "backward": "bwd"}
 _PROBLEM_LENGTH = 160
 _BEST_VARIANTS = 3
 
@@ -20,6 +21,11 @@ def short_spec(spec: str) -> str:
     return spec
 
 
+def title(shape: ShapeResult) -> str:
+    """Its phase and spec, shortly."""
+    return f"{_PHASES[shape.phase]} {short_spec(shape.spec)}"
+
+
 def is_large(shape: ShapeResult) -> bool:
     """Whether a call moves so much that memory, and no launch or cache, sets its time."""
     return shape.bytes >= 2 * L2_CACHE_BYTES
@@ -29,12 +35,12 @@ def result_lines(shape: ShapeResult) -> list[str]:
     """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below."""
     name = shape.chosen
     if name is None:
-        return [f" {shape.phase[:3]} {short_spec(shape.spec):<32} not measured"]
+        return [f" {title(shape):<36} not measured"]
     rivals = [c.name for c in (*shape.of_kind("implementation"), *shape.of_kind("peer")) if c.name != name]
     ratios = "  ".join(f"{rival} {shape.speed_up(name, rival):.2f}" for rival in rivals)
     unsteady = "" if shape.is_steady or not is_large(shape) else "  (not steady)"
     lines = [
-        f" {shape.phase[:3]} {short_spec(shape.spec):<32} {name} {shape.microseconds(name):8.2f} µs "
+        f" {title(shape):<36} {name} {shape.microseconds(name):8.2f} µs "
         f"{shape.gigabytes_per_second(name):5.0f} GB/s {100 * shape.ceiling_share(name):4.0f} %  {ratios}{unsteady}"
     ]
     variants = sorted(shape.of_kind("variant"), key=lambda c: c.timing.median_us)
@@ -48,7 +54,8 @@ def result_lines(shape: ShapeResult) -> list[str]:
 def problem_lines(shape: ShapeResult) -> list[str]:
     """What went wrong on a shape, a line each."""
     return [
-        f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PROBLEM_LENGTH]}"
+        f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PHASES = {"forward": "fwd", "backward": "bwd"}
+_PROBLEM_LENGTH]}"
         for problem in shape.problems
     ]
 

@@ -27,6 +27,8 @@ _WINDOW_SECONDS = 0.1
 """Over which the warm-up averages."""
 _STEADY = 0.02
 """How far two windows of a steady GPU are apart."""
+_TRIAL_ROUNDS = 3
+_FAR_BEHIND = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,8 @@ def time_candidates(
         warm_up_seconds: how long all of them take turns first, until times settle: at least, and at most.
 
     Returns:
-        Timings of `rounds * calls` calls each. A candidate that fails on the way is dropped and named in `failures`.
+        Timings of `rounds * calls` calls each; of fewer for a variant that is far behind after three rounds, whose time
+        nobody needs exactly. A candidate that fails on the way is dropped and named in `failures`.
     """
     turns = {candidate.name: _Turn(candidate) for candidate in candidates}
     failures: dict[str, str] = {}
@@ -121,8 +124,9 @@ def time_candidates(
         attempt(turn, _Turn.run_once)
         attempt(turn, _Turn.choose_timer)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
-    for _ in range(rounds):
-        for turn in turns.values():
+    for i in range(rounds):
+        running = turns if i < _TRIAL_ROUNDS else _without_slow_variants(turns)
+        for turn in running.values():
             attempt(turn, lambda turn: turn.measure(calls))
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
@@ -130,6 +134,12 @@ def time_candidates(
         warm_up_seconds=spent,
         is_steady=is_steady,
     )
+
+
+def _without_slow_variants(turns: Mapping[str, _Turn]) -> dict[str, _Turn]:
+    ours = [turn.median_us for turn in turns.values() if turn.candidate.kind in ("implementation", "variant")]
+    limit = _FAR_BEHIND * min(ours, default=0.0)
+    return {n: turn for n, turn in turns.items() if turn.candidate.kind != "variant" or turn.median_us <= limit}
 
 
 def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tuple[float, bool]:
@@ -194,6 +204,11 @@ class _Turn:
         each = len(records) // calls
         self._kernels = tuple(kernel for kernel, _ in records[:each])
         self._gpu_us += [1e3 * sum(ms for _, ms in records[i : i + each]) for i in range(0, len(records), each)]
+
+    @property
+    def median_us(self) -> float:
+        """So far; infinite before the first sample."""
+        return float(np.median(self._gpu_us)) if self._gpu_us else float("inf")
 
     def timing(self) -> Timing:
         p20, median, p80 = np.percentile(self._gpu_us, (20, 50, 80))
