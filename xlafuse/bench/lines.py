@@ -54,8 +54,7 @@ def result_lines(shape: ShapeResult) -> list[str]:
 def problem_lines(shape: ShapeResult) -> list[str]:
     """What went wrong on a shape, a line each."""
     return [
-        f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PHASES = {"forward": "fwd", "backward": "bwd"}
-_PROBLEM_LENGTH]}"
+        f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PROBLEM_LENGTH]}"
         for problem in shape.problems
     ]
 
