@@ -16,6 +16,7 @@ Row values are tuples of float32 arrays, one a segment, so `jax.tree.map` works 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 LANES = 128
@@ -32,6 +34,8 @@ WARPS = 4
 """Warps of a warpgroup."""
 ACCESS_BYTES = 16
 """The widest access of one thread."""
+LOWEST = float(np.finfo(np.float32).min)
+"""Where a running maximum begins: below everything but -inf, and itself finite, so that -inf - LOWEST is no NaN."""
 
 RowValues = tuple[jax.Array, ...]
 
@@ -93,6 +97,12 @@ class WarpSegment(Segment):
     def index(self) -> tuple[pl.Slice | slice, ...]:
         """The segment as an index of the (4, columns) part."""
         return (slice(None), pl.ds(self.offset, self.size))
+
+    def row_columns(self, dtype: DTypeLike = jnp.int32, *, group: jax.Array | int, line: int) -> jax.Array:
+        """The column of each value in the whole row; the part is the `group`-th and has lines of `line` columns."""
+        lines = plgpu.broadcasted_iota(dtype, self.shape, 0, layout=self.layout)
+        start = jnp.asarray(group).astype(dtype) * jnp.asarray(WARPS * line, dtype)
+        return lines * jnp.asarray(line, dtype) + self.columns(dtype) + start
 
 
 def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | None = None) -> tuple[Segment, ...]:
@@ -170,6 +180,12 @@ def line_sums(values: RowValues) -> jax.Array:
     return total
 
 
+def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues:
+    """The (4,) values of the lines of a part, each as wide as its line."""
+    wide = (jax.lax.broadcast_in_dim(line_values, segment.shape, (0,)) for segment in segments)
+    return tuple(plgpu.layout_cast(value, segment.layout) for value, segment in zip(wide, segments, strict=True))
+
+
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
     """The sum over a row, a float32 scalar that every thread holds. Repeated columns count once."""
     total = jnp.float32(0)
@@ -179,3 +195,46 @@ def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
             value = jnp.where(column >= segment.repeated, value, jnp.float32(0))
         total += jnp.sum(value)
     return total
+
+
+def row_max(values: RowValues) -> jax.Array:
+    """The largest value of a row, a scalar that every thread holds. Repeated columns do no harm."""
+    return functools.reduce(jnp.maximum, [jnp.max(value) for value in values])
+
+
+def row_columns(segments: Sequence[Segment]) -> RowValues:
+    """The column of each value of a row, int32."""
+    return tuple(
+        plgpu.broadcasted_iota(jnp.int32, s.shape, len(s.shape) - 1, layout=s.layout) + s.offset for s in segments
+    )
+
+
+def full_row(segments: Sequence[Segment], value: float) -> RowValues:
+    """A row of one float32 value."""
+    return tuple(plgpu.layout_cast(jnp.full(s.shape, value, jnp.float32), s.layout) for s in segments)
+
+
+def even_pieces(columns: int, itemsize: int, *, stride: int) -> tuple[Segment, ...]:
+    """`columns` columns of rows of `stride` values, cut into segments of one access a thread each.
+
+    All pieces have one shape, so that they can be folded into one. `columns` must be a multiple of 128 accesses.
+    """
+    vector = split_row(columns, itemsize, stride=stride)[0].vector
+    size = LANES * vector
+    if columns % size:
+        raise ValueError(f"{columns} columns are not whole pieces of {size}")
+    return tuple(Segment(offset=offset, size=size, vector=vector) for offset in range(0, columns, size))
+
+
+def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[jax.Array, jax.Array]:
+    """One step of online softmax, each place for itself: running maxima and sums of exp(value - maximum).
+
+    state: (maxima, sums), float32, of one shape with each of `pieces`. A step takes one exponential for each value and
+    one for each place of the state; the maxima of different places are brought together at the end of a row.
+    """
+    before, totals = state
+    highest = functools.reduce(jnp.maximum, pieces, before)
+    totals = totals * jnp.exp(before - highest)
+    for piece in pieces:
+        totals += jnp.exp(piece - highest)
+    return highest, totals

@@ -1,0 +1,177 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, has_one_launch
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
+from pallas_kernels.ops.cross_entropy.reference import (
+    cross_entropy_reference,
+    label_kinds,
+    mean_factor,
+    reduce_loss,
+)
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.rows import LANES
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+Reduction = Literal["none", "sum", "mean"]
+
+
+def cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "none",
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Cross-entropy of logits and integer labels.
+
+    With lse = logsumexp(logits, axis=-1), in float32,
+
+        loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
+
+    and 0 where the label is `ignore_index`, NaN (with a gradient of zero) where it names no token. Labels have no
+    gradient.
+
+    What is read and written of the logits' size n in a training step, loss and gradient, with "mosaic":
+
+    * `reduction` "mean" or "sum": n read, n written. The forward pass knows what each row's gradient is multiplied
+      with, and writes the gradient as it computes the loss. Where the result is multiplied before it is differentiated
+      (a loss scale), the backward pass multiplies the written gradient once more: another n read and n written.
+    * "none", and float16 (whose loss scale must come before the rounding): 2n read, n written. The backward pass
+      computes the gradient from the logits and two saved numbers a row.
+
+    The former holds up to a vocabulary of 16384, and above it for multiples of 64 (32 in float32): pad odd ones.
+
+    Args:
+        logits: (..., vocabulary), floating.
+        labels: (...), integers from 0 to below vocabulary, or `ignore_index`.
+        ignore_index: the label of tokens that do not count.
+        label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
+        z_loss: weight of the squared lse, which keeps logits from drifting.
+        reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).
+        implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; a vocabulary of
+            at least 128), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else
+            "xla".
+
+    Returns:
+        float32 (float64 for float64 logits): (...), or a scalar with a reduction.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: online softmax as in Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; gradient in the forward
+    pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    _check(logits, labels, label_smoothing, reduction)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
+    chosen = choose("cross_entropy", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or logits.size == 0:
+        return cross_entropy_reference(logits, labels, **options, reduction=reduction)
+    vocabulary = logits.shape[-1]
+    rows = varying_like(logits.reshape(-1, vocabulary), labels)
+    flat_labels = varying_like(labels.reshape(-1), rows)
+    is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
+    call = _Call(
+        terms=Terms(vocabulary=vocabulary, label_smoothing=float(label_smoothing), z_loss=float(z_loss)),
+        is_reduced=reduction != "none",
+    )
+    # Multiplies a token's loss; the kernel is given a label it can look up for those that have none.
+    weights = is_valid.astype(jnp.float32)
+    if reduction == "mean":
+        weights *= mean_factor(is_ignored, jnp.float32)
+    safe_labels = jnp.where(is_valid, flat_labels, 0).astype(jnp.int32)
+    loss: jax.Array = _cross_entropy_mosaic(call, rows, safe_labels, weights)  # pyright: ignore
+    not_a_token = jnp.where(is_valid | is_ignored, 0, jnp.nan).astype(jnp.float32)
+    if reduction == "none":
+        return (loss + not_a_token).reshape(labels.shape)
+    return loss + reduce_loss(not_a_token, is_ignored, reduction)
+
+
+def mosaic_unsupported(logits: jax.Array) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these logits here, or None where they can."""
+    if logits.dtype.name not in MOSAIC_DTYPES:
+        return f"logits are {logits.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if logits.shape[-1] < LANES and logits.size:
+        return f"the vocabulary is {logits.shape[-1]}, a warpgroup shares at least {LANES} values of a row"
+    return mosaic_gpu_unsupported()
+
+
+def _check(logits: jax.Array, labels: jax.Array, label_smoothing: float, reduction: str) -> None:
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"cross_entropy: logits must be floating, got {logits.dtype.name}; cast them first.")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"cross_entropy: labels must be integers, got {labels.dtype.name}.")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy: labels must be {logits.shape[:-1]}, one a row of logits {logits.shape}, got {labels.shape}."
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}.")
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"cross_entropy: reduction must be 'none', 'sum' or 'mean', got {reduction!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What is static of a call. is_reduced: the result is the sum of the weighted losses."""
+
+    terms: Terms
+    is_reduced: bool
+
+    def result(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
+        weighted = losses * weights
+        return jnp.sum(weighted) if self.is_reduced else weighted
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    """Losses times weights, or their sum. logits: (rows, vocabulary). labels, weights: (rows,)."""
+    losses, _, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
+    return call.result(losses, weights)
+
+
+def gradient_in_forward(logits: jax.Array) -> bool:
+    """Whether a forward pass with a reduction also writes the gradient."""
+    return logits.dtype != jnp.float16 and has_one_launch(logits.shape[1], logits.dtype.itemsize)
+
+
+def _mosaic_fwd(call, logits, labels, weights):
+    logits, labels, weights = logits.value, labels.value, weights.value
+    if call.is_reduced and gradient_in_forward(logits):
+        losses, _, gradient = cross_entropy_forward(logits, labels, weights, terms=call.terms)
+        return call.result(losses, weights), (gradient, None)
+    losses, statistics, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
+    return call.result(losses, weights), (None, (logits, labels, weights, statistics))
+
+
+def _mosaic_bwd(call, saved, cotangent):
+    gradient, inputs = saved
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None
+    if inputs is None:
+        return scale_in_place(gradient, cotangent), None, None
+    logits, labels, weights, statistics = inputs
+    gradient = cross_entropy_backward(logits, labels, weights * cotangent, statistics, terms=call.terms)
+    return gradient, None, None
+
+
+_cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)

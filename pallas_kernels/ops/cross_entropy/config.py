@@ -1,0 +1,91 @@
+"""Launch configurations of the cross-entropy kernels: what may be chosen, and what is chosen untuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
+
+REGISTER_COLUMNS = 16384
+"""The longest row that one warpgroup holds in its registers."""
+_SHARED_MEMORY_BYTES = 227 * 1024
+"""What one block of Hopper may have."""
+_OTHER_BYTES = 4096
+"""Of it for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
+_WARP_LANES = 32
+_MOST_BARRIERS = 32
+"""One a place, and Mosaic GPU has no more in a group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How the kernel of the loss cuts its work.
+
+    loads: "registers" gives a row to one warpgroup, which reads it once; "ring" gives it to the `warpgroups` of a
+        persistent block, which bring it to shared memory by TMA, `chunk_lines` lines at a time, into `slots` places
+        each; "chunked" has one warpgroup walk along the row, `chunk` columns at a time (loss only).
+    """
+
+    loads: Literal["registers", "ring", "chunked"]
+    warpgroups: int = 4
+    chunk_lines: int = 16
+    slots: int = 6
+    chunk: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientConfig:
+    """How the kernel of the gradient alone cuts its work: one block of one warpgroup for `chunk` columns of a row."""
+
+    chunk: int = 8192
+
+
+def default_forward(vocabulary: int, itemsize: int) -> ForwardConfig:
+    """The untuned choice for rows of `vocabulary` values of `itemsize` bytes."""
+    if vocabulary <= REGISTER_COLUMNS:
+        return ForwardConfig(loads="registers")
+    ring = ring_config(vocabulary, itemsize, warpgroups=4, chunk_bytes=8192)
+    return ring or ForwardConfig(loads="chunked")
+
+
+def line_length(vocabulary: int, itemsize: int) -> int | None:
+    """Columns that one warp takes in one access a lane, the widest that divide a row; None for odd rows.
+
+    A row of 128256 bf16 values is 501 lines of 256.
+    """
+    vector = ACCESS_BYTES // itemsize
+    while vector * itemsize >= 4:
+        if vocabulary % (_WARP_LANES * vector) == 0:
+            return _WARP_LANES * vector
+        vector //= 2
+    return None
+
+
+def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes: int) -> ForwardConfig | None:
+    """As many places as fit; None where the row does not divide into lines, or is too short for all warpgroups."""
+    line = line_length(vocabulary, itemsize)
+    if line is None:
+        return None
+    chunk_lines = chunk_bytes // (line * itemsize * WARPS) * WARPS
+    if not chunk_lines or vocabulary // (line * chunk_lines) < warpgroups:
+        return None
+    places = (_SHARED_MEMORY_BYTES - _OTHER_BYTES) // (chunk_lines * line * itemsize)
+    slots = min(places, _MOST_BARRIERS) // warpgroups
+    if slots < 2:
+        return None
+    return ForwardConfig(loads="ring", warpgroups=warpgroups, chunk_lines=chunk_lines, slots=slots)
+
+
+def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -> dict[str, ForwardConfig]:
+    """The configurations worth measuring, by name."""
+    candidates = {}
+    if vocabulary <= REGISTER_COLUMNS:
+        candidates["registers"] = ForwardConfig(loads="registers")
+    for warpgroups, kilobytes in ((4, 8), (4, 12), (3, 8), (2, 8), (2, 16)):
+        config = ring_config(vocabulary, itemsize, warpgroups=warpgroups, chunk_bytes=kilobytes * 1024)
+        if config is not None:
+            candidates[f"ring {warpgroups} warpgroups {config.slots} x {kilobytes} KiB"] = config
+    if not with_gradient and vocabulary > 4096:
+        candidates["chunk 4096"] = ForwardConfig(loads="chunked")
+    return candidates

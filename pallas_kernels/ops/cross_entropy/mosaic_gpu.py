@@ -1,0 +1,144 @@
+"""Cross-entropy on Mosaic GPU, one warpgroup a row: the loss, its gradient with it where the row fits in registers.
+
+Longer rows go to `mosaic_gpu_ring`; what that cannot take (vocabularies that are no multiple of a warp's access) gets
+its loss here, by online softmax in chunks, and its gradient from a second kernel.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forward
+from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
+from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.rows import (
+    LOWEST,
+    even_pieces,
+    full_row,
+    load_row,
+    map_row,
+    online_add,
+    row_columns,
+    row_max,
+    row_sum,
+    split_row,
+    store_row,
+    to_float32,
+    zeros_row,
+)
+
+Statistics = tuple[jax.Array, jax.Array]
+"""Of each row: its maximum, and sum(exp(logit - maximum)); (rows,) float32."""
+
+
+def has_one_launch(vocabulary: int, itemsize: int) -> bool:
+    """Whether one kernel gives loss and gradient."""
+    return default_forward(vocabulary, itemsize).loads != "chunked"
+
+
+def cross_entropy_forward(
+    logits: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    *,
+    terms: Terms,
+    config: ForwardConfig | None = None,
+) -> tuple[jax.Array, Statistics, jax.Array | None]:
+    """Returns (losses, statistics, gradient), all from one kernel.
+
+    logits: (rows, vocabulary), a floating dtype, vocabulary >= 128. labels: (rows,) int32, all of them in range: the
+    caller puts others right. weights: (rows,) float32, what each row's gradient is multiplied with; None for no
+    gradient (None is then returned for it). losses: (rows,) float32, not multiplied with anything.
+    """
+    config = config or default_forward(logits.shape[1], logits.dtype.itemsize)
+    if weights is not None and config.loads == "chunked":
+        raise ValueError(f"{config} gives no gradient; take cross_entropy_backward for it")
+    kernel = {"registers": _registers_kernel, "ring": ring_kernel, "chunked": _chunked_kernel}[config.loads]
+    loss, maximum, total, *gradient = kernel(logits, labels, weights, terms=terms, config=config)
+    operands = (logits, labels) if weights is None else (logits, labels, weights)
+    loss, maximum, total, *gradient = (varying_like(v, *operands) for v in (loss, maximum, total, *gradient))
+    return loss, (maximum, total), gradient[0] if gradient else None
+
+
+def _launch(body, name, logits, labels, weights):
+    def kernel(*refs):
+        row = lax.axis_index("row")
+        *inputs, loss_ref, maximum_ref, total_ref = refs if weights is None else refs[:-1]
+        gradient_row = None if weights is None else refs[-1].at[row]
+        logits_ref, labels_ref, *weights_ref = inputs
+        label = labels_ref[row]
+        target = logits_ref[row, label].astype(jnp.float32)
+        weight = weights_ref[0][row] if weights_ref else None
+        loss, maximum, total = body(logits_ref.at[row], label, target, weight, gradient_row)
+        loss_ref[row], maximum_ref[row], total_ref[row] = loss, maximum, total
+
+    kernel.__name__ = kernel.__qualname__ = name
+    one_a_row = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+    gradient = () if weights is None else (jax.ShapeDtypeStruct(logits.shape, logits.dtype),)
+    return plgpu.kernel(
+        kernel,
+        out_type=(one_a_row, one_a_row, one_a_row, *gradient),
+        grid=(logits.shape[0],),
+        grid_names=("row",),
+        compiler_params=compiler_params(logits.dtype),
+    )(logits, labels, *(() if weights is None else (weights,)))
+
+
+def _registers_kernel(logits, labels, weights, *, terms, config):
+    del config
+    segments = split_row(terms.vocabulary, logits.dtype.itemsize)
+
+    def body(logits_row, label, target, weight, gradient_row):
+        values = to_float32(load_row(logits_row, segments))
+        maximum = jnp.maximum(row_max(values), LOWEST)
+        total = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
+        mean = row_sum(values, segments) * (1 / terms.vocabulary) if terms.label_smoothing else None
+        if weight is not None:
+            slope = terms.slope(maximum, total, weight)
+            gradient = map_row(lambda v, c: slope(v, c == label), values, row_columns(segments))
+            store_row(gradient_row, gradient, segments)
+        return terms.loss(maximum, total, target, mean), maximum, total
+
+    name = "cross_entropy" if weights is None else "cross_entropy_with_gradient"
+    return _launch(body, name, logits, labels, weights)
+
+
+def _chunked_kernel(logits, labels, weights, *, terms, config):
+    assert weights is None
+    vocabulary, itemsize = logits.shape[1], logits.dtype.itemsize
+    chunk = min(config.chunk, vocabulary)
+    trips = vocabulary // chunk
+    pieces = even_pieces(chunk, itemsize, stride=vocabulary)
+    rest = split_row(vocabulary - trips * chunk, itemsize, offset=trips * chunk, stride=vocabulary)
+
+    def body(logits_row, label, target, weight, gradient_row):
+        del label, weight, gradient_row
+
+        def accumulate(i, state):
+            values = to_float32(load_row(logits_row.at[pl.ds(i * chunk, chunk)], pieces))
+            online, sums = online_add(state[0], values), state[1]
+            if terms.label_smoothing:
+                sums = sum(values, sums)
+            return online, sums
+
+        start = (full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0])
+        (highest, totals), sums = lax.fori_loop(0, trips, accumulate, (start, start[1]))
+        maximum = jnp.max(highest)
+        tail = to_float32(load_row(logits_row, rest))
+        if rest:
+            maximum = jnp.maximum(maximum, row_max(tail))
+        total = jnp.sum(totals * jnp.exp(highest - maximum))
+        mean = jnp.sum(sums) if terms.label_smoothing else None
+        if rest:
+            total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)
+            mean = None if mean is None else mean + row_sum(tail, rest)
+        mean = None if mean is None else mean * (1 / terms.vocabulary)
+        return terms.loss(maximum, total, target, mean), maximum, total
+
+    return _launch(body, "cross_entropy_chunked", logits, labels, weights)

@@ -1,0 +1,51 @@
+"""Cross-entropy in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy_reference(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "none",
+) -> jax.Array:
+    """See `pallas_kernels.cross_entropy`. Computes in float32 (float64 for float64 logits)."""
+    vocabulary = logits.shape[-1]
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    maximum = jax.lax.stop_gradient(jnp.max(wide, axis=-1))
+    shifted = wide - maximum[..., None]
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    target = jnp.take_along_axis(shifted, jnp.clip(labels, 0, vocabulary - 1)[..., None], axis=-1)[..., 0]
+    loss = log_sum - (1 - label_smoothing) * target
+    if label_smoothing:
+        loss -= label_smoothing * jnp.mean(shifted, axis=-1)
+    if z_loss:
+        loss += z_loss * jnp.square(maximum + log_sum)
+    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
+    loss = jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
+    return reduce_loss(loss, is_ignored, reduction)
+
+
+def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
+    """Which labels are ignored, and which name a token."""
+    is_ignored = labels == ignore_index
+    return is_ignored, ~is_ignored & (labels >= 0) & (labels < vocabulary)
+
+
+def reduce_loss(loss: jax.Array, is_ignored: jax.Array, reduction: str) -> jax.Array:
+    """The losses themselves, their sum, or their mean over what is not ignored (0 where all is)."""
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    return total * mean_factor(is_ignored, loss.dtype) if reduction == "mean" else total
+
+
+def mean_factor(is_ignored: jax.Array, dtype) -> jax.Array:
+    """1 / the number of labels that are not ignored."""
+    return 1 / jnp.maximum(1, jnp.sum(~is_ignored)).astype(dtype)

@@ -1,0 +1,1 @@
+"""Softmax over rows, with an optional scale, mask and causal limit."""

@@ -1,0 +1,154 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.softmax.masking import Masking, mask_rows
+from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
+from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
+from pallas_kernels.ops.softmax.reference import softmax_reference
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.rows import LANES
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def softmax(
+    x: jax.Array,
+    *,
+    axis: int = -1,
+    scale: float | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Softmax along an axis, of scaled and masked scores.
+
+    The same as, in float32 between the casts,
+
+        score = scale * x + mask                # boolean mask: where(mask, scale * x, -inf)
+        y = exp(score - max(score, axis)) / sum(exp(score - max(score, axis)), axis)
+
+    except that a row whose scores are all -inf gives zeros, and not NaN.
+
+    Args:
+        x: floating, of any shape.
+        axis: the axis along which the weights sum to one.
+        scale: a Python number, or None for 1.
+        mask: broadcastable to x: boolean (True keeps) or floating (added), or None. "mosaic" reads a boolean mask as
+            bytes: XLA converts it first, in whatever kernel makes the mask, and in one of its own where it comes from
+            outside. It has a gradient if it is floating; "mosaic" leaves that one to XLA.
+        is_causal: keep column j of row i of the last two axes only where j <= i. Needs `axis` to be the last one.
+            "mosaic" does not read what lies right of the diagonal.
+        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; along the
+            last axis, of at least 128), "xla", a sequence of them in order of preference, or None: "mosaic" where it
+            runs, else "xla".
+
+    Returns:
+        The weights, like x.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+    """
+    x = jnp.asarray(x)
+    mask = None if mask is None else jnp.asarray(mask)
+    axis, scale = _check(x, axis, scale, mask, is_causal)
+    support = {"mosaic": partial(mosaic_unsupported, x, axis=axis, mask=mask), "xla": lambda: None}
+    chosen = choose("softmax", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0:
+        return softmax_reference(x, axis=axis, scale=scale, mask=mask, is_causal=is_causal)
+    masking, mask = masking_of(x, scale=scale, mask=mask, is_causal=is_causal)
+    rows = x.reshape(-1, x.shape[-1])
+    if mask is not None:
+        # Marked as varying alike, so that shard_map sums a shared mask's gradient over the devices.
+        rows, mask = varying_like(rows, mask), varying_like(mask, rows)
+    weights: jax.Array = _softmax_mosaic(masking, rows, mask)  # pyright: ignore
+    return weights.reshape(x.shape)
+
+
+def masking_of(
+    x: jax.Array, *, scale: float | None = None, mask: jax.Array | None = None, is_causal: bool = False
+) -> tuple[Masking, jax.Array | None]:
+    """What the kernels take for these arguments of `softmax`: the static part, and the mask's own rows."""
+    masking = Masking(scale=scale, queries=x.shape[-2] if is_causal else None)
+    if mask is None:
+        return masking, None
+    is_boolean = mask.dtype == jnp.bool_
+    mask, index = mask_rows(mask, x.shape)
+    # Mosaic GPU would load booleans as bits; XLA keeps them as bytes.
+    mask = mask.astype(jnp.int8) if is_boolean else mask
+    return replace(masking, is_boolean=is_boolean, mask_index=index), mask
+
+
+def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None = None) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    if x.dtype.name not in MOSAIC_DTYPES:
+        return f"x is {x.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if mask is not None and mask.dtype.name not in (*MOSAIC_DTYPES, "bool"):
+        return f"mask is {mask.dtype.name}, the kernels take bool, {', '.join(MOSAIC_DTYPES)}"
+    if axis % x.ndim != x.ndim - 1:
+        return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
+    if x.shape[-1] < LANES and x.size:
+        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
+    return mosaic_gpu_unsupported()
+
+
+def _check(
+    x: jax.Array, axis: int, scale: float | None, mask: jax.Array | None, is_causal: bool
+) -> tuple[int, float | None]:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"softmax: x must be floating, got {x.dtype.name}; cast it first.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"softmax: axis must name one of the {x.ndim} axes of x {x.shape}, got {axis}.")
+    if isinstance(scale, jax.Array):
+        raise TypeError("softmax: scale must be a Python number, got an array; multiply x by it instead.")
+    if is_causal and (x.ndim < 2 or axis % x.ndim != x.ndim - 1):
+        raise ValueError(
+            f"softmax: is_causal needs x (..., queries, keys) and the last axis, got x {x.shape} and axis {axis}."
+        )
+    if mask is not None:
+        if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.floating):
+            raise TypeError(f"softmax: mask must be boolean (True keeps) or floating (added), got {mask.dtype.name}.")
+        pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+        if mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
+            raise ValueError(f"softmax: mask must broadcast to x {x.shape}, got {mask.shape}.")
+    return axis % x.ndim, None if scale is None else float(scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax_mosaic(masking: Masking, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return softmax_forward(x, mask, masking=masking)
+
+
+def _mosaic_fwd(masking, x, mask):
+    weights = softmax_forward(x.value, None if mask is None else mask.value, masking=masking)
+    # The mask itself is not needed; its type is, and a mask that is not differentiated costs nothing.
+    return weights, (weights, mask.value if mask is not None and mask.perturbed else None)
+
+
+def _mosaic_bwd(masking, saved, dy):
+    weights, mask = saved
+    if isinstance(dy, SymbolicZero):
+        return jnp.zeros_like(weights), None
+    dx = softmax_backward(weights, dy, masking=masking)
+    return dx, None if mask is None else _mask_gradient(weights, dy, mask, masking)
+
+
+def _mask_gradient(weights: jax.Array, dy: jax.Array, mask: jax.Array, masking: Masking) -> jax.Array:
+    """The gradient of the scores, summed over the rows that share a row of the mask."""
+    p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    dscores = p * (dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total))
+    rows = jnp.arange(weights.shape[0])
+    return jnp.zeros(mask.shape, jnp.float32).at[masking.mask_row(rows)].add(dscores).astype(mask.dtype)
+
+
+_softmax_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)

@@ -1,0 +1,56 @@
+"""Launch configurations of the softmax kernels: what may be chosen, and what is chosen untuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+CAUSAL_PIECES = 8
+"""A causal row in registers is read in up to so many pieces; those right of the diagonal are not read from memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """How a kernel cuts its work: one block of one warpgroup a row.
+
+    register_columns: the longest row held in registers.
+    chunk: columns in registers at a time in a longer row, which is read twice, the second time from the L2 cache.
+    second_read: where the backward kernel finds a row in registers once it has its sums: still there, as float32, or
+        read again from the L1 cache, so that more blocks share a multiprocessor.
+    """
+
+    register_columns: int
+    chunk: int = 4096
+    second_read: Literal["registers", "reload"] = "registers"
+
+
+def default_forward(itemsize: int) -> RowConfig:
+    """The untuned choice for values of `itemsize` bytes: 64 KiB of float32 weights fill half of the registers."""
+    del itemsize
+    return RowConfig(register_columns=16384)
+
+
+def default_backward(itemsize: int) -> RowConfig:
+    """The untuned choice: two rows in 145 registers a thread at 8192 columns; 16384 would spill."""
+    return RowConfig(register_columns=8192, chunk=8192 // itemsize)
+
+
+def forward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
+    """The configurations worth measuring, by name."""
+    return _candidates(features, default_forward(itemsize).register_columns)
+
+
+def backward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
+    """The configurations worth measuring, by name."""
+    candidates = _candidates(features, default_backward(itemsize).register_columns)
+    if "registers" in candidates:
+        candidates["reload"] = replace(candidates["registers"], second_read="reload")
+    return candidates
+
+
+def _candidates(features: int, longest: int) -> dict[str, RowConfig]:
+    candidates = {"registers": RowConfig(register_columns=features)} if features <= longest else {}
+    for chunk in (2048, 4096):
+        if features > chunk:
+            candidates[f"chunk {chunk}"] = RowConfig(register_columns=0, chunk=chunk)
+    return candidates

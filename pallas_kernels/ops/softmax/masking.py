@@ -1,0 +1,147 @@
+"""Scale, mask and causal limit of a softmax over (rows, features), as its kernels see them.
+
+A mask keeps its own rows: a row of x finds its mask's row by index arithmetic, so that a mask shared by batch or heads
+is never written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.softmax.config import CAUSAL_PIECES
+from pallas_kernels.primitives.rows import (
+    LANES,
+    RowValues,
+    Segment,
+    load_row,
+    map_row,
+    row_columns,
+    split_row,
+    to_float32,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """What happens to a row before its maximum is taken; static, and the same for all rows.
+
+    scale: what x is multiplied with, or None.
+    is_boolean: the mask keeps (non-zero) or drops (zero); otherwise it is added.
+    mask_index: terms (divisor, size, stride): row r of x has mask row sum((r // divisor) % size * stride).
+    queries: with a causal limit, the length of the axis before the last: row r keeps columns 0 to r % queries.
+    """
+
+    scale: float | None = None
+    is_boolean: bool = False
+    mask_index: tuple[tuple[int, int, int], ...] = ()
+    queries: int | None = None
+
+    def mask_row(self, row: jax.Array) -> jax.Array:
+        """The mask's row for a row of x."""
+        terms = [lax.rem(row // divisor, size) * stride for divisor, size, stride in self.mask_index]
+        return sum(terms, jnp.int32(0))
+
+    def query(self, row: jax.Array) -> jax.Array:
+        """The last column that a row keeps."""
+        assert self.queries is not None
+        return lax.rem(row, self.queries)
+
+    def apply(self, values: RowValues, mask: RowValues | None, columns: RowValues, row: jax.Array) -> RowValues:
+        """Scores in float32; -inf where masked."""
+        scores = to_float32(values)
+        if self.scale is not None:
+            scores = map_row(lambda v: v * jnp.float32(self.scale), scores)
+        if mask is not None:
+            hide = (lambda v, m: jnp.where(m != 0, v, -jnp.inf)) if self.is_boolean else jnp.add
+            scores = map_row(hide, scores, mask if self.is_boolean else to_float32(mask))
+        return self.limit(scores, columns, row, -jnp.inf)
+
+    def limit(self, values: RowValues, columns: RowValues, row: jax.Array, fill: float) -> RowValues:
+        """The values, with `fill` right of the causal limit."""
+        if self.queries is None:
+            return values
+        query = self.query(row)
+        return map_row(lambda v, c: jnp.where(c <= query, v, jnp.float32(fill)), values, columns)
+
+
+def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[tuple[int, int, int], ...]]:
+    """The mask as (rows of its own, features), and `Masking.mask_index`.
+
+    mask: broadcastable to `shape`, (..., features).
+    """
+    features, leading = shape[-1], tuple(shape[:-1])
+    own = (1,) * (len(shape) - mask.ndim) + mask.shape
+    if own[-1] != features:  # one value a row: written out along the row, for the mask's own rows only
+        mask = jnp.broadcast_to(mask.reshape(own), (*own[:-1], features))
+    terms: list[tuple[int, int, int]] = []
+    divisor = stride = 1
+    for size, own_size in zip(reversed(leading), reversed(own[:-1]), strict=True):
+        if own_size > 1:
+            previous = terms[-1] if terms else None
+            if previous and (previous[0] * previous[1], previous[2] * previous[1]) == (divisor, stride):
+                terms[-1] = (previous[0], previous[1] * size, previous[2])
+            else:
+                terms.append((divisor, size, stride))
+        divisor, stride = divisor * size, stride * own_size
+    return mask.reshape(math.prod(own[:-1]), features), tuple(terms)
+
+
+def whole_row_segments(features: int, itemsize: int, masking: Masking) -> tuple[Segment, ...]:
+    """A row's segments; where the row is causal cut further, so that some of them can be left out."""
+    segments = split_row(features, itemsize)
+    if masking.queries is None:
+        return segments
+    pieces = []
+    for segment in segments:
+        unit = LANES * segment.vector
+        size = max(unit, -(-segment.size // (CAUSAL_PIECES * unit)) * unit)
+        for start in range(0, segment.size, size):
+            part = min(size, segment.size - start)
+            pieces.append(Segment(offset=segment.offset + start, size=part, vector=segment.vector, repeated=0))
+    if segments[-1].repeated:
+        pieces[-1] = segments[-1]
+    return tuple(pieces)
+
+
+def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: jax.Array) -> RowValues:
+    """Reads one row, without its segments right of the causal limit: there the first segment's values are read again.
+
+    A branch would do as well, but the loads of a row must all be on their way before the first is waited for.
+    """
+    if masking.queries is None:
+        return load_row(ref, segments)
+    query, values = masking.query(row), []
+    for segment in segments:
+        start = jnp.where(segment.offset <= query, segment.offset, segments[0].offset)
+        values += load_row(ref, (_Moved.of(segment, start),))
+    return tuple(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moved(Segment):
+    """A segment at an offset that is only known at run time."""
+
+    start: jax.Array
+
+    @staticmethod
+    def of(segment: Segment, start: jax.Array) -> _Moved:
+        return _Moved(offset=segment.offset, size=segment.size, vector=segment.vector, start=start)
+
+    @property
+    def index(self):
+        """The segment as an index of the row."""
+        return (pl.ds(self.start, self.size),)
+
+
+def columns_from(segments: Sequence[Segment], first: jax.Array | int, masking: Masking) -> RowValues:
+    """The columns of segments that begin at column `first`; empty arrays' worth where nothing asks for them."""
+    if masking.queries is None:
+        return tuple(jnp.int32(0) for _ in segments)
+    return tuple(column + first for column in row_columns(segments))

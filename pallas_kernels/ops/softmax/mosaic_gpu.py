@@ -1,0 +1,152 @@
+"""Softmax forward on Mosaic GPU: one warpgroup a row, 16-byte accesses straight to registers.
+
+A row that fits in registers is read once. A longer one is walked along twice: the first time for maximum and sum
+together (online softmax), the second time, out of the L2 cache, for the weights.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.softmax.config import RowConfig, default_forward
+from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
+from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.rows import (
+    LOWEST,
+    RowValues,
+    Segment,
+    even_pieces,
+    full_row,
+    load_row,
+    map_row,
+    online_add,
+    row_max,
+    row_sum,
+    split_row,
+    store_row,
+    zeros_row,
+)
+
+
+def compiler_params(dtype, **others: Any) -> plgpu.CompilerParams:
+    """Approximate exponentials (2 ulp of float32) serve the 16-bit types only.
+
+    No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
+    """
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=jnp.dtype(dtype).itemsize < 4, **others)
+
+
+def softmax_forward(
+    x: jax.Array, mask: jax.Array | None, *, masking: Masking, config: RowConfig | None = None
+) -> jax.Array:
+    """Returns the weights, like x.
+
+    x: (rows, features) of a floating dtype, features >= 128. mask: (rows of its own, features), int8 where
+    `masking.is_boolean`, else floating.
+    """
+    config = config or default_forward(x.dtype.itemsize)
+    make_body = _whole_row_body if x.shape[1] <= config.register_columns else _online_body
+    body = make_body(x, masking, config)
+
+    def softmax(x_ref, y_ref):
+        body(lax.axis_index("row"), x_ref, None, y_ref)
+
+    def softmax_masked(x_ref, mask_ref, y_ref):
+        row = lax.axis_index("row")
+        body(row, x_ref, mask_ref.at[masking.mask_row(row)], y_ref)
+
+    operands = (x,) if mask is None else (x, mask)
+    y = plgpu.kernel(
+        softmax if mask is None else softmax_masked,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0],),
+        grid_names=("row",),
+        compiler_params=compiler_params(x.dtype),
+    )(*operands)
+    return varying_like(y, *operands)
+
+
+def inverse_or_zero(total: jax.Array) -> jax.Array:
+    """1 / total, or 0 for the sum of a row that is masked throughout."""
+    return jnp.where(total == 0, jnp.float32(0), 1 / total)
+
+
+def _whole_row_body(x, masking, config):
+    del config
+    segments = whole_row_segments(x.shape[1], x.dtype.itemsize, masking)
+
+    def body(row, x_ref, mask_row, y_ref):
+        columns = columns_from(segments, 0, masking)
+        values = load_kept(x_ref.at[row], segments, masking, row)
+        mask = None if mask_row is None else load_kept(mask_row, segments, masking, row)
+        scores = masking.apply(values, mask, columns, row)
+        maximum = jnp.maximum(row_max(scores), LOWEST)
+        weights = map_row(lambda v: jnp.exp(v - maximum), scores)
+        inverse = inverse_or_zero(row_sum(weights, segments))
+        store_row(y_ref.at[row], map_row(lambda w: w * inverse, weights), segments)
+
+    return body
+
+
+def _online_body(x, masking, config):
+    features, itemsize = x.shape[1], x.dtype.itemsize
+    chunk = min(config.chunk, features)
+    trips = features // chunk
+    segments = split_row(chunk, itemsize, stride=features)
+    pieces = even_pieces(chunk, itemsize, stride=features)
+    rest = split_row(features - trips * chunk, itemsize, offset=trips * chunk, stride=features)
+
+    def body(row, x_ref, mask_row, y_ref):
+        def scores(first, segments):
+            """Of the segments, counted from column `first`."""
+            part = pl.ds(first, chunk) if segments is not rest else pl.ds(0, features)
+            values = load_row(x_ref.at[row, part], segments)
+            mask = None if mask_row is None else load_row(mask_row.at[part], segments)
+            return masking.apply(values, mask, columns_from(segments, first, masking), row)
+
+        needed = trips if masking.queries is None else jnp.minimum(trips, masking.query(row) // chunk + 1)
+
+        def accumulate(i, state):
+            return online_add(state, scores(i * chunk, pieces))
+
+        highest, totals = lax.fori_loop(
+            0, needed, accumulate, (full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0])
+        )
+        maximum = jnp.max(highest)
+        tail = scores(0, rest) if rest else ()
+        if rest:
+            maximum = jnp.maximum(maximum, row_max(tail))
+        total = jnp.sum(totals * jnp.exp(highest - maximum))
+        if rest:
+            total += row_sum(_weights(tail, maximum), rest)
+        inverse = inverse_or_zero(total)
+
+        def write(columns, segments: tuple[Segment, ...], values: RowValues):
+            store_row(y_ref.at[row, columns], map_row(lambda w: w * inverse, values), segments)
+
+        if rest:
+            write(pl.ds(0, features), rest, _weights(tail, maximum))
+
+        @pl.loop(0, needed)
+        def _(i):
+            write(pl.ds(i * chunk, chunk), segments, _weights(scores(i * chunk, segments), maximum))
+
+        if masking.queries is not None:
+
+            @pl.loop(needed, trips)
+            def _(i):
+                store_row(y_ref.at[row, pl.ds(i * chunk, chunk)], zeros_row(segments), segments)
+
+    return body
+
+
+def _weights(scores: RowValues, maximum: jax.Array) -> RowValues:
+    return map_row(lambda v: jnp.exp(v - maximum), scores)
