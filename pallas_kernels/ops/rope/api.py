@@ -1,0 +1,119 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.rope.config import head_tile
+from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
+from pallas_kernels.ops.rope.reference import rope_reference
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def rope(
+    query: jax.Array,
+    key: jax.Array,
+    positions: jax.Array,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates the pairs of query and key by angles proportional to their positions.
+
+    The same as, for each head, in float32 between the casts,
+
+        angle = positions[..., None] * theta ** (-arange(head_size / 2) / (head_size / 2))
+        first, second = x[..., : head_size // 2], x[..., head_size // 2 :]     # interleaved: x[..., 0::2], x[..., 1::2]
+        y = first * cos(angle) - second * sin(angle), second * cos(angle) + first * sin(angle)     # in the same places
+
+    Args:
+        query: (batch, tokens, query heads, head size), bfloat16, float16 or float32 (float64 with "xla").
+        key: (batch, tokens, key heads, head size), of query's dtype.
+        positions: (tokens,) or (batch, tokens), int32.
+        theta: the base of the frequencies.
+        interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
+        implementation: "mosaic" (one Mosaic GPU kernel, whose angles are exact for all positions; Hopper GPUs, or
+            `plgpu.force_gpu_interpret_mode`; head sizes that are powers of two from 16 on, heads in multiples of 4),
+            "xla" (float32 angles), a sequence of them in order of preference, or None: "mosaic" where it runs, else
+            "xla".
+
+    Returns:
+        query and key, rotated.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+    https://arxiv.org/abs/2104.09864
+    """
+    query, key, positions = jnp.asarray(query), jnp.asarray(key), jnp.asarray(positions)
+    _check(query, key, positions)
+    support = {"mosaic": partial(mosaic_unsupported, query, key, interleaved=interleaved), "xla": lambda: None}
+    chosen = choose("rope", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or query.size == 0 or key.size == 0:
+        return rope_reference(query, key, positions, theta=theta, interleaved=interleaved)
+    query, key = varying_like(query, key, positions), varying_like(key, query, positions)
+    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(float(theta), bool(interleaved), query, key, positions)  # pyright: ignore
+    return rotated
+
+
+def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -> str | None:
+    """Why the Mosaic GPU kernel cannot take these arguments here, or None where it can."""
+    if query.dtype.name not in MOSAIC_DTYPES:
+        return f"query is {query.dtype.name}, the kernel takes {', '.join(MOSAIC_DTYPES)}"
+    for name, array in (("query", query), ("key", key)):
+        heads, head_size = array.shape[2:]
+        if array.size and head_tile(heads, head_size // 2, array.dtype.itemsize, interleaved=interleaved) is None:
+            return (
+                f"{name} has {heads} heads of {head_size}; a warpgroup shares a token's heads in multiples of 4, more "
+                "for head sizes below 128, and only head sizes that are powers of two"
+            )
+    return mosaic_gpu_unsupported()
+
+
+def _check(query: jax.Array, key: jax.Array, positions: jax.Array) -> None:
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise TypeError(f"rope: query must be floating, got {query.dtype.name}; cast it first.")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"rope: positions must be integers, got {positions.dtype.name}.")
+    if query.ndim != 4 or query.shape[-1] % 2:
+        raise ValueError(f"rope: query must be (batch, tokens, heads, even head size), got {query.shape}.")
+    batch, tokens, _, head_size = query.shape
+    if key.ndim != 4 or (*key.shape[:2], key.shape[3]) != (batch, tokens, head_size) or key.dtype != query.dtype:
+        raise ValueError(
+            f"rope: key must be {query.dtype.name}[{batch}, {tokens}, key heads, {head_size}] as query is, got "
+            f"{key.dtype.name}{list(key.shape)}."
+        )
+    if positions.shape not in ((tokens,), (batch, tokens)):
+        raise ValueError(
+            f"rope: positions must be one a token, ({tokens},) or ({batch}, {tokens}), got {positions.shape}."
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rope_mosaic(
+    theta: float, interleaved: bool, query: jax.Array, key: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return rope_rotate(query, key, positions.astype(jnp.int32), theta=theta, interleaved=interleaved)
+
+
+def _mosaic_fwd(theta, interleaved, query, key, positions):
+    positions = positions.astype(jnp.int32)
+    return rope_rotate(query, key, positions, theta=theta, interleaved=interleaved), positions
+
+
+def _mosaic_bwd(theta, interleaved, positions, cotangents):
+    dquery, dkey = cotangents
+    gradients = rope_rotate(dquery, dkey, positions, theta=theta, interleaved=interleaved, inverse=True)
+    return *gradients, None
+
+
+_rope_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)
