@@ -3,6 +3,7 @@
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.rms_norm.api import rms_norm
+from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.softmax.api import softmax
 from pallas_kernels.registry import REGISTRY, get_op
 from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
@@ -18,5 +19,6 @@ __all__ = [
     "gated_activation",
     "get_op",
     "rms_norm",
+    "rope",
     "softmax",
 ]
