@@ -1,12 +1,13 @@
 """The same operations by other libraries, for comparison. Each is loaded when asked for, and may be missing.
 
-A peer is a module with `candidate(operation, phase, cases)`, which returns something to time (`timing.Candidate`), the
-results of its first call as JAX arrays in the order of ours, and notes. It raises where it has no such operation.
+A peer is a module with `candidate(operation, phase, cases)`, which returns something to time (`timing.Candidate`) and
+the results of its first call as JAX arrays, by the names that `pallas_kernels.testing` gives them ("output 0",
+"gradient of x"). It raises where it has no such operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -22,9 +23,7 @@ OF_THE_OPERATION = ("xla", "jax_triton")
 class Peer(Protocol):
     """What a peer's module has."""
 
-    def candidate(
-        self, operation: str, phase: str, cases: Sequence[Case]
-    ) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+    def candidate(self, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
         """See this package's docstring."""
         ...
 

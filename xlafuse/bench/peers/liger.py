@@ -14,7 +14,6 @@ from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
-from xlafuse.bench.peers.torch_functions import get_operation
 from xlafuse.bench.timing import Candidate
 
 
@@ -41,8 +40,10 @@ def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
     return (ops.LigerSoftmaxFunction.apply(x),)
 
 
-def gated_activation(gate, up, activation="silu"):
-    """SwiGLU, and GEGLU with tanh."""
+def gated_activation(gate, up=None, activation="silu"):
+    """SwiGLU, and GEGLU with tanh; gate and up apart."""
+    if up is None:
+        raise NotImplementedError("packed gate and up are not compared with Liger's")
     functions = {"silu": ops.LigerSiLUMulFunction, "gelu_tanh": ops.LigerGELUMulFunction}
     if activation not in functions:
         raise NotImplementedError(f"Liger has no gate with {activation}, only {', '.join(functions)}")
@@ -81,13 +82,12 @@ FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
-def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+PREPARE = {"rope": with_angles}
+
+
+def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
-    function, written = FUNCTIONS[operation], get_operation(operation)
-    if phase == "forward":
-        prepare = with_angles if operation == "rope" else unchanged
-        return *forward_candidate("liger", function, cases, prepare), ()
-    prepare = with_angles if operation == "rope" else written.prepare_backward
-    return *backward_candidate("liger", function, cases, written.gradients, prepare), ()
+    make = forward_candidate if phase == "forward" else backward_candidate
+    return make("liger", FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))

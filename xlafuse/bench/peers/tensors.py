@@ -46,7 +46,7 @@ def unchanged(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def forward_candidate(
     name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
-) -> tuple[Candidate, tuple[jax.Array, ...]]:
+) -> tuple[Candidate, dict[str, jax.Array]]:
     """The forward pass without gradients, and its first results. prepare: changes the arguments first."""
 
     def call(arguments):
@@ -54,32 +54,25 @@ def forward_candidate(
             return function(**arguments)
 
     inputs = [(prepare(tensors(case.arguments)),) for case in cases]
-    return _ran_once(name, call, inputs)
+    candidate, results = _ran_once(name, call, inputs)
+    return candidate, {f"output {i}": result for i, result in enumerate(results)}
 
 
 def backward_candidate(
-    name: str,
-    function: Function,
-    cases: Sequence[Case],
-    gradients: Sequence[str],
-    prepare: Prepare = unchanged,
-) -> tuple[Candidate, tuple[jax.Array, ...]]:
+    name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
+) -> tuple[Candidate, dict[str, jax.Array]]:
     """The backward pass alone, of the graph that one forward pass left, and its first results.
 
-    Args:
-        gradients: the arguments whose gradients are wanted, in the order of the results; those not given are left out.
-        prepare: changes the arguments first.
+    Gradients are taken of the arguments that have one; of a residual none: it is the gradient of x or of the output.
     """
+    names = [name for name in cases[0].differentiable if name != "residual"]
     inputs = []
     for case in cases:
         arguments = prepare(tensors(case.arguments))
-        leaves = [
-            arguments[name].requires_grad_() for name in gradients if isinstance(arguments.get(name), torch.Tensor)
-        ]
-        outputs = function(**arguments)
+        leaves = [arguments[name].requires_grad_() for name in names]
         pairs = [
             (output, to_torch(cotangent))
-            for output, cotangent in zip(outputs, case.cotangents, strict=True)
+            for output, cotangent in zip(function(**arguments), case.cotangents, strict=True)
             if output.requires_grad
         ]
         inputs.append(([output for output, _ in pairs], leaves, [cotangent for _, cotangent in pairs]))
@@ -87,16 +80,17 @@ def backward_candidate(
     def call(outputs, leaves, cotangents):
         return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
 
-    return _ran_once(name, call, inputs)
+    candidate, results = _ran_once(name, call, inputs)
+    return candidate, {f"gradient of {name}": result for name, result in zip(names, results, strict=True)}
 
 
 def _ran_once(
     name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]
 ) -> tuple[Candidate, tuple[jax.Array, ...]]:
-    results = call(*inputs[0])
+    results = [result.clone() for result in call(*inputs[0])]
     torch.cuda.synchronize()
     candidate = Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us)
-    return candidate, tuple(to_jax(result.clone()) for result in results)
+    return candidate, tuple(to_jax(result) for result in results)
 
 
 def _wait(_: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -11,21 +11,20 @@ import torch._functorch.config  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate
-from xlafuse.bench.peers.torch_functions import get_operation
+from xlafuse.bench.peers.torch_functions import get_function
 from xlafuse.bench.timing import Candidate
 
 
 def candidate(
     operation: str, phase: str, cases: Sequence[Case], *, name: str = "torch_compile", mode: str = "default"
-) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`. mode: one of torch.compile's."""
-    written = get_operation(operation)
+    function = get_function(operation)
     # Shapes are constants, as in XLA: a second shape of the same function would otherwise become a dynamic one.
     torch._dynamo.reset()
-    compiled = torch.compile(written.function, mode=mode, dynamic=False, fullgraph=True)
+    compiled = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
     if phase == "forward":
-        return *forward_candidate(name, compiled, cases), ()
+        return forward_candidate(name, compiled, cases)
     # The graph of one forward pass is run backward again and again, so that its buffers must not be given away.
     with torch._functorch.config.patch(donated_buffer=False):
-        made = backward_candidate(name, compiled, cases, written.gradients, written.prepare_backward)
-    return *made, ()
+        return backward_candidate(name, compiled, cases)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pallas_kernels.testing import Case
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate
-from xlafuse.bench.peers.torch_functions import get_operation
+from xlafuse.bench.peers.torch_functions import get_function
 from xlafuse.bench.timing import Candidate
 
 
-def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, tuple[Any, ...], tuple[str, ...]]:
+def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
-    written = get_operation(operation)
-    if phase == "forward":
-        return *forward_candidate("torch_eager", written.function, cases), ()
-    made = backward_candidate("torch_eager", written.function, cases, written.gradients, written.prepare_backward)
-    return *made, ()
+    make = forward_candidate if phase == "forward" else backward_candidate
+    return make("torch_eager", get_function(operation), cases)

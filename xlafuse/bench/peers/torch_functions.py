@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-from xlafuse.bench.peers.tensors import Function, Prepare, unchanged
-
-
-def _without_residual(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The benchmark's backward pass takes x for the saved sum."""
-    residual = arguments.get("residual")
-    return arguments if residual is None else {**arguments, "residual": torch.zeros_like(residual)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchOperation:
-    """An operation in PyTorch.
-
-    gradients: the arguments with gradients, in the order that `OpSpec.backward` gives them.
-    prepare_backward: changes the arguments of the forward pass whose gradient is timed.
-    """
-
-    function: Function
-    gradients: tuple[str, ...]
-    prepare_backward: Prepare = unchanged
+from xlafuse.bench.peers.tensors import Function
 
 
 def rms_norm(x, scale, residual=None, epsilon=1e-6):
@@ -54,7 +34,7 @@ def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
         value = value.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else value + mask.float()
     if is_causal:
         rows, columns = x.shape[-2:]
-        allowed = torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril(columns - rows)
+        allowed = torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril()
         value = value.masked_fill(~allowed, float("-inf"))
     return (torch.softmax(value, axis).to(x.dtype),)
 
@@ -68,15 +48,19 @@ ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def bias_activation(x, bias=None, activation="gelu_tanh", residual=None):
-    """See `pallas_kernels.bias_activation`."""
+def bias_activation(x, bias=None, activation="gelu_tanh", residual=None, dropout_rate=0.0, dropout_key=None):
+    """See `pallas_kernels.bias_activation`. Without dropout: PyTorch's mask is another one, and cannot be checked."""
+    if dropout_rate:
+        raise NotImplementedError("dropout draws another mask in PyTorch")
     value = x.float() if bias is None else x.float() + bias.float()
     value = ACTIVATIONS[activation](value)
     return ((value if residual is None else value + residual.float()).to(x.dtype),)
 
 
-def gated_activation(gate, up, activation="silu"):
+def gated_activation(gate, up=None, activation="silu"):
     """See `pallas_kernels.gated_activation`."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
     return ((ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype),)
 
 
@@ -98,20 +82,18 @@ def rope(query, key, positions, theta=10000.0, interleaved=False):
     return rotate(query), rotate(key)
 
 
-TORCH_OPERATIONS: Mapping[str, TorchOperation] = {
-    "rms_norm": TorchOperation(function=rms_norm, gradients=("x", "scale"), prepare_backward=_without_residual),
-    "layer_norm": TorchOperation(
-        function=layer_norm, gradients=("x", "scale", "bias"), prepare_backward=_without_residual
-    ),
-    "softmax": TorchOperation(function=softmax, gradients=("x",)),
-    "bias_activation": TorchOperation(function=bias_activation, gradients=("x", "bias")),
-    "gated_activation": TorchOperation(function=gated_activation, gradients=("gate", "up")),
-    "rope": TorchOperation(function=rope, gradients=("query", "key")),
+FUNCTIONS: Mapping[str, Function] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "softmax": softmax,
+    "bias_activation": bias_activation,
+    "gated_activation": gated_activation,
+    "rope": rope,
 }
 
 
-def get_operation(name: str) -> TorchOperation:
+def get_function(name: str) -> Function:
     """The operation called `name`; NotImplementedError where it is not written in PyTorch here."""
-    if name not in TORCH_OPERATIONS:
-        raise NotImplementedError(f"no {name} in PyTorch here, only {', '.join(TORCH_OPERATIONS)}")
-    return TORCH_OPERATIONS[name]
+    if name not in FUNCTIONS:
+        raise NotImplementedError(f"no {name} in PyTorch here, only {', '.join(FUNCTIONS)}")
+    return FUNCTIONS[name]
