@@ -2,6 +2,7 @@
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.gated_activation.api import gated_activation
+from pallas_kernels.ops.layer_norm.api import layer_norm
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.softmax.api import softmax
@@ -18,6 +19,7 @@ __all__ = [
     "bias_activation",
     "gated_activation",
     "get_op",
+    "layer_norm",
     "rms_norm",
     "rope",
     "softmax",

@@ -11,13 +11,14 @@ from types import MappingProxyType
 
 from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
+from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
 from pallas_kernels.ops.rms_norm.specs import RMS_NORM
 from pallas_kernels.ops.rope.specs import ROPE
 from pallas_kernels.ops.softmax.specs import SOFTMAX
 from pallas_kernels.specs import OpSpec
 
 REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
-    {spec.name: spec for spec in (RMS_NORM, GATED_ACTIVATION, BIAS_ACTIVATION, SOFTMAX, ROPE)}
+    {spec.name: spec for spec in (RMS_NORM, LAYER_NORM, GATED_ACTIVATION, BIAS_ACTIVATION, SOFTMAX, ROPE)}
 )
 
 

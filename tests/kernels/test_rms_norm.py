@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import rms_norm
-from pallas_kernels.ops.rms_norm.config import BackwardConfig, ForwardConfig, backward_candidates, pipeline_config
+from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
 from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
@@ -82,7 +82,7 @@ def test_long_rows_in_chunks(seed, features, has_residual):
 def test_all_backward_configurations_agree(seed):
     x, dy, scale = rows(seed, 5, 512), rows(seed + 1, 5, 512), rows(seed, 1, 512)[0]
     expected = jax.vjp(rms_norm_reference, x, scale)[1](dy)
-    configs = list(backward_candidates(512, 4, scale_itemsize=4, streams=2).values())[:4]
+    configs = list(BackwardShape(features=512, itemsize=4, streams=2, gain_bytes=4).candidates().values())[:4]
     for gain in ("registers", "shared"):
         for second_read in ("float32", "reload"):
             configs.append(BackwardConfig(gain=gain, second_read=second_read, blocks_per_core=1, steps=2))
@@ -118,7 +118,8 @@ def test_short_rows_are_refused():
 def test_pipelines_fit_in_shared_memory(features, itemsize):
     for streams in (2, 3):
         for blocks in (1, 2, 3, 6):
-            config = pipeline_config(features, itemsize, scale_itemsize=4, streams=streams, blocks_per_core=blocks)
+            shape = BackwardShape(features=features, itemsize=itemsize, streams=streams, gain_bytes=4)
+            config = shape.pipeline(blocks_per_core=blocks)
             if config is not None:
                 block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
                 assert config.blocks_per_core * block_bytes <= 228 * 1024

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops._norms.config import BackwardShape, forward_candidates
 from pallas_kernels.ops.rms_norm.api import rms_norm
-from pallas_kernels.ops.rms_norm.config import backward_candidates, forward_candidates
 from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
@@ -105,10 +105,14 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     if phase == "forward":
         candidates = forward_candidates(features, itemsize)
         return {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
-    candidates = backward_candidates(
-        features, itemsize, scale_itemsize=jnp.dtype(scale.dtype).itemsize, streams=3 if has_residual else 2
+    shape = BackwardShape(
+        features=features,
+        itemsize=itemsize,
+        streams=3 if has_residual else 2,
+        gain_bytes=jnp.dtype(scale.dtype).itemsize,
+        sums=1,
     )
-    return {name: partial(_backward_variant, config=config) for name, config in candidates.items()}
+    return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
 
 
 def _forward_variant(*, x, scale, residual=None, config):

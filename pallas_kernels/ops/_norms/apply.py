@@ -1,0 +1,102 @@
+"""What the public functions share: checks of arguments, and the norm of rows with its gradient."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.forward import norm_forward
+from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.rows import LANES
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+"""What the kernels take."""
+
+
+def check_arguments(
+    operation: str, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None
+) -> None:
+    """Raises a TypeError or ValueError, in the operation's name, for arguments that do not belong together."""
+    affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
+    for name, array in {"x": x, **affine}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{operation}: {name} must be floating, got {array.dtype.name}; cast it first.")
+    if x.ndim == 0:
+        raise ValueError(f"{operation}: x must have a features axis, got a scalar; reshape it to (1,).")
+    for name, array in affine.items():
+        if array.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{operation}: {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got {array.shape}."
+            )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{operation}: residual must be like x, {x.dtype.name}{list(x.shape)}, got "
+            f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
+        )
+
+
+def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
+        if array is not None and array.dtype.name not in MOSAIC_DTYPES:
+            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if x.shape[-1] < LANES and x.size:
+        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
+    return mosaic_gpu_unsupported()
+
+
+def apply_norm(
+    norm: Norm,
+    x: jax.Array,
+    *,
+    scale: jax.Array | None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    words: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The kernels on (..., features): y, and the sum that was normalised where there is a residual. Differentiable."""
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])
+    operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)
+    arrays = [array for array in operands if array is not None]
+    # All marked as varying alike, so that shard_map sums the gradients of what its devices share.
+    operands = (None if array is None else varying_like(array, *arrays) for array in operands)
+    y, total = _norm_rows(norm, *operands)  # pyright: ignore[reportGeneralTypeIssues]
+    return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_rows(norm, x, scale, bias, residual, words):
+    return norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+
+
+def _norm_rows_fwd(norm, x, *arguments):
+    x = x.value
+    scale, bias, residual, words = (None if a is None else a.value for a in arguments)
+    y, total = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+    return (y, total), (x if total is None else total, scale, bias, words)
+
+
+def _norm_rows_bwd(norm, saved, cotangents):
+    total, scale, bias, words = saved
+    dy, dtotal = cotangents
+    has_residual = dtotal is not None
+    if isinstance(dtotal, SymbolicZero):  # the sum is not used: one array less to read
+        dtotal = None
+    if isinstance(dy, SymbolicZero):  # only the sum is used
+        if words is None:
+            dtotal = jnp.zeros_like(total) if dtotal is None else dtotal
+            dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
+            return dtotal, dscale, dbias, dtotal if has_residual else None, None
+        dy = jnp.zeros_like(total)
+    gradients = norm_backward(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
+    dx = gradients.dtotal if gradients.dx is None else gradients.dx
+    return dx, gradients.dscale, gradients.dbias, gradients.dtotal if has_residual else None, None
+
+
+_norm_rows.defvjp(_norm_rows_fwd, _norm_rows_bwd, symbolic_zeros=True)

@@ -1,0 +1,149 @@
+"""Launch configurations of the norms: what may be chosen, and what is chosen untuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pallas_kernels.primitives.rows import ACCESS_BYTES, split_warp_row
+
+SHARED_MEMORY_BYTES = 228 * 1024
+"""What a streaming multiprocessor of Hopper gives to its blocks."""
+BLOCK_RESERVED_BYTES = 1024
+"""What the driver keeps of it for each block."""
+LONGEST_WHOLE_ROW = 8192
+"""The longest row whose backward pass fits in the registers of one warpgroup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How the forward kernel cuts its work: one block of one warpgroup a row.
+
+    register_columns: the longest row held in registers (206 of them a thread at 16384 bf16 columns).
+    chunk: columns in registers at a time in a longer row, which is read again from the L2 cache.
+    """
+
+    register_columns: int = 16384
+    chunk: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """How the backward kernel cuts its work: persistent blocks, each taking every n-th row.
+
+    loads: "shared" brings rows to shared memory by TMA, `steps` of them in flight, for `warpgroups` that share each
+        row; "pipeline" does so for a block of one warpgroup and rows of any length; "direct" reads rows into registers;
+        "chunked" walks along each row several times, `chunk` columns at a time.
+    blocks_per_core: blocks a streaming multiprocessor. Each writes one row of partial column sums.
+    second_read: where the second pass over a row finds it: kept in registers as float32 ("float32"), or read again from
+        shared memory or the L1 cache ("reload"; 168 registers instead of 202 at 4096 bf16 columns, no spills at 8192).
+    gain: where the scale lives between rows.
+    """
+
+    loads: Literal["shared", "pipeline", "direct", "chunked"] = "pipeline"
+    blocks_per_core: int = 3
+    warpgroups: int = 1
+    steps: int = 3
+    second_read: Literal["float32", "reload"] = "reload"
+    gain: Literal["registers", "shared"] = "shared"
+    chunk: int = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardShape:
+    """What a backward configuration depends on.
+
+    streams: arrays read row by row (x, dy, and the sum's cotangent where there is one).
+    gain_bytes: of one value of the scale; 0 without a scale.
+    sums: gradients summed over columns (scale, bias).
+    """
+
+    features: int
+    itemsize: int
+    streams: int
+    gain_bytes: int
+    sums: int = 1
+
+    def shared(self, *, warpgroups: int, blocks_per_core: int) -> BackwardConfig | None:
+        """Rows in shared memory for several warpgroups, as many in flight, up to 4, as fit.
+
+        None where fewer than 2 fit, or the row does not divide over the warpgroups, or would spill.
+        """
+        if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
+            return None
+        # 32 columns a thread; four warpgroups have 128 registers a thread, which 16 column sums of each kind fit in.
+        columns_a_warpgroup = 4096 if warpgroups < 4 or self.sums < 2 else 2048
+        if self.features > columns_a_warpgroup * warpgroups or warpgroups * blocks_per_core > 12:
+            return None
+        steps = self._steps(blocks_per_core, scratch_bytes=2048)
+        if steps < 2:
+            return None
+        return BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps)
+
+    def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
+        """The same for one warpgroup and rows that need not divide evenly."""
+        if self.features * self.itemsize % ACCESS_BYTES or self.features * self.sums > LONGEST_WHOLE_ROW:
+            return None  # TMA's alignment; registers
+        # Sums over a warpgroup take 2 KiB of scratch, the barriers' page another one.
+        steps = self._steps(blocks_per_core, scratch_bytes=4096)
+        return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps) if steps >= 2 else None
+
+    def default(self) -> BackwardConfig:
+        """The untuned choice."""
+        # RMSNorm on an H200 at 32768 x 4096 bf16: 4 warpgroups and 1 block 251 µs, pipelines of 3 blocks 253 µs,
+        # direct loads 327 µs. Fewer warpgroups where four would not have 16 bytes of a row for each thread.
+        per_warpgroup = 128 * ACCESS_BYTES // self.itemsize
+        warpgroups = max((w for w in (4, 2, 1) if self.features % (w * per_warpgroup) == 0), default=0)
+        if warpgroups:
+            blocks = {4: (1,), 2: (2, 1), 1: (6, 4, 3, 2, 1)}[warpgroups]
+            configs = (self.shared(warpgroups=warpgroups, blocks_per_core=b) for b in blocks)
+        else:
+            configs = (self.pipeline(blocks_per_core=b) for b in (3, 2, 1))
+        config = next((config for config in configs if config is not None), None)
+        if config is not None:
+            return config
+        if self.features * max(1, self.sums) <= LONGEST_WHOLE_ROW:
+            return BackwardConfig(loads="direct", blocks_per_core=3 if self.features <= 4096 else 2)
+        return BackwardConfig(loads="chunked", blocks_per_core=4)
+
+    def candidates(self) -> dict[str, BackwardConfig]:
+        """The configurations worth measuring, by name."""
+        if self.features <= 2048:
+            pairs, blocks = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 2)), (8,)
+        else:
+            pairs, blocks = ((4, 1), (4, 2), (2, 2), (2, 1)), (3, 2)
+        configs = [self.shared(warpgroups=w, blocks_per_core=b) for w, b in pairs]
+        configs += [self.pipeline(blocks_per_core=b) for b in blocks]
+        if not any(configs):
+            configs += [BackwardConfig(loads="chunked", chunk=c, blocks_per_core=b) for c, b in ((1024, 6), (2048, 4))]
+        return {_name(config): config for config in configs if config is not None}
+
+    def _steps(self, blocks_per_core: int, *, scratch_bytes: int) -> int:
+        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - scratch_bytes
+        return min(4, (budget - self.features * self.gain_bytes) // (self.streams * self.features * self.itemsize))
+
+
+def default_forward(features: int, itemsize: int) -> ForwardConfig:
+    """The untuned choice for rows of `features` values of `itemsize` bytes."""
+    del features, itemsize
+    return ForwardConfig()
+
+
+def forward_candidates(features: int, itemsize: int) -> dict[str, ForwardConfig]:
+    """The configurations worth measuring, by name."""
+    candidates = {"registers": ForwardConfig(register_columns=features)} if features <= 16384 else {}
+    for chunk in (2048, 4096, 8192):
+        if features > 2 * chunk:
+            candidates[f"chunk {chunk}"] = ForwardConfig(register_columns=chunk, chunk=chunk)
+    del itemsize
+    return candidates
+
+
+def _name(config: BackwardConfig) -> str:
+    detail = {
+        "direct": "",
+        "chunked": f" {config.chunk}",
+        "pipeline": f" {config.steps} steps",
+        "shared": f" {config.warpgroups} warpgroups {config.steps} steps",
+    }[config.loads]
+    return f"{config.loads}{detail}, {config.blocks_per_core} blocks"

@@ -1,0 +1,113 @@
+"""Which norm a kernel computes, and the arithmetic that all of its forms share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.primitives.random import Words, keep_mask
+from pallas_kernels.primitives.rows import RowValues, map_row
+
+# No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+NormName = Literal["rms_norm", "layer_norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """Everything about a norm that is not an array.
+
+    name: "rms_norm" divides a row by its root mean square; "layer_norm" takes its mean off first.
+    epsilon: added to the mean square.
+    rate: of the dropout in front of the residual sum.
+    """
+
+    name: NormName
+    epsilon: float
+    rate: float = 0.0
+
+    @property
+    def centered(self) -> bool:
+        """Whether rows lose their mean."""
+        return self.name == "layer_norm"
+
+    def mean_passes(self, dtype: DTypeLike) -> int:
+        """How many times a row's mean is taken off.
+
+        Twice in float32, where the first one's rounding shows beside a small deviation: what a row has left for a mean
+        is small itself, and exact. bfloat16 and float16 have no such rows.
+        """
+        return 0 if not self.centered else 2 if dtype == jnp.float32 else 1
+
+    def kernel_name(self, *, has_residual: bool, has_dropout: bool) -> str:
+        """What traces and HLO show."""
+        if has_dropout:
+            return f"dropout_residual_{self.name}"
+        return f"{self.name}_residual" if has_residual else self.name
+
+    def drop(self, values: RowValues, words: Words, row, columns: tuple[jax.Array, ...], features: int) -> RowValues:
+        """Dropout of a row: zeros where the mask says so, the others larger by 1 / (1 - rate)."""
+        factor = 1.0 / (1.0 - self.rate)
+
+        def drop(value, column):
+            mask = keep_mask(words, row, column, features=features, rate=self.rate)
+            return jnp.where(mask, value * factor, jnp.zeros_like(value))
+
+        return map_row(drop, values, columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowScalars:
+    """What a row's backward pass needs of the whole row; float32 scalars.
+
+    With v = (x - mean) * inverse and w = scale * dy the gradient is w * inverse - (x - mean) * slope - offset.
+    The mean is the sum of `means`, taken off one after the other. Where rows keep theirs, that is empty, `offset` None.
+    """
+
+    inverse: jax.Array
+    slope: jax.Array
+    means: tuple[jax.Array, ...]
+    offset: jax.Array | None
+
+    @staticmethod
+    def of_sums(features: int, epsilon: float, *, squares, products, means=(), weighted=None) -> RowScalars:
+        """From sums over the row of (x - mean)**2, (x - mean) * w, and, for a row without its mean, w."""
+        inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
+        return RowScalars(
+            inverse=inverse,
+            slope=products * (inverse * inverse * inverse * (1.0 / features)),
+            means=tuple(means),
+            offset=None if weighted is None else weighted * inverse * (1.0 / features),
+        )
+
+    def center(self, values: RowValues) -> RowValues:
+        """The row without its mean."""
+        for mean in self.means:
+            values = map_row(lambda v, mean=mean: v - mean, values)
+        return values
+
+    def gradient(self, centered: RowValues, weighted: RowValues) -> RowValues:
+        """The gradient through the norm."""
+        gradient = map_row(lambda v, w: w * self.inverse - v * self.slope, centered, weighted)
+        return gradient if self.offset is None else map_row(lambda g: g - self.offset, gradient)
+
+    def column_sums(self, centered: RowValues, dy: RowValues, sums: dict[str, RowValues]) -> dict[str, RowValues]:
+        """Adds the row's part of the gradients of scale and bias."""
+        added = dict(sums)
+        if "scale" in sums:
+            added["scale"] = map_row(lambda p, d, v: p + d * (v * self.inverse), sums["scale"], dy, centered)
+        if "bias" in sums:
+            added["bias"] = map_row(jnp.add, sums["bias"], dy)
+        return added
+
+
+def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:
+    """dy times the scale, in float32; dy itself without a scale."""
+    return dy if gain is None else map_row(lambda g, d: g.astype(jnp.float32) * d, gain, dy)

@@ -1,0 +1,1 @@
+"""LayerNorm, with an optional residual sum in front."""

@@ -1,0 +1,25 @@
+"""LayerNorm in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def layer_norm_reference(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs)."""
+    total = x if residual is None else x + residual
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    value = total.astype(wide)
+    centered = value - jnp.mean(value, axis=-1, keepdims=True)
+    y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    y = y if scale is None else y * scale.astype(wide)
+    y = (y if bias is None else y + bias.astype(wide)).astype(x.dtype)
+    return y if residual is None else (y, total)

@@ -1,0 +1,99 @@
+"""What is particular to LayerNorm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layer_norm
+from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
+from pallas_kernels.ops.layer_norm.mosaic_gpu import layer_norm_forward
+from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
+from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+
+
+def rows(seed, count, features, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
+
+
+def test_known_values():
+    x, residual = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 4.0]])
+    y, total = layer_norm(x, jnp.array([1.0, 10.0]), jnp.array([0.5, 0.0]), residual=residual, epsilon=0.75)
+    np.testing.assert_allclose(total, [[2.0, 6.0]])
+    np.testing.assert_allclose(y, [[0.5 - 2 / 4.75**0.5, 20 / 4.75**0.5]], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("features", [512, 516])
+def test_a_large_mean_costs_no_digits(seed, features):
+    """Both kernels, on rows whose mean is 1e5 deviations: plain float32 statistics have two or three digits there."""
+    noise = rows(seed, 3, features)
+    x = 1e5 + noise
+    noise = x - 1e5  # exact
+    dy = rows(seed + 1, 3, features)
+    run = lambda x: layer_norm(x, implementation="mosaic")  # noqa: E731
+    y, pullback = jax.vjp(run, x)
+    expected, expected_pullback = jax.vjp(layer_norm_reference, noise)
+    np.testing.assert_allclose(y, expected, atol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(pullback(dy)[0], expected_pullback(dy)[0], atol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("features", [1024, 1027])
+def test_long_rows_in_chunks(seed, features):
+    """The path of rows beyond the registers, at sizes the interpreter can do."""
+    x, dy, residual = rows(seed, 3, features), rows(seed + 1, 3, features), rows(seed + 2, 3, features)
+    scale, bias = 1 + 0.1 * rows(seed + 3, 2, features)
+    y, total = layer_norm_forward(
+        x, scale, bias, residual, epsilon=1e-6, config=ForwardConfig(register_columns=128, chunk=256)
+    )
+    np.testing.assert_allclose(total, x + residual)
+    np.testing.assert_allclose(y, layer_norm_reference(total, scale, bias), rtol=1e-5, atol=1e-5)
+    config = BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)
+    got = layer_norm_backward(total, scale, bias, dy, residual, epsilon=1e-6, config=config)
+    dx, dscale, dbias = jax.vjp(layer_norm_reference, total, scale, bias)[1](dy)
+    np.testing.assert_allclose(got.dtotal, dx + residual, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(got.dscale, dscale, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(got.dbias, dbias, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_all_backward_configurations_agree(seed):
+    x, dy = rows(seed, 3, 512), rows(seed + 1, 3, 512)
+    scale, bias = 1 + 0.1 * rows(seed + 3, 2, 512)
+    expected = jax.vjp(layer_norm_reference, x, scale, bias)[1](dy)
+    configs = [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
+    configs += [BackwardConfig(loads="shared", blocks_per_core=1, steps=3, gain="registers")]
+    configs += [BackwardConfig(loads="pipeline", blocks_per_core=1, steps=2)]
+    configs += [BackwardConfig(loads="direct", blocks_per_core=1, second_read="float32")]
+    for config in configs:
+        got = layer_norm_backward(x, scale, bias, dy, None, epsilon=1e-6, config=config)
+        for a, b in zip((got.dtotal, got.dscale, got.dbias), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
+
+
+@pytest.mark.parametrize("sums", [0, 1, 2])
+@pytest.mark.parametrize("features", [128, 1000, 1024, 1152, 4096, 8192, 16384, 65536])
+def test_defaults_fit_in_shared_memory(features, sums):
+    for itemsize in (2, 4):
+        for streams in (2, 3):
+            shape = BackwardShape(features=features, itemsize=itemsize, streams=streams, gain_bytes=4, sums=sums)
+            for config in (shape.default(), *shape.candidates().values()):
+                if config.loads in ("shared", "pipeline"):
+                    block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
+                    assert config.blocks_per_core * block_bytes <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bias": jnp.ones(255)}, r"layer_norm: bias must be \(256,\).*got \(255,\)"),
+        ({"scale": jnp.ones((1, 256))}, r"scale must be \(256,\)"),
+        ({"residual": jnp.ones((256,))}, r"like x, float32\[2, 256\]"),
+    ],
+)
+def test_arguments_that_do_not_belong_together(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        layer_norm(jnp.ones((2, 256)), **arguments)
