@@ -1,0 +1,125 @@
+"""As much of PyTorch as the peers call, on numpy, so that their plumbing and formulas run where there is no PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+
+import numpy as np
+from scipy.special import erf
+
+
+class Tensor(np.ndarray):
+    requires_grad = False
+    device = "cpu"
+
+    def float(self):
+        return self.astype(np.float32)
+
+    def to(self, dtype):
+        return self.astype(dtype)
+
+    def clone(self):
+        return self.copy()
+
+    def detach(self):
+        return self
+
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(Tensor)
+
+    def requires_grad_(self):
+        self.requires_grad = True
+        return self
+
+    def masked_fill(self, mask, value):
+        return np.where(mask, np.float32(value), self).view(Tensor)
+
+    def square(self):
+        return np.square(self)
+
+    def tril(self):
+        return np.tril(self).view(Tensor)
+
+    def chunk(self, count, axis):
+        return tuple(np.split(self, count, axis))
+
+    def unflatten(self, axis, sizes):
+        assert axis == -1
+        return self.reshape(*self.shape[:-1], *sizes)
+
+    def unbind(self, axis):
+        return tuple(tensor(each) for each in np.moveaxis(np.asarray(self), axis, 0))
+
+    def flatten(self, start):
+        assert start == -2
+        return self.reshape(*self.shape[:-2], -1)
+
+    def transpose(self, first, second):
+        return np.swapaxes(self, first, second)
+
+
+def tensor(array) -> Tensor:
+    return np.asarray(array).view(Tensor)
+
+
+def gelu(x, approximate="none"):
+    if approximate == "tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + erf(x / np.sqrt(2)))
+
+
+def softmax(x, axis):
+    weight = np.exp(x - x.max(axis=axis, keepdims=True))
+    return weight / weight.sum(axis=axis, keepdims=True)
+
+
+def layer_norm(x, shape, scale, bias, epsilon):
+    assert shape == x.shape[-1:]
+    centered = x - x.mean(-1, keepdims=True)
+    y = centered / np.sqrt(np.square(centered).mean(-1, keepdims=True) + epsilon)
+    return (y if scale is None else y * scale) + (0 if bias is None else bias)
+
+
+def rms_norm(x, shape, scale, epsilon):
+    assert shape == x.shape[-1:]
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def grad(outputs, leaves, cotangents, retain_graph):
+    assert retain_graph
+    assert [o.shape for o in outputs] == [c.shape for c in cotangents]
+    assert all(leaf.requires_grad for leaf in leaves)
+    return tuple(tensor(np.full(leaf.shape, 2, leaf.dtype)) for leaf in leaves)
+
+
+def install(monkeypatch) -> None:
+    """Puts the imitation in place of `torch`, and forgets peers loaded with another."""
+    torch, functional = types.ModuleType("torch"), types.ModuleType("torch.nn.functional")
+    torch.Tensor, torch.bool, torch.float32 = Tensor, np.dtype(bool), np.float32
+    torch.from_dlpack = lambda array: np.from_dlpack(array).view(Tensor)
+    torch.no_grad = contextlib.nullcontext
+    torch.softmax = softmax
+    torch.ones = lambda *shape, dtype, device: tensor(np.ones(shape, dtype))
+    torch.zeros_like = np.zeros_like
+    torch.arange = lambda n, device, dtype=np.float32: tensor(np.arange(n, dtype=dtype))
+    torch.cos, torch.sin, torch.stack, torch.cat = np.cos, np.sin, np.stack, np.concatenate
+    torch.stack = lambda arrays, axis: np.stack(arrays, axis).view(Tensor)
+    torch.cat = lambda arrays, axis: np.concatenate(arrays, axis).view(Tensor)
+    torch.compile = lambda function, mode, dynamic, fullgraph: function
+    torch.autograd = types.SimpleNamespace(grad=grad)
+    torch.cuda = types.SimpleNamespace(synchronize=lambda: None)
+    functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
+    functional.silu = lambda x: x / (1 + np.exp(-x))
+    functional.relu = lambda x: np.maximum(x, 0)
+    dynamo, config = types.ModuleType("torch._dynamo"), types.ModuleType("torch._functorch.config")
+    dynamo.reset = lambda: None
+    config.patch = lambda donated_buffer: contextlib.nullcontext()
+    nn, functorch = types.ModuleType("torch.nn"), types.ModuleType("torch._functorch")
+    nn.functional, functorch.config = functional, config
+    torch.nn, torch._dynamo, torch._functorch = nn, dynamo, functorch
+    for module in (torch, nn, functional, dynamo, functorch, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in [name for name in sys.modules if name.startswith("xlafuse.bench.peers.")]:
+        monkeypatch.delitem(sys.modules, name)

@@ -1,0 +1,103 @@
+"""The peers' formulas and plumbing on an imitation of PyTorch: forward results are those of our references."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import imitation_torch
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import REGISTRY, testing
+from xlafuse.bench import peers
+from xlafuse.bench.kernels import _peers_results, check_close
+
+
+@pytest.fixture(autouse=True)
+def _torch(monkeypatch):
+    imitation_torch.install(monkeypatch)
+
+
+def float32_specs():
+    """Small argument specs in float32, which numpy shares memory of."""
+    for op in REGISTRY.values():
+        for spec in op.tagged("test"):
+            arrays = [value for value in spec.arguments.values() if hasattr(value, "dtype")]
+            is_plain = not spec.tags & {"empty", "extreme", "long"}
+            if is_plain and all(array.dtype in ("float32", "int32", "bool") for array in arrays):
+                yield pytest.param(op, spec, id=f"{op.name}-{spec.name}")
+
+
+@pytest.mark.parametrize(("op", "spec"), list(float32_specs()))
+def test_formulas_are_ours(op, spec):
+    formulas_are_ours("torch_compile", op, spec)
+
+
+@pytest.mark.parametrize("peer", ["torch_max_autotune", "torch_eager"])
+def test_other_peers_have_the_same_formulas(peer):
+    op = REGISTRY["rms_norm"]
+    formulas_are_ours(peer, op, next(s for s in op.tagged("test") if s.name.endswith("float32-residual")))
+
+
+def formulas_are_ours(peer, op, spec):
+    cases = [testing.make_case(op, spec, seed) for seed in (1, 2)]
+    try:
+        candidate, first = peers.load(peer).candidate(op.name, "forward", cases)
+    except NotImplementedError as error:
+        assert op.name in str(error) or "dropout" in str(error)
+        return
+    assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
+    expected = _peers_results(cases[0], "forward")
+    assert set(first) == set(expected)
+    for name, value in first.items():
+        error = np.linalg.norm(np.asarray(value) - np.asarray(expected[name]))
+        assert error <= 1e-3 * np.linalg.norm(np.asarray(expected[name]))
+
+
+@pytest.mark.parametrize(("op", "spec"), list(float32_specs())[:8])
+def test_backward_asks_for_the_gradients_of_the_operation(op, spec, monkeypatch):
+    module = peers.load("torch_compile")
+    tensors = sys.modules["xlafuse.bench.peers.tensors"]
+    cases = [testing.make_case(op, spec, 1)]
+
+    def outputs(**arguments):
+        return tuple(imitation_torch.tensor(np.zeros(c.shape, c.dtype)).requires_grad_() for c in cases[0].cotangents)
+
+    monkeypatch.setattr(module, "get_function", lambda _: outputs)
+    candidate, first = module.candidate(op.name, "backward", cases)
+    wanted = {name for name in cases[0].differentiable if name != "residual"}
+    assert set(first) == {f"gradient of {name}" for name in wanted}
+    assert set(first) <= set(_peers_results(cases[0], "backward"))
+    assert all((np.asarray(value) == 2).all() for value in first.values())
+    candidate.wait(candidate.call(*candidate.inputs[0]))
+    assert tensors.to_torch(jax.numpy.ones(3)).sum() == 3
+
+
+def test_liger_refuses_what_it_has_not(monkeypatch):
+    liger_kernel, ops = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.ops")
+
+    class Function:
+        @staticmethod
+        def apply(x, *rest):
+            return imitation_torch.softmax(x, -1)
+
+    ops.LigerSoftmaxFunction = Function
+    ops.LigerSiLUMulFunction = ops.LigerGELUMulFunction = Function
+    liger_kernel.ops = ops
+    monkeypatch.setitem(sys.modules, "liger_kernel", liger_kernel)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    liger = peers.load("liger")
+    op = REGISTRY["softmax"]
+    plain = next(s for s in op.tagged("test") if s.name.endswith("float32") and set(s.arguments) == {"x"})
+    case = testing.make_case(op, plain, 1)
+    candidate, first = liger.candidate("softmax", "forward", [case])
+    assert candidate.name == "liger"
+    check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
+    with pytest.raises(NotImplementedError, match="Liger has no bias_activation"):
+        liger.candidate("bias_activation", "forward", [case])
+    with pytest.raises(NotImplementedError, match="no gate with relu"):
+        liger.gated_activation(None, 1, activation="relu")
+    with pytest.raises(NotImplementedError, match="a scale and a bias"):
+        liger.layer_norm(None)
