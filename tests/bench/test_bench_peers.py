@@ -46,7 +46,7 @@ def formulas_are_ours(peer, op, spec):
     try:
         candidate, first = peers.load(peer).candidate(op.name, "forward", cases)
     except NotImplementedError as error:
-        assert op.name in str(error) or "dropout" in str(error)
+        assert op.name in str(error) or "dropout" in str(error) or "z-loss" in str(error)
         return
     assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
     expected = _peers_results(cases[0], "forward")

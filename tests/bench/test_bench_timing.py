@@ -173,6 +173,15 @@ def test_elementwise_is_one_kernel_on_an_h200():
     assert done.stdout.split() == ["1"] * 4, done.stderr[-2000:]
 
 
+def test_reading_alone_has_a_ceiling_that_only_reads():
+    candidates = ceiling_candidates(Traffic(read=(1 << 20,), written=()), sets=1)
+    assert [c.name for c in candidates] == ["copy", "elementwise, 8 read 1 written", "read"]
+    (words,) = candidates[-1].inputs[0]
+    assert words.nbytes == 1 << 20
+    (sums,) = candidates[-1].call(words)
+    assert (np.asarray(sums) == np.asarray(words).sum(axis=1, dtype=np.uint32)).all()
+
+
 def test_no_output_of_elementwise_is_another():
     arrays = [jax.random.bits(jax.random.key(i), (4096,), jnp.uint32) for i in range(3)]
     first, second = elementwise(2)(*arrays)

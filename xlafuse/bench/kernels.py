@@ -149,9 +149,10 @@ def _candidates(
         candidates.append(candidate)
     if traffic.bytes >= settings.peer_bytes:
         names = [name for name in settings.peers if name not in peers.OF_THE_OPERATION]
-        expected = _peers_results(cases[0], phase) if names else {}
+        trained = [peers.as_trained(case) for case in cases]
+        expected = _peers_results(trained[0], phase) if names else {}
         for name in names:
-            candidates += _peer(name, phase, cases, expected, problems)
+            candidates += _peer(name, phase, trained, expected, problems)
     return candidates
 
 

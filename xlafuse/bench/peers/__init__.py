@@ -8,9 +8,14 @@ the results of its first call as JAX arrays, by the names that `pallas_kernels.t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
@@ -18,6 +23,16 @@ from xlafuse.errors import UnknownNameError
 PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton")
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
+
+
+def is_joint(case: Case) -> bool:
+    """Whether the benchmark's backward phase is the loss and its gradient together, as a training step has them."""
+    return plain(case.arguments).get("reduction", "none") != "none"
+
+
+def as_trained(case: Case) -> Case:
+    """Where loss and gradient are computed together, with a cotangent of one, and else the case itself."""
+    return replace(case, cotangents=jax.tree.map(jnp.ones_like, case.cotangents)) if is_joint(case) else case
 
 
 class Peer(Protocol):

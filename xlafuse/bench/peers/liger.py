@@ -13,6 +13,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
+from xlafuse.bench.peers import is_joint
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
 from xlafuse.bench.timing import Candidate
 
@@ -73,21 +74,38 @@ def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
+    """The forward pass writes the gradient over the logits."""
+    rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    losses, *_ = ops.LigerCrossEntropyFunction.apply(
+        rows, targets, None, ignore_index, z_loss, label_smoothing, reduction, None, False
+    )
+    return (losses.reshape(labels.shape) if reduction == "none" else losses,)
+
+
+def with_long_labels(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Labels as PyTorch has them."""
+    return {**arguments, "labels": arguments["labels"].long()}
+
+
 FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "softmax": softmax,
     "gated_activation": gated_activation,
     "rope": rope,
+    "cross_entropy": cross_entropy,
 }
 
 
-PREPARE = {"rope": with_angles}
+PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels}
 
 
 def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
+    if operation == "cross_entropy" and phase == "backward" and not is_joint(cases[0]):
+        raise NotImplementedError("Liger's cross-entropy does the backward pass's work in the forward pass")
     make = forward_candidate if phase == "forward" else backward_candidate
     return make("liger", FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))

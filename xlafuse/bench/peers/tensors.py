@@ -14,6 +14,7 @@ import torch  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.specs import Arguments, plain
 from pallas_kernels.testing import Case
+from xlafuse.bench.peers import is_joint
 from xlafuse.bench.timing import Candidate
 
 Function = Callable[..., tuple[Any, ...]]
@@ -61,7 +62,8 @@ def forward_candidate(
 def backward_candidate(
     name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """The backward pass alone, of the graph that one forward pass left, and its first results.
+    """The backward pass alone, of the graph that one forward pass left, and its first results; both passes where the
+    benchmark times them together (`peers.is_joint`).
 
     Gradients are taken of the arguments that have one; of a residual none: it is the gradient of x or of the output.
     """
@@ -70,15 +72,16 @@ def backward_candidate(
     for case in cases:
         arguments = prepare(tensors(case.arguments))
         leaves = [arguments[name].requires_grad_() for name in names]
-        pairs = [
-            (output, to_torch(cotangent))
-            for output, cotangent in zip(function(**arguments), case.cotangents, strict=True)
-            if output.requires_grad
-        ]
-        inputs.append(([output for output, _ in pairs], leaves, [cotangent for _, cotangent in pairs]))
+        cotangents = [to_torch(cotangent) for cotangent in case.cotangents]
+        outputs = None if is_joint(case) else function(**arguments)
+        inputs.append((arguments, outputs, leaves, cotangents))
 
-    def call(outputs, leaves, cotangents):
-        return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    def call(arguments, outputs, leaves, cotangents):
+        is_kept = outputs is not None
+        outputs = outputs if is_kept else function(**arguments)
+        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+        differentiated, pulled = zip(*pairs, strict=True)
+        return torch.autograd.grad(differentiated, leaves, pulled, retain_graph=is_kept)
 
     candidate, results = _ran_once(name, call, inputs)
     return candidate, {f"gradient of {name}": result for name, result in zip(names, results, strict=True)}

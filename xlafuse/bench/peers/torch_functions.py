@@ -82,6 +82,17 @@ def rope(query, key, positions, theta=10000.0, interleaved=False):
     return rotate(query), rotate(key)
 
 
+def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
+    """See `pallas_kernels.cross_entropy`."""
+    if z_loss:
+        raise NotImplementedError("PyTorch's cross-entropy has no z-loss")
+    rows, targets = logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    loss = F.cross_entropy(
+        rows, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+    return (loss.reshape(labels.shape) if reduction == "none" else loss,)
+
+
 FUNCTIONS: Mapping[str, Function] = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
@@ -89,6 +100,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "bias_activation": bias_activation,
     "gated_activation": gated_activation,
     "rope": rope,
+    "cross_entropy": cross_entropy,
 }
 
 
