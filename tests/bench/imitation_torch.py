@@ -120,7 +120,7 @@ def install(monkeypatch) -> None:
     torch.cat = lambda arrays, axis: np.concatenate(arrays, axis).view(Tensor)
     torch.compile = lambda function, mode, dynamic, fullgraph: function
     torch.autograd = types.SimpleNamespace(grad=grad)
-    torch.cuda = types.SimpleNamespace(synchronize=lambda: None)
+    torch.cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
     functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
     functional.cross_entropy = cross_entropy
     functional.silu = lambda x: x / (1 + np.exp(-x))

@@ -213,7 +213,7 @@ def _call(op: OpSpec, phase: str, implementation: str) -> Callable[..., Any]:
         return tuple(testing.forward(testing.Case(op=op, arguments=arguments, cotangents=()), implementation).values())
 
     def backward(arguments, cotangents):
-        return op.backward(implementation, plain(arguments), cotangents)
+        return tuple(jax.tree.leaves(op.backward(implementation, plain(arguments), cotangents)))
 
     return forward if phase == "forward" else backward
 

@@ -54,6 +54,7 @@ def forward_candidate(
         with torch.no_grad():
             return function(**arguments)
 
+    torch.cuda.empty_cache()  # what the last shape needed: JAX allocates from the same memory
     inputs = [(prepare(tensors(case.arguments)),) for case in cases]
     candidate, results = _ran_once(name, call, inputs)
     return candidate, {f"output {i}": result for i, result in enumerate(results)}
@@ -67,6 +68,7 @@ def backward_candidate(
 
     Gradients are taken of the arguments that have one; of a residual none: it is the gradient of x or of the output.
     """
+    torch.cuda.empty_cache()
     names = [name for name in cases[0].differentiable if name != "residual"]
     inputs = []
     for case in cases:
