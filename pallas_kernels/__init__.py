@@ -1,6 +1,7 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
+from pallas_kernels.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.layer_norm.api import layer_norm
 from pallas_kernels.ops.rms_norm.api import rms_norm
@@ -17,6 +18,7 @@ __all__ = [
     "OpSpec",
     "Traffic",
     "bias_activation",
+    "cross_entropy",
     "gated_activation",
     "get_op",
     "layer_norm",

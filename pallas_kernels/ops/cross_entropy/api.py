@@ -54,7 +54,7 @@ def cross_entropy(
     * "none", and float16 (whose loss scale must come before the rounding): 2n read, n written. The backward pass
       computes the gradient from the logits and two saved numbers a row.
 
-    The former holds up to a vocabulary of 16384, and above it for multiples of 64 (32 in float32): pad odd ones.
+    The former holds up to a vocabulary of 12288, and above it for multiples of 64 (32 in float32): pad odd ones.
 
     Args:
         logits: (..., vocabulary), floating.
@@ -121,9 +121,7 @@ def _check(logits: jax.Array, labels: jax.Array, label_smoothing: float, reducti
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"cross_entropy: labels must be {logits.shape[:-1]}, one a row of logits {logits.shape}, got {labels.shape}."
-        )
+        raise ValueError(f"cross_entropy: labels must be {logits.shape[:-1]}, one a row of logits, got {labels.shape}.")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}.")
     if reduction not in ("none", "sum", "mean"):

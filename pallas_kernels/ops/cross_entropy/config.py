@@ -7,8 +7,8 @@ from typing import Literal
 
 from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
 
-REGISTER_COLUMNS = 16384
-"""The longest row that one warpgroup holds in its registers."""
+REGISTER_COLUMNS = 12288
+"""The longest row that one warpgroup holds in its registers; 16384 float32 ones spill."""
 _SHARED_MEMORY_BYTES = 227 * 1024
 """What one block of Hopper may have."""
 _OTHER_BYTES = 4096
@@ -45,8 +45,11 @@ def default_forward(vocabulary: int, itemsize: int) -> ForwardConfig:
     """The untuned choice for rows of `vocabulary` values of `itemsize` bytes."""
     if vocabulary <= REGISTER_COLUMNS:
         return ForwardConfig(loads="registers")
-    ring = ring_config(vocabulary, itemsize, warpgroups=4, chunk_bytes=8192)
-    return ring or ForwardConfig(loads="chunked")
+    for warpgroups in (4, 2):
+        ring = ring_config(vocabulary, itemsize, warpgroups=warpgroups, chunk_bytes=8192)
+        if ring is not None:
+            return ring
+    return ForwardConfig(loads="chunked")
 
 
 def line_length(vocabulary: int, itemsize: int) -> int | None:

@@ -40,9 +40,9 @@ _GPU = ("gpu",)
 _BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
-    _call(3, 1024),
-    _call(2, 2, 256, reduction="mean"),
-    _call(4, 512, dtype="float32", reduction="sum", label_smoothing=0.1, z_loss=1e-3),
+    _call(2, 1024),
+    _call(1, 2, 256, reduction="mean"),
+    _call(2, 512, dtype="float32", reduction="sum", label_smoothing=0.1, z_loss=1e-3),
     _call(2, 512, dtype="float32", label_smoothing=0.1),
     _call(2, 512, z_loss=1e-3),
     _call(2, 256, dtype="float16", reduction="mean"),
@@ -61,7 +61,8 @@ _ARG_SPECS = (
     _call(0, 512, reduction="mean", tags=("test", "empty")),
     _call(300, 4096, reduction="mean", tags=_GPU),
     _call(300, 16384, reduction="mean", label_smoothing=0.1, z_loss=1e-4, tags=_GPU),
-    _call(300, 16384, dtype="float32", reduction="mean", tags=_GPU),
+    _call(300, 12288, dtype="float32", reduction="mean", tags=_GPU),
+    _call(300, 12416, dtype="float32", reduction="mean", tags=_GPU),
     _call(300, 32000, reduction="mean", tags=_GPU),
     _call(300, 32000, tags=_GPU),
     _call(200, 32000, dtype="float32", reduction="mean", label_smoothing=0.1, tags=_GPU),

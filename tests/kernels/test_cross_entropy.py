@@ -1,0 +1,206 @@
+"""What is particular to cross-entropy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cross_entropy
+from pallas_kernels.ops.cross_entropy.config import (
+    ForwardConfig,
+    GradientConfig,
+    default_forward,
+    forward_candidates,
+    line_length,
+)
+from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
+from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-3}
+
+
+def case(seed, rows, vocabulary, dtype="float32"):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    logits = (3 * jax.random.normal(keys[0], (rows, vocabulary))).astype(dtype)
+    return logits, jax.random.randint(keys[1], (rows,), 0, vocabulary), jax.random.normal(keys[2], (rows,))
+
+
+def test_known_values():
+    logits = jnp.log(jnp.array([[1.0, 3.0, 4.0]]))
+    loss = lambda **options: cross_entropy(logits, jnp.array([1]), **options)  # noqa: E731
+    np.testing.assert_allclose(loss(), [np.log(8 / 3)], rtol=1e-6)
+    np.testing.assert_allclose(loss(z_loss=0.5), [np.log(8 / 3) + 0.5 * np.log(8) ** 2], rtol=1e-6)
+    smooth = np.log(8) - 0.7 * np.log(3) - 0.3 * np.log([1, 3, 4]).mean()
+    np.testing.assert_allclose(loss(label_smoothing=0.3), [smooth], rtol=1e-6)
+    gradient = jax.grad(lambda z: cross_entropy(z, jnp.array([1]), reduction="sum"))(logits)
+    np.testing.assert_allclose(gradient, [[1 / 8, 3 / 8 - 1, 4 / 8]], rtol=1e-6)
+
+
+def test_reductions():
+    logits = jnp.zeros((2, 2, 4))
+    labels = jnp.array([[0, -1], [3, 1]])
+    np.testing.assert_allclose(cross_entropy(logits, labels), np.log(4) * np.array([[1, 0], [1, 1]]), rtol=1e-6)
+    np.testing.assert_allclose(cross_entropy(logits, labels, reduction="sum"), 3 * np.log(4), rtol=1e-6)
+    np.testing.assert_allclose(cross_entropy(logits, labels, reduction="mean"), np.log(4), rtol=1e-6)
+    assert cross_entropy(logits, jnp.full((2, 2), -1), reduction="mean") == 0
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_ignored_and_impossible_labels(implementation, reduction):
+    logits, _, _ = case(3, 4, 256)
+    labels = jnp.array([7, -100, 256, 255])
+
+    def losses(logits):
+        return cross_entropy(logits, labels, ignore_index=-100, reduction=reduction, implementation=implementation)
+
+    value, pullback = jax.vjp(losses, logits)
+    (gradient,) = pullback(jnp.ones_like(value))
+    expected = -jax.nn.log_softmax(logits)[jnp.array([0, 3]), jnp.array([7, 255])]
+    if reduction == "none":
+        assert np.isnan(value[2])
+        assert value[1] == 0
+        np.testing.assert_allclose(value[jnp.array([0, 3])], expected, rtol=1e-5)
+    else:
+        assert np.isnan(value)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(np.any(gradient != 0, axis=1), [True, False, False, True])
+
+
+RING = ForwardConfig(loads="ring", warpgroups=2, chunk_lines=4, slots=3)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "config", "options"),
+    [
+        (9 * 256, "bfloat16", replace(RING, slots=2), {}),  # most of a row comes twice
+        (
+            10 * 256 + 192,
+            "bfloat16",
+            RING,
+            OPTIONS,
+        ),  # lines of 64, 3 lines behind the last chunk, and an odd number of chunks
+        (9 * 256, "bfloat16", replace(RING, slots=9), {}),  # all of a row stays, and the next one begins to come
+        (11 * 1024 + 640, "float32", replace(RING, warpgroups=3, chunk_lines=8), OPTIONS),  # 5 lines behind
+        (1000, "float32", ForwardConfig(loads="registers"), OPTIONS),
+    ],
+)
+def test_loss_and_gradient_in_one_launch(seed, vocabulary, dtype, config, options):
+    logits, labels, weights = case(seed, 3, vocabulary, dtype)
+    labels = labels.at[0].set(vocabulary - 1).at[1].set(0)
+    terms = Terms(vocabulary=vocabulary, **options)
+    loss, (maximum, total), gradient = cross_entropy_forward(logits, labels, weights, terms=terms, config=config)
+    expected, pullback = jax.vjp(lambda z: cross_entropy_reference(z, labels, **options), logits)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(maximum + jnp.log(total), jax.nn.logsumexp(logits.astype("float32"), -1), rtol=1e-5)
+    tolerance = {"rtol": 1e-2, "atol": 1e-5} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-7}
+    expected = pullback(weights)[0].astype("float32")
+    np.testing.assert_allclose(gradient.astype("float32"), expected, **tolerance, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_loss_alone_from_the_ring(seed):
+    logits, labels, _ = case(seed, 5, 10 * 256 + 192, "bfloat16")
+    loss, _, gradient = cross_entropy_forward(
+        logits, labels, None, terms=Terms(vocabulary=logits.shape[1], **OPTIONS), config=RING
+    )
+    assert gradient is None
+    expected = cross_entropy_reference(logits, labels, **OPTIONS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("vocabulary", [1024, 1027, 1424])
+def test_two_launches(seed, vocabulary):
+    """The path of odd vocabularies: whole chunks, a rest shorter than a warpgroup's access, a longer one."""
+    logits, labels, weights = case(seed, 2, vocabulary)
+    terms = Terms(vocabulary=vocabulary, **OPTIONS)
+    loss, statistics, _ = cross_entropy_forward(
+        logits, labels, None, terms=terms, config=ForwardConfig(loads="chunked", chunk=512)
+    )
+    gradient = cross_entropy_backward(
+        logits, labels, weights, statistics, terms=terms, config=GradientConfig(chunk=512)
+    )
+    expected, pullback = jax.vjp(lambda z: cross_entropy_reference(z, labels, **OPTIONS), logits)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(gradient, pullback(weights)[0], rtol=1e-4, atol=1e-7, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("vocabulary", [256, 200, 8192 + 3])
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+def test_gradients_are_scaled_in_place(seed, vocabulary, factor):
+    gradient = case(seed, 3, vocabulary)[0]
+    got = jax.jit(scale_in_place)(gradient, jnp.float32(factor))
+    np.testing.assert_array_equal(got, gradient * factor)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_loss_scale_reaches_the_gradient(seed):
+    logits, labels, _ = case(seed, 3, 256)
+
+    def gradient(implementation):
+        return jax.jit(
+            jax.grad(lambda z: 512 * cross_entropy(z, labels, reduction="mean", implementation=implementation))
+        )(logits)
+
+    np.testing.assert_allclose(gradient("mosaic"), gradient("xla"), rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_reduced_losses_under_vmap(seed):
+    logits, labels, _ = case(seed, 4, 256)
+    logits, labels = logits.reshape(2, 2, 256), labels.reshape(2, 2)
+
+    def gradients(implementation):
+        loss = lambda z, t: cross_entropy(z, t, reduction="mean", implementation=implementation)  # noqa: E731
+        return jax.vmap(jax.grad(loss))(logits, labels)
+
+    np.testing.assert_allclose(gradients("mosaic"), gradients("xla"), rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "itemsize", "line"),
+    [(128256, 2, 256), (128256, 4, 128), (50304, 2, 128), (262144, 2, 256), (50257, 2, None), (30522, 4, None)],
+)
+def test_lines_divide_rows(vocabulary, itemsize, line):
+    assert line_length(vocabulary, itemsize) == line
+
+
+@pytest.mark.parametrize("vocabulary", [12289, 12416, 16384, 32000, 50257, 50304, 128256, 151936, 262144])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_rings_fit(vocabulary, itemsize):
+    configs = [default_forward(vocabulary, itemsize)]
+    configs += forward_candidates(vocabulary, itemsize, with_gradient=True).values()
+    line = line_length(vocabulary, itemsize)
+    assert (configs[0].loads == "ring") == (line is not None)
+    for config in configs:
+        if config.loads == "ring":
+            assert line is not None
+            assert config.warpgroups * config.slots * config.chunk_lines * line * itemsize <= 223 * 1024
+            assert config.warpgroups * config.slots <= 32
+            assert config.warpgroups <= vocabulary // line // config.chunk_lines
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "options", "error", "message"),
+    [
+        (jnp.ones((2, 8), "int32"), jnp.zeros(2, "int32"), {}, TypeError, "logits must be floating"),
+        (jnp.ones((2, 8)), jnp.zeros(2), {}, TypeError, "labels must be integers"),
+        (jnp.ones((2, 8)), jnp.zeros(3, "int32"), {}, ValueError, r"labels must be \(2,\).* got \(3,\)"),
+        (jnp.ones((2, 0)), jnp.zeros(2, "int32"), {}, ValueError, "vocabulary axis of at least 1"),
+        (jnp.ones((2, 8)), jnp.zeros(2, "int32"), {"label_smoothing": 1.5}, ValueError, "from 0 to 1, got 1.5"),
+        (jnp.ones((2, 8)), jnp.zeros(2, "int32"), {"reduction": "max"}, ValueError, "'none', 'sum' or 'mean'"),
+    ],
+)
+def test_arguments_that_do_not_belong_together(logits, labels, options, error, message):
+    with pytest.raises(error, match=message):
+        cross_entropy(logits, labels, **options)
