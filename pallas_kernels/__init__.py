@@ -2,6 +2,7 @@
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
+from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.layer_norm.api import layer_norm
 from pallas_kernels.ops.rms_norm.api import rms_norm
@@ -19,6 +20,7 @@ __all__ = [
     "Traffic",
     "bias_activation",
     "cross_entropy",
+    "dropout_residual_norm",
     "gated_activation",
     "get_op",
     "layer_norm",

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
+from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
 from pallas_kernels.ops.rms_norm.specs import RMS_NORM
@@ -19,7 +20,19 @@ from pallas_kernels.ops.softmax.specs import SOFTMAX
 from pallas_kernels.specs import OpSpec
 
 REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
-    {spec.name: spec for spec in (RMS_NORM, LAYER_NORM, GATED_ACTIVATION, BIAS_ACTIVATION, SOFTMAX, ROPE, CROSS_ENTROPY)}
+    {
+        spec.name: spec
+        for spec in (
+            RMS_NORM,
+            LAYER_NORM,
+            DROPOUT_RESIDUAL_NORM,
+            GATED_ACTIVATION,
+            BIAS_ACTIVATION,
+            SOFTMAX,
+            ROPE,
+            CROSS_ENTROPY,
+        )
+    }
 )
 
 

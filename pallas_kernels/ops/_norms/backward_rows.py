@@ -52,13 +52,12 @@ def row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     return dict(zip(out_types, outputs, strict=True))
 
 
-def _store_gradient(operands, refs, row, columns, segments, gradient):
+def _store_gradient(operands, refs, words, row, columns, segments, gradient):
     """Writes part of a row's gradient, and of the gradient of what was dropped out."""
     store_row(refs["dtotal"].at[row, columns], gradient, segments)
-    if "words" in refs:
+    if words is not None:
         start = jnp.asarray(columns.start).astype(jnp.uint32)
         places = tuple(s.columns(jnp.uint32) + start for s in segments)
-        words = mixed_words(refs["words"])
         dropped = operands.norm.drop(gradient, words, row, places, operands.features)
         store_row(refs["dx"].at[row, columns], dropped, segments)
 
@@ -82,7 +81,7 @@ def _whole_row(operands):
             features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
         )
 
-    def differentiate(row, stream_rows, load_gain, refs, sums):
+    def differentiate(row, stream_rows, load_gain, refs, words, sums):
         """One row; the references in `stream_rows` are (1, features). Returns the column sums with it."""
 
         def load(first):
@@ -98,11 +97,12 @@ def _whole_row(operands):
         gradient = scalars.gradient(centered, weighted)
         if len(stream_rows) == 3:
             gradient = map_row(jnp.add, gradient, to_float32(load_row(stream_rows[2].at[0], segments)))
-        _store_gradient(operands, refs, row, whole, segments, gradient)
+        _store_gradient(operands, refs, words, row, whole, segments, gradient)
         return scalars.column_sums(centered, dy, sums)
 
     def body(block, refs):
         trips = (rows - block + blocks - 1) // blocks
+        words = mixed_words(refs["words"]) if "words" in refs else None
         gain = load_row(refs["scale"], segments) if "scale" in refs else None
         if gain is not None and "gain" in refs:  # each thread reads back what it stores here itself
             store_row(refs["gain"], gain, segments)
@@ -113,13 +113,13 @@ def _whole_row(operands):
 
         def pipeline_step(indices, *rows_and_sums):
             *stream_rows, sums = rows_and_sums
-            sums = differentiate(indices[0] * blocks + block, stream_rows, load_gain, refs, sums)
+            sums = differentiate(indices[0] * blocks + block, stream_rows, load_gain, refs, words, sums)
             plgpu.commit_smem()  # all reads of this step are done before TMA fills its buffer again
             return sums
 
         def direct_step(i, sums):
             row = i * blocks + block
-            return differentiate(row, [ref.at[pl.ds(row, 1)] for ref in streams], load_gain, refs, sums)
+            return differentiate(row, [ref.at[pl.ds(row, 1)] for ref in streams], load_gain, refs, words, sums)
 
         sums = {name: zeros_row(segments) for name in operands.sums}
         if config.loads == "pipeline":
@@ -174,6 +174,8 @@ def _chunked_row(operands):
         return [s + row_sum(p, rest) for s, p in zip(sums, part(whole, rest), strict=True)] if rest else sums
 
     def body(block, refs):
+        words = mixed_words(refs["words"]) if "words" in refs else None
+
         def load(row, columns, segments):
             value, dy = (to_float32(load_row(refs[name].at[row, columns], segments)) for name in ("total", "dy"))
             gain = load_row(refs["scale"].at[columns], segments) if "scale" in refs else None
@@ -219,7 +221,7 @@ def _chunked_row(operands):
             if "dtotal_in" in refs:
                 cotangent = load_row(refs["dtotal_in"].at[row, columns], segments)
                 gradient = map_row(jnp.add, gradient, to_float32(cotangent))
-            _store_gradient(operands, refs, row, columns, segments, gradient)
+            _store_gradient(operands, refs, words, row, columns, segments, gradient)
             at = {name: places(name, columns, segments) for name in operands.sums}
             before = {name: load_row(*at[name]) for name in operands.sums}
             for name, values in scalars.column_sums(centered, dy, before).items():

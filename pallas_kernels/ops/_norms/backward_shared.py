@@ -100,6 +100,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
         ring, arrived, summed = refs["ring"], refs["arrived"], refs["summed"]
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         trips = (rows - block + blocks - 1) // blocks
+        words = mixed_words(refs["words"]) if "words" in refs else None
 
         def fetch(i):
             slot = lax.rem(i, steps)
@@ -127,7 +128,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
 
         def step(i, sums):
             plgpu.barrier_wait(arrived.at[lax.rem(i, steps)])
-            _, value, _, weighted = load(i, 0)
+            slot, value, dy, weighted = load(i, 0)
             turn = lax.rem(i, 2)  # no warpgroup is ever two rows ahead
             for kind, values in enumerate(sums_of_lines(value, weighted)):
                 refs["line_sums"][turn, kind, group] = values
@@ -149,9 +150,9 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
                 gradient = map_row(jnp.add, gradient, to_float32(load_row(ring.at[slot, 2, group], segments)))
             row = i * blocks + block
             store_row(refs["dtotal"].at[row, group], gradient, segments)
-            if "words" in refs:
+            if words is not None:
                 places = tuple(s.row_columns(jnp.uint32, group=group, line=line) for s in segments)
-                dropped = norm.drop(gradient, mixed_words(refs["words"]), row, places, features)
+                dropped = norm.drop(gradient, words, row, places, features)
                 store_row(refs["dx"].at[row, group], dropped, segments)
             return scalars.column_sums(centered, dy, sums)
 

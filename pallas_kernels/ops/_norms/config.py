@@ -56,6 +56,7 @@ class BackwardShape:
     streams: arrays read row by row (x, dy, and the sum's cotangent where there is one).
     gain_bytes: of one value of the scale; 0 without a scale.
     sums: gradients summed over columns (scale, bias).
+    has_dropout: whether the gradient of what was dropped out is written, too.
     """
 
     features: int
@@ -63,6 +64,7 @@ class BackwardShape:
     streams: int
     gain_bytes: int
     sums: int = 1
+    has_dropout: bool = False
 
     def shared(self, *, warpgroups: int, blocks_per_core: int) -> BackwardConfig | None:
         """Rows in shared memory for several warpgroups, as many in flight, up to 4, as fit.
@@ -71,8 +73,8 @@ class BackwardShape:
         """
         if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
             return None
-        # 32 columns a thread; four warpgroups have 128 registers a thread, which 16 column sums of each kind fit in.
-        columns_a_warpgroup = 4096 if warpgroups < 4 or self.sums < 2 else 2048
+        # 32 columns a thread; four warpgroups have 128 registers a thread, where two kinds of sums, or a mask, take 16.
+        columns_a_warpgroup = 2048 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 4096
         if self.features > columns_a_warpgroup * warpgroups or warpgroups * blocks_per_core > 12:
             return None
         steps = self._steps(blocks_per_core, scratch_bytes=2048)

@@ -64,13 +64,13 @@ def norm_forward(
     return outputs[0], (None if residual is None else outputs[1])
 
 
-def _sum_of(norm, row, refs, columns, segments, features):
+def _sum_of(norm, row, refs, words, columns, segments, features):
     """Part of one row of x, dropped out and summed with the residual and rounded as it is stored, in float32."""
     value = to_float32(load_row(refs["x"].at[row, columns], segments))
-    if "words" in refs:
+    if words is not None:
         start = jnp.asarray(columns.start).astype(jnp.uint32)
         places = tuple(s.columns(jnp.uint32) + start for s in segments)
-        value = norm.drop(value, mixed_words(refs["words"]), row, places, features)
+        value = norm.drop(value, words, row, places, features)
     if "residual" not in refs:
         return value
     residual = to_float32(load_row(refs["residual"].at[row, columns], segments))
@@ -95,7 +95,8 @@ def _whole_row(norm, x, config):
     whole = pl.ds(0, features)
 
     def body(row, refs):
-        value = _sum_of(norm, row, refs, whole, segments, features)
+        words = mixed_words(refs["words"]) if "words" in refs else None
+        value = _sum_of(norm, row, refs, words, whole, segments, features)
         for _ in range(norm.mean_passes(x.dtype)):
             mean = row_sum(value, segments) * (1.0 / features)
             value = map_row(lambda v, mean=mean: v - mean, value)
@@ -113,6 +114,8 @@ def _chunked_row(norm, x, config):
     whole = pl.ds(0, features)
 
     def body(row, refs):
+        words = mixed_words(refs["words"]) if "words" in refs else None
+
         def sum_over_row(part):
             """The sum over the row of what `part` makes of some columns."""
             accumulate = lambda i, sums: map_row(jnp.add, sums, part(pl.ds(i * chunk, chunk), segments))  # noqa: E731
@@ -120,7 +123,7 @@ def _chunked_row(norm, x, config):
             return total + row_sum(part(whole, rest), rest) if rest else total
 
         def first_read(columns, segments):
-            return _sum_of(norm, row, refs, columns, segments, features)
+            return _sum_of(norm, row, refs, words, columns, segments, features)
 
         def read_again(columns, segments):
             source = refs["x" if "residual" not in refs else "total"]

@@ -1,0 +1,1 @@
+"""Dropout, residual sum and norm."""
