@@ -34,7 +34,7 @@ if [[ $tests != none ]]; then
   [[ $tests == all ]] || selection=(-k "$(sed 's/  */ or /g' <<<"$tests")")
   # Eight processes share the GPU: the float64 references on the host take most of the time.
   XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$test_seconds" \
-    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider --tb=short "${selection[@]}" \
+    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short "${selection[@]}" \
     >"$out/tests.log" 2>&1
   code=$?
   ((code)) && status=1
