@@ -18,7 +18,6 @@ from pallas_kernels.ops.cross_entropy.reference import (
     cross_entropy_reference,
     label_kinds,
     mean_factor,
-    reduce_loss,
 )
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
@@ -97,11 +96,10 @@ def cross_entropy(
     if reduction == "mean":
         weights *= mean_factor(is_ignored, jnp.float32)
     safe_labels = jnp.where(is_valid, flat_labels, 0).astype(jnp.int32)
-    loss: jax.Array = _cross_entropy_mosaic(call, rows, safe_labels, weights)  # pyright: ignore
-    not_a_token = jnp.where(is_valid | is_ignored, 0, jnp.nan).astype(jnp.float32)
-    if reduction == "none":
-        return (loss + not_a_token).reshape(labels.shape)
-    return loss + reduce_loss(not_a_token, is_ignored, reduction)
+    # Added to the loss and not multiplied with it, so that the gradient of a label that is no token stays zero.
+    offsets = jnp.where(is_valid | is_ignored, 0, jnp.nan).astype(jnp.float32)
+    loss: jax.Array = _cross_entropy_mosaic(call, rows, safe_labels, weights, offsets)  # pyright: ignore
+    return loss.reshape(labels.shape) if reduction == "none" else loss
 
 
 def mosaic_unsupported(logits: jax.Array) -> str | None:
@@ -135,16 +133,18 @@ class _Call:
     terms: Terms
     is_reduced: bool
 
-    def result(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
-        weighted = losses * weights
+    def result(self, losses: jax.Array, weights: jax.Array, offsets: jax.Array) -> jax.Array:
+        weighted = losses * weights + offsets
         return jnp.sum(weighted) if self.is_reduced else weighted
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-    """Losses times weights, or their sum. logits: (rows, vocabulary). labels, weights: (rows,)."""
+def _cross_entropy_mosaic(
+    call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    """Losses times weights plus offsets, or their sum. logits: (rows, vocabulary); the others: (rows,)."""
     losses, _, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
-    return call.result(losses, weights)
+    return call.result(losses, weights, offsets)
 
 
 def gradient_in_forward(logits: jax.Array) -> bool:
@@ -152,24 +152,24 @@ def gradient_in_forward(logits: jax.Array) -> bool:
     return logits.dtype != jnp.float16 and has_one_launch(logits.shape[1], logits.dtype.itemsize)
 
 
-def _mosaic_fwd(call, logits, labels, weights):
-    logits, labels, weights = logits.value, labels.value, weights.value
+def _mosaic_fwd(call, logits, labels, weights, offsets):
+    logits, labels, weights, offsets = logits.value, labels.value, weights.value, offsets.value
     if call.is_reduced and gradient_in_forward(logits):
         losses, _, gradient = cross_entropy_forward(logits, labels, weights, terms=call.terms)
-        return call.result(losses, weights), (gradient, None)
+        return call.result(losses, weights, offsets), (gradient, None)
     losses, statistics, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
-    return call.result(losses, weights), (None, (logits, labels, weights, statistics))
+    return call.result(losses, weights, offsets), (None, (logits, labels, weights, statistics))
 
 
 def _mosaic_bwd(call, saved, cotangent):
     gradient, inputs = saved
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None
+        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None, None
     if inputs is None:
-        return scale_in_place(gradient, cotangent), None, None
+        return scale_in_place(gradient, cotangent), None, None, None
     logits, labels, weights, statistics = inputs
     gradient = cross_entropy_backward(logits, labels, weights * cotangent, statistics, terms=call.terms)
-    return gradient, None, None
+    return gradient, None, None, None
 
 
 _cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)

@@ -124,10 +124,5 @@ def _cut(vocabulary: int, itemsize: int, chunk: int) -> tuple[int, int, tuple[Se
     if 0 < tail < LANES:
         chunks -= 1
     segments = split_row(chunk, itemsize, stride=vocabulary)
-    return chunk, chunks, segments, _rest(vocabulary, chunks * chunk, itemsize)
-
-
-def _rest(vocabulary: int, offset: int, itemsize: int) -> tuple[Segment, ...]:
-    segments = split_row(vocabulary - offset, itemsize, offset=offset, stride=vocabulary)
-    assert not segments or segments[0].offset >= offset
-    return segments
+    end = chunks * chunk
+    return chunk, chunks, segments, split_row(vocabulary - end, itemsize, offset=end, stride=vocabulary)

@@ -1,0 +1,95 @@
+"""Softmax as Triton kernels, called through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
+
+A block holds a row in registers. Imported only when asked for, since it imports Triton.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax_triton  # pyright: ignore[reportMissingImports]
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from pallas_kernels.primitives.triton_calls import row_block
+
+
+@triton.jit
+def softmax_forward(
+    x_ptr, weights_ptr, features: tl.constexpr, queries: tl.constexpr, scale: tl.constexpr, block: tl.constexpr
+):
+    """One row a block. queries: row r keeps columns 0 to r % queries; 0 keeps all."""
+    columns = tl.arange(0, block)
+    row = tl.program_id(0)
+    kept = columns < features
+    if queries > 0:
+        kept = kept & (columns <= row % queries)
+    offsets = row.to(tl.int64) * features + columns
+    score = tl.load(x_ptr + offsets, mask=kept, other=0.0).to(tl.float32) * scale
+    score = tl.where(kept, score, float("-inf"))
+    weight = tl.exp(score - tl.max(score, 0))
+    weight /= tl.sum(weight, 0)
+    tl.store(weights_ptr + offsets, weight.to(weights_ptr.dtype.element_ty), mask=columns < features)
+
+
+@triton.jit
+def softmax_backward(weights_ptr, dy_ptr, dx_ptr, features: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
+    """One row a block. Where a row was masked its weights are zero, and so is the gradient."""
+    columns = tl.arange(0, block)
+    inside = columns < features
+    offsets = tl.program_id(0).to(tl.int64) * features + columns
+    weight = tl.load(weights_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dx = weight * (dy - tl.sum(weight * dy, 0)) * scale
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def softmax_rows(x: jax.Array, scale: float, queries: int) -> jax.Array:
+    """Weights of the rows of x (rows, features); queries: the length of the axis before the last, 0 if not causal."""
+    rows, features = x.shape
+    block, warps = row_block(features)
+    return jax_triton.triton_call(
+        x,
+        kernel=softmax_forward,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(rows,),
+        name="softmax_triton",
+        num_warps=warps,
+        features=features,
+        queries=queries,
+        scale=scale,
+        block=block,
+    )
+
+
+def backward(weights: jax.Array, dy: jax.Array, scale: float) -> jax.Array:
+    """The gradient of x (rows, features)."""
+    rows, features = weights.shape
+    block, warps = row_block(features)
+    return jax_triton.triton_call(
+        weights,
+        dy,
+        kernel=softmax_backward,
+        out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
+        grid=(rows,),
+        name="softmax_backward_triton",
+        num_warps=warps,
+        features=features,
+        scale=scale,
+        block=block,
+    )
+
+
+def _fwd(x, scale, queries):
+    weights = softmax_rows(x, scale, queries)
+    return weights, weights
+
+
+def _bwd(scale, queries, weights, dy):
+    del queries
+    return (backward(weights, dy, scale),)
+
+
+softmax_rows.defvjp(_fwd, _bwd)
