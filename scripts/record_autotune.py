@@ -28,11 +28,20 @@ sys.path.insert(0, str(ROOT))  # the machine with the GPU need not have the pack
 LLAMA_SHAPES = ((2, 4096), (1, 512), (1, 1))
 GPT2_SHAPES = ((1, 512), (2, 1024))
 MODES = ("forward", "grad")
-STRATEGY_ORDER = ("xla", "pallas", "xla_cudnn", "xla_cublas", "xla_dot_merger", "xla_gemm_v2", "unfused")
+STRATEGY_ORDER = (
+    "xla",
+    "pallas_cudnn",
+    "pallas",
+    "xla_cudnn",
+    "xla_cublas",
+    "xla_dot_merger",
+    "xla_gemm_v2",
+    "unfused",
+)
 
 
 # cuDNN has no gradient of attention for one token.
-IMPOSSIBLE = (("llama3-8b", "xla_cudnn", "grad", (1, 1)),)
+IMPOSSIBLE = tuple(("llama3-8b", name, "grad", (1, 1)) for name in ("xla_cudnn", "pallas_cudnn"))
 
 
 def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
@@ -42,6 +51,7 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
         *(("llama3-8b", name, "forward", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES),
         *(("llama3-8b", name, "grad", LLAMA_SHAPES[0]) for name in STRATEGY_ORDER[1:]),
         *(("gpt2-medium", "xla", mode, shape) for mode in MODES for shape in GPT2_SHAPES),
+        *(("gpt2-medium", "pallas", mode, GPT2_SHAPES[-1]) for mode in MODES),
         *(("llama3-8b", name, "grad", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES[1:]),
     ]
     return [case for case in wanted if case not in IMPOSSIBLE]
@@ -55,12 +65,12 @@ def record(
     from hlo_analysis.hlo import parse_module
     from hlo_analysis.kinds import kind_of
     from hlo_analysis.launches import find_launches
-    from xlafuse.models import block_function
+    from xlafuse.models import block_function, get_preset
     from xlafuse.strategies import get_strategy
 
     preset, name, mode, shape = case
     strategy = get_strategy(name)
-    function, arguments = block_function(preset, shape, plan=strategy.plan)
+    function, arguments = block_function(preset, shape, plan=strategy.plan.applicable(get_preset(preset)))
     began = time.perf_counter()
     captured = capture(
         function,

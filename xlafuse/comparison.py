@@ -107,7 +107,7 @@ def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
         raise InapplicablePlanError(
             f"{strategy.name!r} has no kernel for this block ({reasons}); it would be 'xla' under another name."
         )
-    return dataclasses.replace(strategy, plan=strategy.plan.applicable(config)), f" Left to XLA here: {reasons}."
+    return dataclasses.replace(strategy, plan=strategy.plan.applicable(config)), f" No kernel here for {reasons}."
 
 
 @dataclass(frozen=True, kw_only=True)

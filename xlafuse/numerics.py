@@ -19,23 +19,32 @@ import numpy as np
 from hlo_analysis.records import Numerics
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.functional import block_function, initial_params
-from xlafuse.models.plan import FusionPlan
+from xlafuse.models.plan import SITES, FusionPlan
 
 Mode = Literal["forward", "grad"]
 
 
 def reduced(config: BlockConfig) -> BlockConfig:
-    """The same block at a size for the CPU: hidden size at most 256, four heads or fewer, same kind of norm and MLP."""
-    heads = min(config.num_heads, 4)
+    """The same block at a size for the CPU: hidden size at most 256, as few heads as its kernels take.
+
+    Kind of norm and MLP and the number of query heads to a key head stay. A kernel that serves the block serves the
+    small one too.
+    """
     groups = config.num_heads // config.num_kv_heads
-    return dataclasses.replace(
+    small = dataclasses.replace(
         config,
         hidden_size=min(config.hidden_size, 256),
         mlp_size=min(config.mlp_size, 512),
-        num_heads=heads,
-        num_kv_heads=max(1, heads // groups) if heads % groups == 0 else 1,
         head_dim=min(config.head_dim, 64),
     )
+    for kv_heads in range(min(config.num_kv_heads, 4), config.num_kv_heads):
+        fewer = dataclasses.replace(small, num_heads=kv_heads * groups, num_kv_heads=kv_heads)
+        if set(_KERNELS.inapplicable(fewer)) <= set(_KERNELS.inapplicable(config)):
+            return fewer
+    return small
+
+
+_KERNELS = FusionPlan(**{site: "mosaic" for site, choices in SITES.items() if "mosaic" in choices})
 
 
 def check_plans(

@@ -42,7 +42,10 @@ class TestBlock:
         assert counts["unfused"] > 3 * counts["xla"]
         assert "triton_gemm" not in kinds["unfused"] | kinds["xla_cublas"]
         assert kinds["xla_cudnn"]["cudnn"] == 1
-        assert kinds["pallas"]["mosaic"] == 2
+        assert kinds["pallas"]["mosaic"] == kinds["pallas_cudnn"]["mosaic"] == 4
+        assert kinds["pallas_cudnn"]["cudnn"] == 1
+        assert counts["pallas"] < counts["xla"]
+        assert counts["pallas_cudnn"] < counts["xla_cudnn"]
         assert not any("mosaic" in kind or "cudnn" in kind for name, kind in kinds.items() if name == "xla")
 
     def test_fusion_saves_traffic(self, block):
@@ -50,6 +53,7 @@ class TestBlock:
         assert traffic["unfused"] > 1.3 * traffic["xla"]
         # The scores of attention never reach HBM.
         assert traffic["xla_cudnn"] < traffic["xla"]
+        assert traffic["pallas_cudnn"] < traffic["xla_cudnn"]
 
     def test_no_operation_is_fused_with_another_when_unfused(self, block):
         analysis = block[0]["unfused"].analysis
@@ -67,18 +71,19 @@ class TestBlock:
         for row in comparison.rows:
             for cell in row.cells:
                 launches = comparison[cell.strategy].analysis.launches
-                for site in ("attention_norm", "attention", "mlp_norm", "down_projection"):
+                for site in ("attention_norm", "rope", "attention", "mlp_norm", "activation", "down_projection"):
                     if f"block/{site}" == row.scope or row.scope.startswith(f"block/{site}/"):
                         kinds.setdefault((cell.strategy, site), []).extend(launches[i].kind for i in cell.launches)
-        assert kinds["pallas", "attention_norm"] == kinds["pallas", "mlp_norm"] == ["mosaic"]
+        for site in ("attention_norm", "rope", "mlp_norm", "activation"):
+            assert kinds["pallas_cudnn", site] == ["mosaic"]
         assert kinds["xla", "attention_norm"] == ["triton"]
         assert "cudnn" in kinds["xla_cudnn", "attention"]
         assert all(kinds[name, "down_projection"] for name in STRATEGIES)
 
     def test_numerics_are_of_the_plan(self, block):
         found = {strategy.name: strategy.numerics for strategy in block[0].strategies}
-        assert all(isinstance(each, Numerics) and each.passed for name, each in found.items() if name != "xla_cudnn")
-        assert found["xla_cudnn"] is None
+        assert all(isinstance(each, Numerics) and each.passed for name, each in found.items() if "cudnn" not in name)
+        assert found["xla_cudnn"] is found["pallas_cudnn"] is None
         assert "cuDNN attention runs on a GPU only" in block[0]["xla_cudnn"].description
         assert "interpret mode" in found["pallas"].note
         assert found["unfused"].error == found["xla"].baseline_error
@@ -138,11 +143,18 @@ def test_a_lone_array_is_one_argument():
     assert comparison["xla"].analysis.provenance.arguments == ("x: bf16[256,512]",)
 
 
-def test_kernels_for_rms_norm_are_not_offered_to_layer_norm():
+def test_a_block_without_a_site_has_the_kernels_of_the_others():
     comparison = compare("gpt2-medium", (1, 8), strategies=["xla", "pallas"], numerics=False)
-    assert comparison["pallas"].analysis is None
-    assert "gpt2-medium has layer_norm" in comparison["pallas"].error
-    assert comparison["xla"].analysis is not None
+    assert comparison["pallas"].analysis.launches_by_kind["mosaic"] == 3
+    assert comparison["pallas"].description.endswith("No kernel here for rope: gpt2-medium has no rotary embedding.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_one_token_has_its_kernels(mode):
+    comparison = compare("llama3-8b", (1, 1), strategies=["xla", "pallas"], mode=mode, numerics=False)
+    assert comparison["pallas"].analysis.launches_by_kind["mosaic"] == {"forward": 4, "grad": 8}[mode]
+    assert comparison["pallas"].analysis.launch_count < comparison["xla"].analysis.launch_count
 
 
 def test_what_cudnn_cannot_do_is_said_in_its_own_words():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function, get_preset
@@ -28,6 +29,8 @@ GPT2 = BlockConfig(
     use_bias=True,
     dropout_rate=0.25,
 )
+
+KERNELS = FusionPlan(attention_norm="mosaic", rope="mosaic", mlp_norm="mosaic", activation="mosaic")
 
 
 def numpy_block(config: BlockConfig, params: dict, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -126,7 +129,7 @@ def test_gpt2_medium_has_the_published_number_of_weights():
 def test_weights_do_not_depend_on_the_plan():
     trees = [
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), block_function("llama3-8b", (1, 8), plan=plan)[1])
-        for plan in (None, FusionPlan(attention="cudnn"), FusionPlan(attention_norm="mosaic", mlp_norm="mosaic"))
+        for plan in (None, FusionPlan(attention="cudnn"), KERNELS)
     ]
     assert trees[0] == trees[1] == trees[2]
 
@@ -247,9 +250,59 @@ def test_plan_refuses_an_implementation_that_a_site_does_not_have():
 
 
 def test_plan_that_the_block_cannot_use_says_why():
-    plan = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
-    function, arguments = block_function("gpt2-medium", (1, 8), plan=plan)
-    with pytest.raises(InapplicablePlanError, match="computes RMSNorm, and gpt2-medium has layer_norm"):
+    function, arguments = block_function("gpt2-medium", (1, 8), plan=KERNELS)
+    with pytest.raises(InapplicablePlanError, match="'mosaic' cannot serve the site 'rope': gpt2-medium has no rotary"):
         jax.eval_shape(function, *arguments)
-    assert plan.applicable(get_preset("gpt2-medium")) == FusionPlan()
-    assert plan.applicable(get_preset("llama3-8b")) == plan
+    assert KERNELS.applicable(get_preset("gpt2-medium")) == dataclasses.replace(KERNELS, rope="xla")
+    assert KERNELS.applicable(get_preset("llama3-8b")) == KERNELS
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"num_kv_heads": 2}, {"rope": "key has 2 heads of 128"}),
+        ({"num_heads": 6, "num_kv_heads": 2}, {"rope": "query has 6 heads of 128"}),
+        ({"head_dim": 96}, {"rope": "query has 32 heads of 96"}),
+        ({"hidden_size": 96}, {"attention_norm": "rows have 96 features", "mlp_norm": "rows have 96 features"}),
+        ({"mlp_size": 96}, {"activation": "rows have 96 values"}),
+        ({"mlp": "gelu", "mlp_size": 127}, {"activation": "rows have 127 values"}),
+        (
+            {"dtype": "float64"},
+            {
+                "attention_norm": "x is float64",
+                "rope": "query is float64",
+                "mlp_norm": "x is float64",
+                "activation": "gate is float64",
+            },
+        ),
+        ({"mlp_size": 1000, "hidden_size": 1152, "dtype": "float16", "norm": "layer_norm"}, {}),
+    ],
+    ids=str,
+)
+def test_kernels_say_which_blocks_they_cannot_serve(changed, refused):
+    with jax.enable_x64(True):
+        reasons = KERNELS.inapplicable(dataclasses.replace(get_preset("llama3-8b"), **changed))
+    assert set(reasons) == set(refused)
+    for site, reason in refused.items():
+        assert reason in reasons[site]
+
+
+def test_a_kernel_without_its_gpu_is_refused_in_its_own_words():
+    function, arguments = block_function("tiny", (1, 8), plan=FusionPlan(rope="mosaic"))
+    with pytest.raises(NotImplementedError, match=r"rope cannot run as asked.*Hopper"):
+        jax.eval_shape(function, *arguments)
+
+
+@pytest.mark.slow
+def test_rope_kernel_counts_from_zero_without_positions():
+    config = dataclasses.replace(get_preset("tiny"), hidden_size=128, mlp_size=128)
+    params, plan = initial_params(config), FusionPlan(rope="mosaic")
+    x = jax.random.normal(jax.random.key(0), (2, 3, 128), jnp.bfloat16)
+    function, _ = block_function(config, (2, 3), plan=plan)
+    plain, _ = block_function(config, (2, 3))
+    counted = jnp.broadcast_to(jnp.arange(3), (2, 3))
+    with plgpu.force_gpu_interpret_mode():
+        without, counting, later = (jax.jit(function)(params, x, at) for at in (None, counted, 5 * counted))
+    np.testing.assert_array_equal(without, counting)
+    np.testing.assert_allclose(without.astype(np.float32), plain(params, x).astype(np.float32), atol=0.02, rtol=0.02)
+    assert np.any(np.asarray(without != later))

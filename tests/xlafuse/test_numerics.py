@@ -13,6 +13,7 @@ from hlo_analysis.records import Numerics
 from xlafuse import numerics
 from xlafuse.models import FusionPlan, get_preset, layers
 from xlafuse.numerics import check_plans, judge, reduced
+from xlafuse.strategies import get_strategy
 
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
 
@@ -75,6 +76,16 @@ def test_reduced_block_keeps_its_kind(preset):
     assert small.num_heads // small.num_kv_heads == config.num_heads // config.num_kv_heads
     assert (small.norm, small.mlp, small.rope_theta) == (config.norm, config.mlp, config.rope_theta)
     assert small.hidden_size == 256
+    pallas = get_strategy("pallas").plan
+    assert set(pallas.inapplicable(small)) == set(pallas.inapplicable(config))
+
+
+def test_reduced_block_keeps_the_heads_that_a_kernel_needs():
+    # A warpgroup takes 16 heads of 32 at once.
+    config = dataclasses.replace(get_preset("llama3-8b"), num_kv_heads=32, head_dim=32)
+    small = reduced(config)
+    assert FusionPlan(rope="mosaic").inapplicable(small) == FusionPlan(rope="mosaic").inapplicable(config) == {}
+    assert small.num_heads == small.num_kv_heads < 32
 
 
 @pytest.mark.parametrize("mode", ["forward", "grad"])
@@ -108,13 +119,16 @@ def test_precision_of_the_process_is_left_alone():
     assert jnp.asarray(np.float64(1)).dtype == (jnp.float64 if before else jnp.float32)
 
 
-PALLAS = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
+NORMS = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward", "grad"])
-def test_pallas_plan_keeps_the_bound(mode):
-    found = check_plans(get_preset("llama3-8b"), {"pallas": PALLAS}, mode=mode, shape=(1, 8))["pallas"]
+@pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-medium"])
+def test_pallas_plan_keeps_the_bound(preset, mode):
+    config = get_preset(preset)
+    plan = get_strategy("pallas").plan.applicable(config)
+    found = check_plans(config, {"pallas": plan}, mode=mode, shape=(1, 8))["pallas"]
     assert isinstance(found, Numerics)
     assert found.passed, found
     assert "interpret mode" in found.note
@@ -127,7 +141,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
         return y if residual is None else (y, x)
 
     monkeypatch.setattr("pallas_kernels.rms_norm", forgets_the_scale, raising=False)
-    found = check_plans(get_preset("tiny"), {"pallas": PALLAS})["pallas"]
+    found = check_plans(get_preset("tiny"), {"pallas": NORMS})["pallas"]
     assert isinstance(found, Numerics)
     assert not found.passed
     assert found.error > 4 * found.baseline_error
@@ -140,7 +154,7 @@ def test_a_right_kernel_in_its_place_passes(monkeypatch):
         return y if residual is None else (y, x)
 
     monkeypatch.setattr("pallas_kernels.rms_norm", plain, raising=False)
-    found = check_plans(get_preset("tiny"), {"pallas": PALLAS})["pallas"]
+    found = check_plans(get_preset("tiny"), {"pallas": NORMS})["pallas"]
     assert isinstance(found, Numerics)
     assert found.passed
 
@@ -150,7 +164,7 @@ def test_a_kernel_that_cannot_run_here_is_told(monkeypatch):
         raise NotImplementedError("needs a GPU of compute capability 9.0")
 
     monkeypatch.setattr("pallas_kernels.rms_norm", refuses, raising=False)
-    found = check_plans(get_preset("tiny"), {"pallas": PALLAS, "xla": FusionPlan()})
+    found = check_plans(get_preset("tiny"), {"pallas": NORMS, "xla": FusionPlan()})
     assert found["pallas"] == "Numerics not checked: needs a GPU of compute capability 9.0"
     assert isinstance(found["xla"], Numerics)
 

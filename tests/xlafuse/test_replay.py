@@ -16,7 +16,7 @@ from hlo_analysis.capture import capture
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.kinds import kind_of
 from hlo_analysis.launches import find_launches
-from xlafuse.models import block_function
+from xlafuse.models import block_function, get_preset
 from xlafuse.strategies import get_strategy
 
 LAUNCHES = Path(__file__).parent / "data" / "h200_launches.json"
@@ -42,7 +42,8 @@ def test_the_shipped_block_was_recorded_on_an_h200():
 def test_replay_launches_what_the_h200_launched(name):
     case = CASES[name]
     strategy = get_strategy(case["strategy"])
-    function, arguments = block_function(case["preset"], tuple(case["shape"]), plan=strategy.plan)
+    plan = strategy.plan.applicable(get_preset(case["preset"]))
+    function, arguments = block_function(case["preset"], tuple(case["shape"]), plan=plan)
     captured = capture(
         function, *arguments, target="h200", mode=case["mode"], compiler_options=strategy.compiler_options
     )

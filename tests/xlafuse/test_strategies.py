@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from xlafuse.comparison import fit_plan
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import FusionPlan, get_preset
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
@@ -24,6 +25,7 @@ def test_registry_holds_the_strategies_by_their_names():
         "xla_gemm_v2",
         "xla_cudnn",
         "pallas",
+        "pallas_cudnn",
     ]
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
     assert len({strategy.description for strategy in STRATEGIES.values()}) == len(STRATEGIES)
@@ -55,10 +57,10 @@ def test_all_can_be_used_for_a_block_on_hopper(name):
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ({"is_block": False}, {"xla_cudnn", "pallas"}),
+        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn"}),
         ({"kind": "cpu", "compute_capability": (0, 0)}, set(STRATEGIES) - {"xla"}),
-        ({"compute_capability": (8, 0)}, {"pallas"}),
-        ({"compute_capability": (10, 0)}, {"pallas"}),
+        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn"}),
+        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn"}),
         ({"kind": "attached", "compute_capability": (0, 0)}, set()),
     ],
 )
@@ -72,21 +74,19 @@ def test_what_cannot_be_used_is_refused_with_a_reason(changed, refused):
 def test_plan_strategies_tell_a_plain_function_which_sites_they_would_need():
     reason = get_strategy("pallas").unmet(**HERE | {"is_block": False})
     assert reason is not None
-    assert "attention_norm=mosaic, mlp_norm=mosaic" in reason
+    assert "attention_norm=mosaic, rope=mosaic, mlp_norm=mosaic, activation=mosaic" in reason
 
 
-def test_plan_keeps_the_sites_that_fit(monkeypatch):
-    from xlafuse.comparison import fit_plan
-
-    both = Strategy(
-        name="both", description="Both.", plan=FusionPlan(attention="cudnn", attention_norm="mosaic", mlp_norm="mosaic")
-    )
+def test_plan_keeps_the_sites_that_fit():
+    both = get_strategy("pallas_cudnn")
     fitted, note = fit_plan(both, get_preset("gpt2-medium"))
-    assert fitted.plan == FusionPlan(attention="cudnn")
-    assert "gpt2-medium has layer_norm" in note
+    assert fitted.plan == dataclasses.replace(both.plan, rope="xla")
+    assert note == " No kernel here for rope: gpt2-medium has no rotary embedding."
     assert fit_plan(both, get_preset("llama3-8b")) == (both, "")
-    with pytest.raises(InapplicablePlanError, match="it would be 'xla' under another name"):
-        fit_plan(get_strategy("pallas"), get_preset("gpt2-medium"))
+    narrow = dataclasses.replace(get_preset("gpt2-medium"), hidden_size=64, mlp_size=96)
+    with pytest.raises(InapplicablePlanError, match=r"rows have 64 features.* it would be 'xla' under another name"):
+        fit_plan(get_strategy("pallas"), narrow)
+    assert fit_plan(both, narrow)[0].plan == FusionPlan(attention="cudnn")
     wide = dataclasses.replace(get_preset("tiny"), dtype="float32")
     with pytest.raises(InapplicablePlanError, match="computes in bfloat16 or float16, and tiny in float32"):
         fit_plan(get_strategy("xla_cudnn"), wide)

@@ -25,11 +25,17 @@ class Norm(nnx.Module):
         if config.norm == "layer_norm":
             self.bias = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
 
-    def __call__(self, x: Array) -> Array:
-        """Normalises `x` (B, T, hidden)."""
-        if self.config.norm == "layer_norm":
-            return layers.layer_norm(x, self.scale[...], self.bias[...], epsilon=self.config.epsilon)
-        return layers.rms_norm(x, self.scale[...], epsilon=self.config.epsilon)
+    def __call__(self, x: Array, implementation: str) -> tuple[Array, Array]:
+        """Normalises `x` (B, T, hidden). Returns that, and the `x` that the residual stream goes on with."""
+        scale, epsilon = self.scale[...], self.config.epsilon
+        bias = self.bias[...] if self.config.norm == "layer_norm" else None
+        if implementation == "mosaic":
+            from xlafuse.models import kernels
+
+            return kernels.normalise(self.config, x, scale, bias)
+        if bias is not None:
+            return layers.layer_norm(x, scale, bias, epsilon=epsilon), x
+        return layers.rms_norm(x, scale, epsilon=epsilon), x
 
 
 class TransformerBlock(nnx.Module):
@@ -86,33 +92,15 @@ class TransformerBlock(nnx.Module):
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
             with jax.named_scope("attention_norm"):
-                normed = self._normalise(self.attention_norm, x, plan.attention_norm)
+                normed, x = self.attention_norm(x, plan.attention_norm)
             attended = self._dropout(self._attend(normed, positions, plan), attention_key)
-            if plan.mlp_norm == "mosaic":
-                with jax.named_scope("mlp_norm"):
-                    normed, x = self._normalise_residual(self.mlp_norm, attended, x)
-            else:
-                with jax.named_scope("attention_residual"):
-                    x = x + attended
-                with jax.named_scope("mlp_norm"):
-                    normed = self.mlp_norm(x)
-            update = self._dropout(self._mlp(normed), mlp_key)
+            with jax.named_scope("attention_residual"):
+                x = x + attended
+            with jax.named_scope("mlp_norm"):
+                normed, x = self.mlp_norm(x, plan.mlp_norm)
+            update = self._dropout(self._mlp(normed, plan), mlp_key)
             with jax.named_scope("mlp_residual"):
                 return x + update
-
-    def _normalise(self, norm: Norm, x: Array, implementation: str) -> Array:
-        if implementation == "xla":
-            return norm(x)
-        from pallas_kernels import rms_norm
-
-        y = rms_norm(x, norm.scale[...], epsilon=self.config.epsilon, implementation=implementation)
-        return cast(Array, y)
-
-    def _normalise_residual(self, norm: Norm, update: Array, x: Array) -> tuple[Array, Array]:
-        from pallas_kernels import rms_norm
-
-        both = rms_norm(update, norm.scale[...], residual=x, epsilon=self.config.epsilon, implementation="mosaic")
-        return cast(tuple[Array, Array], both)
 
     def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> Array:
         config = self.config
@@ -123,30 +111,56 @@ class TransformerBlock(nnx.Module):
             value = self.value(x).reshape(batch, length, config.num_kv_heads, config.head_dim)
         if config.rope_theta is not None:
             with jax.named_scope("rope"):
-                if positions is None:
-                    positions = jnp.arange(length, dtype=jnp.int32)[None]
-                wide = jnp.promote_types(x.dtype, jnp.float32)
-                cosine, sine = layers.rotation(positions, config.head_dim, theta=config.rope_theta, dtype=wide)
-                query, key = layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
+                query, key = self._rotate(query, key, positions, plan.rope)
         with jax.named_scope("attention"):
             attention = layers.cudnn_attention if plan.attention == "cudnn" else layers.attention
             mixed = attention(query, key, value, is_causal=config.is_causal)
         with jax.named_scope("output_projection"):
             return self.output(mixed.reshape(batch, length, config.num_heads * config.head_dim))
 
-    def _mlp(self, x: Array) -> Array:
+    def _rotate(self, query: Array, key: Array, positions: Array | None, implementation: str) -> tuple[Array, Array]:
+        if implementation == "mosaic":
+            from xlafuse.models import kernels
+
+            return kernels.rotate(self.config, query, key, positions)
+        if positions is None:
+            positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        theta = cast(float, self.config.rope_theta)
+        cosine, sine = layers.rotation(positions, self.config.head_dim, theta=theta, dtype=wide)
+        return layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
+
+    def _mlp(self, x: Array, plan: FusionPlan) -> Array:
         if self.config.mlp == "swiglu":
             with jax.named_scope("gate_up_projection"):
                 gate, up = self.gate(x), self.up(x)
             with jax.named_scope("activation"):
-                hidden = jax.nn.silu(gate) * up
+                hidden = self._activate_gate(gate, up, plan.activation)
         else:
+            hidden = self._activate_up(x, plan.activation)
+        with jax.named_scope("down_projection"):
+            return self.down(hidden)
+
+    def _activate_gate(self, gate: Array, up: Array, implementation: str) -> Array:
+        if implementation == "xla":
+            return jax.nn.silu(gate) * up
+        from xlafuse.models import kernels
+
+        return kernels.gate_activation(gate, up)
+
+    def _activate_up(self, x: Array, implementation: str) -> Array:
+        if implementation == "xla":
             with jax.named_scope("up_projection"):
                 up = self.up(x)
             with jax.named_scope("activation"):
-                hidden = jax.nn.gelu(up, approximate=True)
-        with jax.named_scope("down_projection"):
-            return self.down(hidden)
+                return jax.nn.gelu(up, approximate=True)
+        from xlafuse.models import kernels
+
+        dtype = jnp.dtype(self.config.dtype)
+        with jax.named_scope("up_projection"):
+            up = jnp.matmul(x.astype(dtype), self.up.kernel[...].astype(dtype))
+        with jax.named_scope("activation"):
+            return kernels.gelu(up, None if self.up.bias is None else self.up.bias[...])
 
     def _dropout(self, x: Array, key: Array | None) -> Array:
         if key is None or self.config.dropout_rate == 0.0:

@@ -72,7 +72,7 @@ PRESETS: dict[str, BlockConfig] = {
             dropout_rate=0.1,
         ),
         # Llama's structure, small enough for a CPU and for Pallas' interpret mode.
-        BlockConfig(name="tiny", hidden_size=256, mlp_size=512, num_heads=4, num_kv_heads=2, head_dim=64),
+        BlockConfig(name="tiny", hidden_size=256, mlp_size=512, num_heads=8, num_kv_heads=4, head_dim=64),
     )
 }
 """The configurations by name."""

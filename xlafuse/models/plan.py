@@ -11,11 +11,12 @@ from xlafuse.models.config import BlockConfig
 SITES: dict[str, tuple[str, ...]] = {
     "attention_norm": ("xla", "mosaic"),
     "qkv_projection": ("xla",),
-    "rope": ("xla",),
+    "rope": ("xla", "mosaic"),
     "attention": ("xla", "cudnn"),
     "output_projection": ("xla",),
     "mlp_norm": ("xla", "mosaic"),
-    "gated_mlp": ("xla",),
+    "up_projection": ("xla",),
+    "activation": ("xla", "mosaic"),
     "down_projection": ("xla",),
 }
 """The sites of the block in program order, and the implementations that each has."""
@@ -25,8 +26,9 @@ SITES: dict[str, tuple[str, ...]] = {
 class FusionPlan:
     """The implementation of each site: "xla" (plain JAX), "mosaic" (`pallas_kernels`) or "cudnn".
 
-    `mlp_norm="mosaic"` fuses the attention's residual addition into the norm. Weights and results are the same under
-    every plan, up to rounding. Raises `UnknownNameError` (a `ValueError`) for what a site does not have.
+    A norm's kernel adds the residual stream's gradient in its backward pass. `activation="mosaic"` moves the bias of a
+    GELU block's up-projection into the activation. Weights and results are the same under every plan, up to rounding.
+    Raises `UnknownNameError` (a `ValueError`) for what a site does not have.
     """
 
     attention_norm: str = "xla"
@@ -35,7 +37,8 @@ class FusionPlan:
     attention: str = "xla"
     output_projection: str = "xla"
     mlp_norm: str = "xla"
-    gated_mlp: str = "xla"
+    up_projection: str = "xla"
+    activation: str = "xla"
     down_projection: str = "xla"
 
     def __post_init__(self):
@@ -50,11 +53,16 @@ class FusionPlan:
         return {site: implementation for site, implementation in chosen.items() if implementation != "xla"}
 
     def inapplicable(self, config: BlockConfig) -> dict[str, str]:
-        """The sites at which this plan cannot serve a block of `config`, with the reason."""
-        reasons: dict[str, str] = {}
-        for site in ("attention_norm", "mlp_norm"):
-            if getattr(self, site) == "mosaic" and config.norm != "rms_norm":
-                reasons[site] = f"the kernel computes RMSNorm, and {config.name} has {config.norm}"
+        """The sites at which this plan cannot serve a block of `config`, with the reason.
+
+        It depends on the block alone: a kernel that can serve one does so at every batch and length.
+        """
+        # Strategies are listed without kernels, whose import takes most of a second.
+        from xlafuse.models import kernels
+
+        asked = (site for site, implementation in self.fused_sites.items() if implementation == "mosaic")
+        refusals = {site: kernels.unsupported(site, config) for site in asked}
+        reasons = {site: reason for site, reason in refusals.items() if reason is not None}
         if self.attention == "cudnn" and config.dtype not in ("bfloat16", "float16"):
             reasons["attention"] = f"cuDNN computes in bfloat16 or float16, and {config.name} in {config.dtype}"
         return reasons
