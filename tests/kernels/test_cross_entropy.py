@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import cross_entropy
 from pallas_kernels.ops.cross_entropy.config import (
@@ -167,6 +169,28 @@ def test_reduced_losses_under_vmap(seed):
         return jax.vmap(jax.grad(loss))(logits, labels)
 
     np.testing.assert_allclose(gradients("mosaic"), gradients("xla"), rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("interpreter", ["two devices"], indirect=True)
+@pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
+def test_reduced_losses_under_shard_map(seed, check_vma):
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two simulated CPU devices; run this folder by itself")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    logits, labels, _ = case(seed, 4, 256)
+
+    def value_and_gradient(implementation):
+        def local(logits, labels):
+            loss = cross_entropy(logits, labels, reduction="mean", implementation=implementation)
+            return 3 * jax.lax.pmean(loss, "data")
+
+        specs = {"in_specs": (P("data"), P("data")), "out_specs": P()}
+        loss = jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma)
+        return jax.jit(jax.value_and_grad(loss))(logits, labels)
+
+    for got, expected in zip(value_and_gradient("mosaic"), value_and_gradient("xla"), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize(
