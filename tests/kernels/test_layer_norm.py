@@ -66,6 +66,7 @@ def test_all_backward_configurations_agree(seed):
     expected = jax.vjp(layer_norm_reference, x, scale, bias)[1](dy)
     configs = [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
     configs += [BackwardConfig(loads="shared", blocks_per_core=1, steps=3, gain="registers")]
+    configs += [BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, second_read="float32")]
     configs += [BackwardConfig(loads="pipeline", blocks_per_core=1, steps=2)]
     configs += [BackwardConfig(loads="direct", blocks_per_core=1, second_read="float32")]
     for config in configs:

@@ -40,7 +40,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     """Returns the gradients' rows and the blocks' column sums, by name."""
     rows, features, blocks = operands.rows, operands.features, operands.blocks
     norm, config = operands.norm, operands.config
-    warpgroups, steps = config.warpgroups, config.steps
+    warpgroups, steps, keeps_row = config.warpgroups, config.steps, config.second_read == "float32"
     segments = split_warp_row(features, operands.dtype.itemsize, warpgroups=warpgroups)
     if segments is None:
         raise ValueError(f"{features} features do not divide over {warpgroups} warpgroups; use fewer.")
@@ -129,6 +129,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
         def step(i, sums):
             plgpu.barrier_wait(arrived.at[lax.rem(i, steps)])
             slot, value, dy, weighted = load(i, 0)
+            cotangent = load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
             turn = lax.rem(i, 2)  # no warpgroup is ever two rows ahead
             for kind, values in enumerate(sums_of_lines(value, weighted)):
                 refs["line_sums"][turn, kind, group] = values
@@ -136,18 +137,23 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
             plgpu.barrier_arrive(summed)
             plgpu.barrier_wait(summed)
 
-            @pl.when((group == 0) & (i > 0) & (i - 1 + steps < trips))
+            # All have read the row before, and this one where nobody reads it again.
+            free = i if keeps_row else i - 1
+
+            @pl.when((group == 0) & (free >= 0) & (free + steps < trips))
             def _():
-                fetch(i - 1 + steps)
+                fetch(free + steps)
 
             lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
             scalars = join_lines(lambda kind: [refs["line_sums"][turn, kind, g, w] for g, w in lines])
-            # A zero the compiler cannot see through; else it keeps the first read's values in registers.
-            slot, value, dy, weighted = load(i, lax.optimization_barrier(jnp.int32(0)))
+            if not keeps_row:
+                # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+                slot, value, dy, weighted = load(i, lax.optimization_barrier(jnp.int32(0)))
+                cotangent = load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
             centered = scalars.center(value)
             gradient = scalars.gradient(centered, weighted)
-            if streams == 3:
-                gradient = map_row(jnp.add, gradient, to_float32(load_row(ring.at[slot, 2, group], segments)))
+            if cotangent is not None:
+                gradient = map_row(jnp.add, gradient, to_float32(cotangent))
             row = i * blocks + block
             store_row(refs["dtotal"].at[row, group], gradient, segments)
             if words is not None:

@@ -35,8 +35,9 @@ class BackwardConfig:
         row; "pipeline" does so for a block of one warpgroup and rows of any length; "direct" reads rows into registers;
         "chunked" walks along each row several times, `chunk` columns at a time.
     blocks_per_core: blocks a streaming multiprocessor. Each writes one row of partial column sums.
-    second_read: where the second pass over a row finds it: kept in registers as float32 ("float32"), or read again from
-        shared memory or the L1 cache ("reload"; 168 registers instead of 202 at 4096 bf16 columns, no spills at 8192).
+    second_read: where the second pass over a row finds it: kept in registers as float32 ("float32"; fewer instructions,
+        and its place in shared memory is free sooner), or read again from shared memory or the L1 cache ("reload"; one
+        warpgroup then needs 168 registers instead of 202 at 4096 bf16 columns, and does not spill at 8192).
     gain: where the scale lives between rows.
     """
 
@@ -80,7 +81,15 @@ class BackwardShape:
         steps = self._steps(blocks_per_core, scratch_bytes=2048)
         if steps < 2:
             return None
-        return BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps)
+        columns_a_thread = self.features // (128 * warpgroups)
+        kept_columns = 8 if self.itemsize == 4 and self.sums > 1 else 16
+        return BackwardConfig(
+            loads="shared",
+            warpgroups=warpgroups,
+            blocks_per_core=blocks_per_core,
+            steps=steps,
+            second_read="float32" if columns_a_thread <= kept_columns else "reload",
+        )
 
     def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
         """The same for one warpgroup and rows that need not divide evenly."""

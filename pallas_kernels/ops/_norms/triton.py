@@ -1,0 +1,233 @@
+"""The norms as Triton kernels, called through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
+
+A block holds a row in registers. Backward, blocks are persistent and keep partial column sums, which XLA adds up.
+Imported only when asked for, since it imports Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jax_triton  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from pallas_kernels.ops._norms.norm import Norm, NormName
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.triton_calls import row_block
+
+_BLOCKS_PER_CORE = 4
+
+
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
+def norm_forward(
+    x_ptr,
+    residual_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    features: tl.constexpr,
+    epsilon: tl.constexpr,
+    block: tl.constexpr,
+    mean_passes: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+):
+    """One row a block. Pointers that a flag leaves out are never followed."""
+    columns = tl.arange(0, block)
+    inside = columns < features
+    offsets = tl.program_id(0).to(tl.int64) * features + columns
+    total = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    if has_residual:
+        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + offsets, total, mask=inside)
+    value = total.to(tl.float32)
+    for _ in tl.static_range(mean_passes):
+        value = tl.where(inside, value - tl.sum(value, 0) / features, 0.0)
+    y = value * tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
+    if has_scale:
+        y *= tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, y.to(total.dtype), mask=inside)
+
+
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
+def norm_backward(
+    total_ptr,
+    dy_ptr,
+    dtotal_ptr,
+    scale_ptr,
+    dx_ptr,
+    dscale_ptr,
+    dbias_ptr,
+    rows: tl.constexpr,
+    features: tl.constexpr,
+    epsilon: tl.constexpr,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+    mean_passes: tl.constexpr,
+    has_dtotal: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+):
+    """Every `blocks`-th row a block; writes its row of partial column sums."""
+    first = tl.program_id(0)
+    columns = tl.arange(0, block)
+    inside = columns < features
+    gain = tl.full((block,), 1.0, tl.float32)
+    if has_scale:
+        gain = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dscale = tl.zeros((block,), tl.float32)
+    dbias = tl.zeros((block,), tl.float32)
+    offsets = first.to(tl.int64) * features + columns
+    for _ in range(first, rows, blocks):
+        value = tl.load(total_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        for _ in tl.static_range(mean_passes):
+            value = tl.where(inside, value - tl.sum(value, 0) / features, 0.0)
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
+        value *= inverse
+        weighted = dy * gain
+        dx = weighted - value * (tl.sum(weighted * value, 0) / features)
+        if mean_passes > 0:
+            dx -= tl.sum(weighted, 0) / features
+        dx *= inverse
+        if has_dtotal:
+            dx += tl.load(dtotal_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dscale += dy * value
+        dbias += dy
+        offsets += blocks * features
+    partial_sums = first.to(tl.int64) * features + columns
+    if has_scale:
+        tl.store(dscale_ptr + partial_sums, dscale, mask=inside)
+    if has_bias:
+        tl.store(dbias_ptr + partial_sums, dbias, mask=inside)
+
+
+def apply_norm(
+    norm: Norm,
+    x: jax.Array,
+    *,
+    scale: jax.Array | None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The kernels on (..., features): y, and the sum that was normalised where there is a residual. Differentiable."""
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])
+    residual = None if residual is None else residual.reshape(shape)
+    y, total = _norm_rows(norm, x.reshape(shape), scale, bias, residual)  # pyright: ignore[reportGeneralTypeIssues]
+    return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_rows(norm, x, scale, bias, residual):
+    return _forward(norm, x, scale, bias, residual)
+
+
+def _forward(
+    norm: Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    rows, features = x.shape
+    block, warps = row_block(features)
+    # A pointer that is not used must still be one.
+    operands = (x if operand is None else operand for operand in (residual, scale, bias))
+    y, total = jax_triton.triton_call(
+        x,
+        *operands,
+        kernel=norm_forward,
+        out_type=(_like(x, x.shape), _like(x, (1,) if residual is None else x.shape)),
+        grid=(rows,),
+        name=f"{norm.name}_triton",
+        num_warps=warps,
+        features=features,
+        epsilon=norm.epsilon,
+        block=block,
+        mean_passes=norm.mean_passes(x.dtype),
+        has_residual=residual is not None,
+        has_scale=scale is not None,
+        has_bias=bias is not None,
+    )
+    return y, None if residual is None else total
+
+
+def backward(
+    norm: Norm,
+    total: jax.Array,
+    dy: jax.Array,
+    *,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dtotal: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Gradients of the sum, the scale and the bias; None for what there is not. total, dy, dtotal: (rows, features)."""
+    rows, features = total.shape
+    block, warps = row_block(features)
+    blocks = min(rows, _BLOCKS_PER_CORE * target_device().core_count)
+    sums = [(1,) if array is None else (blocks, features) for array in (scale, bias)]
+    dx, *partials = jax_triton.triton_call(
+        total,
+        dy,
+        total if dtotal is None else dtotal,
+        total if scale is None else scale,
+        kernel=norm_backward,
+        out_type=(_like(total, total.shape), *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums)),
+        grid=(blocks,),
+        name=f"{norm.name}_backward_triton",
+        num_warps=warps,
+        rows=rows,
+        features=features,
+        epsilon=norm.epsilon,
+        block=block,
+        blocks=blocks,
+        mean_passes=norm.mean_passes(total.dtype),
+        has_dtotal=dtotal is not None,
+        has_scale=scale is not None,
+        has_bias=bias is not None,
+    )
+    pairs = zip((scale, bias), partials, strict=True)
+    dscale, dbias = (None if array is None else jnp.sum(part, axis=0).astype(array.dtype) for array, part in pairs)
+    return dx, dscale, dbias
+
+
+def norm_gradients(
+    name: NormName,
+    total: jax.Array,
+    dy: jax.Array,
+    dtotal: jax.Array | None = None,
+    *,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """`backward` alone on (..., features), without the gradients that there are not. For the benchmark."""
+    rows = (-1, total.shape[-1])
+    dtotal = None if dtotal is None else dtotal.reshape(rows)
+    norm = Norm(name=name, epsilon=1e-6)
+    dx, *affine = backward(norm, total.reshape(rows), dy.reshape(rows), scale=scale, bias=bias, dtotal=dtotal)
+    return dx.reshape(total.shape), *(gradient for gradient in affine if gradient is not None)
+
+
+def _like(array: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, array.dtype)
+
+
+def _norm_rows_fwd(norm, x, scale, bias, residual):
+    y, total = _forward(norm, x, scale, bias, residual)
+    return (y, total), (x if total is None else total, scale, bias)
+
+
+def _norm_rows_bwd(norm, saved, cotangents):
+    total, scale, bias = saved
+    dy, dtotal = cotangents
+    dx, dscale, dbias = backward(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal)
+    return dx, dscale, dbias, None if dtotal is None else dx
+
+
+_norm_rows.defvjp(_norm_rows_fwd, _norm_rows_bwd)
