@@ -25,19 +25,25 @@ class Terms:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def loss(self, maximum: jax.Array, total: jax.Array, target: jax.Array, mean: jax.Array | None) -> jax.Array:
-        """The loss of a row.
+    def score(self, maximum: jax.Array, target: jax.Array, logit_sum: jax.Array | None) -> jax.Array:
+        """The part of a row's loss that its label decides, which a kernel returns beside maximum and total.
 
-        maximum: of its logits. total: sum(exp(logit - maximum)). target: the label's logit. mean: of the logits, given
-        where there is label smoothing. All float32.
+        target: the label's logit. logit_sum: of all logits, given where there is label smoothing. All float32.
+        """
+        score = (1 - self.label_smoothing) * (target - maximum)
+        if logit_sum is not None:
+            score += self.label_smoothing * (logit_sum * (1 / self.vocabulary) - maximum)
+        return score
+
+    def loss(self, score: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
+        """The loss of a row, for XLA to compute: its logarithm is exact, a kernel's in 16-bit types approximate.
+
+        maximum: of the row's logits. total: sum(exp(logit - maximum)).
         """
         log_sum = jnp.log(total)
-        loss = log_sum - (1 - self.label_smoothing) * (target - maximum)
-        if mean is not None:
-            loss -= self.label_smoothing * (mean - maximum)
+        loss = log_sum - score
         if self.z_loss:
-            lse = maximum + log_sum
-            loss += self.z_loss * lse * lse
+            loss += self.z_loss * jnp.square(maximum + log_sum)
         return loss
 
     def slope(self, maximum: jax.Array, total: jax.Array, weight: jax.Array) -> Slope:

@@ -50,7 +50,7 @@ def cross_entropy_forward(
     terms: Terms,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, Statistics, jax.Array | None]:
-    """Returns (losses, statistics, gradient), all from one kernel.
+    """Returns (losses, statistics, gradient), all from one kernel but for the logarithms of the sums.
 
     logits: (rows, vocabulary), a floating dtype, vocabulary >= 128. labels: (rows,) int32, all of them in range: the
     caller puts others right. weights: (rows,) float32, what each row's gradient is multiplied with; None for no
@@ -60,23 +60,23 @@ def cross_entropy_forward(
     if weights is not None and config.loads == "chunked":
         raise ValueError(f"{config} gives no gradient; take cross_entropy_backward for it")
     kernel = {"registers": _registers_kernel, "ring": ring_kernel, "chunked": _chunked_kernel}[config.loads]
-    loss, maximum, total, *gradient = kernel(logits, labels, weights, terms=terms, config=config)
+    outputs = kernel(logits, labels, weights, terms=terms, config=config)
     operands = (logits, labels) if weights is None else (logits, labels, weights)
-    loss, maximum, total, *gradient = (varying_like(v, *operands) for v in (loss, maximum, total, *gradient))
-    return loss, (maximum, total), gradient[0] if gradient else None
+    score, maximum, total, *gradient = (varying_like(output, *operands) for output in outputs)
+    return terms.loss(score, maximum, total), (maximum, total), gradient[0] if gradient else None
 
 
 def _launch(body, name, logits, labels, weights):
     def kernel(*refs):
         row = lax.axis_index("row")
-        *inputs, loss_ref, maximum_ref, total_ref = refs if weights is None else refs[:-1]
+        *inputs, score_ref, maximum_ref, total_ref = refs if weights is None else refs[:-1]
         gradient_row = None if weights is None else refs[-1].at[row]
         logits_ref, labels_ref, *weights_ref = inputs
         label = labels_ref[row]
         target = logits_ref[row, label].astype(jnp.float32)
         weight = weights_ref[0][row] if weights_ref else None
-        loss, maximum, total = body(logits_ref.at[row], label, target, weight, gradient_row)
-        loss_ref[row], maximum_ref[row], total_ref[row] = loss, maximum, total
+        score, maximum, total = body(logits_ref.at[row], label, target, weight, gradient_row)
+        score_ref[row], maximum_ref[row], total_ref[row] = score, maximum, total
 
     kernel.__name__ = kernel.__qualname__ = name
     one_a_row = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
@@ -98,12 +98,12 @@ def _registers_kernel(logits, labels, weights, *, terms, config):
         values = to_float32(load_row(logits_row, segments))
         maximum = jnp.maximum(row_max(values), LOWEST)
         total = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
-        mean = row_sum(values, segments) * (1 / terms.vocabulary) if terms.label_smoothing else None
+        logit_sum = row_sum(values, segments) if terms.label_smoothing else None
         if weight is not None:
             slope = terms.slope(maximum, total, weight)
             gradient = map_row(lambda v, c: slope(v, c == label), values, row_columns(segments))
             store_row(gradient_row, gradient, segments)
-        return terms.loss(maximum, total, target, mean), maximum, total
+        return terms.score(maximum, target, logit_sum), maximum, total
 
     name = "cross_entropy" if weights is None else "cross_entropy_with_gradient"
     return _launch(body, name, logits, labels, weights)
@@ -134,11 +134,10 @@ def _chunked_kernel(logits, labels, weights, *, terms, config):
         if rest:
             maximum = jnp.maximum(maximum, row_max(tail))
         total = jnp.sum(totals * jnp.exp(highest - maximum))
-        mean = jnp.sum(sums) if terms.label_smoothing else None
+        logit_sum = jnp.sum(sums) if terms.label_smoothing else None
         if rest:
             total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)
-            mean = None if mean is None else mean + row_sum(tail, rest)
-        mean = None if mean is None else mean * (1 / terms.vocabulary)
-        return terms.loss(maximum, total, target, mean), maximum, total
+            logit_sum = None if logit_sum is None else logit_sum + row_sum(tail, rest)
+        return terms.score(maximum, target, logit_sum), maximum, total
 
     return _launch(body, "cross_entropy_chunked", logits, labels, weights)

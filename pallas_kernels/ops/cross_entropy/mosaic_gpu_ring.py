@@ -33,7 +33,7 @@ from pallas_kernels.primitives.rows import LOWEST, WARPS, WarpSegment, full_row,
 def ring_kernel(
     logits: jax.Array, labels: jax.Array, weights: jax.Array | None, *, terms: Terms, config: ForwardConfig
 ) -> tuple[jax.Array, ...]:
-    """Returns losses, maxima, sums, and with weights the gradient; see `mosaic_gpu.cross_entropy_forward`."""
+    """Returns scores, maxima, sums, and with weights the gradient; see `mosaic_gpu.cross_entropy_forward`."""
     rows, vocabulary = logits.shape
     line = line_length(vocabulary, logits.dtype.itemsize)
     if line is None:
@@ -51,7 +51,7 @@ def ring_kernel(
     def cross_entropy_ring(*refs):
         *refs, ring, exchange, arrived, exchanged = refs
         gradient_ref = refs.pop() if with_gradient else None
-        logits_ref, labels_ref, *weights_ref, loss_ref, maximum_ref, total_ref = refs
+        logits_ref, labels_ref, *weights_ref, score_ref, maximum_ref, total_ref = refs
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         own = (chunks - group + warpgroups - 1) // warpgroups
         kept = jnp.minimum(own, slots) if with_gradient else jnp.int32(0)
@@ -175,8 +175,7 @@ def ring_kernel(
             @pl.when(group == 0)
             def _():
                 target = logits_ref[row, label // line, lax.rem(label, line)].astype(jnp.float32)
-                mean = logit_sum * (1 / vocabulary) if terms.label_smoothing else None
-                loss_ref[row] = terms.loss(maximum, total, target, mean)
+                score_ref[row] = terms.score(maximum, target, logit_sum if terms.label_smoothing else None)
                 maximum_ref[row], total_ref[row] = maximum, total
 
             if gradient_ref is None:
