@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ CASES = [
     for op in REGISTRY.values()
     for implementation in op.implementations
     if implementation != "xla"  # the baseline itself
+    if implementation != "triton" or find_spec("jax_triton")
     for spec in op.arg_specs
     if "bench" not in spec.tags  # same kernels, more rows: minutes of float64 on the host
 ]

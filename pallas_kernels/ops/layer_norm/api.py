@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
 def layer_norm(
@@ -38,6 +39,7 @@ def layer_norm(
         residual: like x, or None.
         epsilon: added to the variance.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs, 128 to 32768
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
 
     Returns:
@@ -52,10 +54,19 @@ def layer_norm(
     x = jnp.asarray(x)
     scale, bias, residual = (None if a is None else jnp.asarray(a) for a in (scale, bias, residual))
     check_arguments("layer_norm", x, scale, bias, residual)
-    support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, scale, bias),
+        "triton": partial(triton_unsupported, x),
+        "xla": lambda: None,
+    }
     chosen = choose("layer_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return layer_norm_reference(x, scale, bias, residual=residual, epsilon=epsilon)
     norm = Norm(name="layer_norm", epsilon=float(epsilon))
+    if chosen == "triton":
+        from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
+
+        y, total = apply_norm_triton(norm, x, scale=scale, bias=bias, residual=residual)
+        return y if total is None else (y, total)
     y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual)
     return y if total is None else (y, total)

@@ -131,6 +131,12 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
     if implementation == "mosaic":
         return _backward_variant(**arguments, cotangents=cotangents)
     dy, *dtotal = cotangents
+    if implementation == "triton":
+        from pallas_kernels.ops._norms.triton import norm_gradients  # imports Triton
+
+        return norm_gradients(
+            "layer_norm", arguments["x"], dy, *dtotal, **{k: arguments.get(k) for k in ("scale", "bias")}
+        )
     given = {name: arguments[name] for name in ("x", "scale", "bias") if arguments.get(name) is not None}
     gradients = jax.vjp(lambda given: layer_norm_reference(**given), given)[1](dy)[0]
     if dtotal:
@@ -142,7 +148,7 @@ LAYER_NORM = OpSpec(
     name="layer_norm",
     function=layer_norm,
     reference=layer_norm_reference,
-    implementations=("mosaic", "xla"),
+    implementations=("mosaic", "triton", "xla"),
     differentiable=("x", "scale", "bias", "residual"),
     batched=("x", "residual"),
     arg_specs=_ARG_SPECS,

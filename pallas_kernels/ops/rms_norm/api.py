@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
 def rms_norm(
@@ -36,6 +37,7 @@ def rms_norm(
         residual: like x, or None.
         epsilon: added to the mean square.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs, 128 to 32768
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
 
     Returns:
@@ -50,10 +52,19 @@ def rms_norm(
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     residual = None if residual is None else jnp.asarray(residual)
     check_arguments("rms_norm", x, scale, None, residual)
-    support = {"mosaic": partial(mosaic_unsupported, x, scale), "xla": lambda: None}
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, scale),
+        "triton": partial(triton_unsupported, x),
+        "xla": lambda: None,
+    }
     chosen = choose("rms_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return rms_norm_reference(x, scale, residual=residual, epsilon=epsilon)
     norm = Norm(name="rms_norm", epsilon=float(epsilon))
+    if chosen == "triton":
+        from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
+
+        y, total = apply_norm_triton(norm, x, scale=scale, residual=residual)
+        return y if total is None else (y, total)
     y, total = apply_norm(norm, x, scale=scale, residual=residual)
     return y if total is None else (y, total)

@@ -131,6 +131,10 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
     x, scale = arguments["x"], arguments["scale"]
     if implementation == "mosaic":
         return rms_norm_backward(x, scale, dy, *(dtotal or (None,)), epsilon=1e-6)
+    if implementation == "triton":
+        from pallas_kernels.ops._norms.triton import norm_gradients  # imports Triton
+
+        return norm_gradients("rms_norm", x, dy, *dtotal, scale=scale)
     dx, dscale = jax.vjp(rms_norm_reference, x, scale)[1](dy)
     return dx + dtotal[0] if dtotal else dx, dscale
 
@@ -139,7 +143,7 @@ RMS_NORM = OpSpec(
     name="rms_norm",
     function=rms_norm,
     reference=rms_norm_reference,
-    implementations=("mosaic", "xla"),
+    implementations=("mosaic", "triton", "xla"),
     differentiable=("x", "scale", "residual"),
     batched=("x", "residual"),
     arg_specs=_ARG_SPECS,

@@ -16,6 +16,7 @@ from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -48,8 +49,9 @@ def softmax(
         is_causal: keep column j of row i of the last two axes only where j <= i. Needs `axis` to be the last one.
             "mosaic" does not read what lies right of the diagonal.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; along the
-            last axis, of at least 128), "xla", a sequence of them in order of preference, or None: "mosaic" where it
-            runs, else "xla".
+            last axis, of at least 128), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs,
+            along the last axis, of 128 to 32768, no mask), "xla", a sequence of them in order of preference, or None:
+            "mosaic" where it runs, else "xla".
 
     Returns:
         The weights, like x.
@@ -61,12 +63,21 @@ def softmax(
     x = jnp.asarray(x)
     mask = None if mask is None else jnp.asarray(mask)
     axis, scale = _check(x, axis, scale, mask, is_causal)
-    support = {"mosaic": partial(mosaic_unsupported, x, axis=axis, mask=mask), "xla": lambda: None}
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, axis=axis, mask=mask),
+        "triton": partial(_triton_unsupported, x, axis=axis, mask=mask),
+        "xla": lambda: None,
+    }
     chosen = choose("softmax", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return softmax_reference(x, axis=axis, scale=scale, mask=mask, is_causal=is_causal)
-    masking, mask = masking_of(x, scale=scale, mask=mask, is_causal=is_causal)
     rows = x.reshape(-1, x.shape[-1])
+    if chosen == "triton":
+        from pallas_kernels.ops.softmax.triton import softmax_rows  # imports Triton
+
+        weights = softmax_rows(rows, 1.0 if scale is None else scale, x.shape[-2] if is_causal else 0)  # pyright: ignore
+        return weights.reshape(x.shape)
+    masking, mask = masking_of(x, scale=scale, mask=mask, is_causal=is_causal)
     if mask is not None:
         # Marked as varying alike, so that shard_map sums a shared mask's gradient over the devices.
         rows, mask = varying_like(rows, mask), varying_like(mask, rows)
@@ -99,6 +110,14 @@ def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None =
     if x.shape[-1] < LANES and x.size:
         return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
     return mosaic_gpu_unsupported()
+
+
+def _triton_unsupported(x: jax.Array, *, axis: int, mask: jax.Array | None) -> str | None:
+    if axis % x.ndim != x.ndim - 1:
+        return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
+    if mask is not None:
+        return "the kernels take no mask"
+    return triton_unsupported(x)
 
 
 def _check(

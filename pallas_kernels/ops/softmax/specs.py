@@ -157,6 +157,11 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
     if implementation == "mosaic":
         rows = (array.reshape(-1, weights.shape[-1]) for array in (weights, dy))
         return (softmax_backward(*rows, masking=masking).reshape(weights.shape),)
+    if implementation == "triton":
+        from pallas_kernels.ops.softmax.triton import backward  # imports Triton
+
+        rows = (array.reshape(-1, weights.shape[-1]) for array in (weights, dy))
+        return (backward(*rows, scale=1.0 if masking.scale is None else masking.scale).reshape(weights.shape),)
     p, wide = weights.astype(jnp.float32), dy.astype(jnp.float32)
     if masking.queries is not None:
         p = jnp.tril(p)
@@ -170,7 +175,7 @@ SOFTMAX = OpSpec(
     name="softmax",
     function=softmax,
     reference=softmax_reference,
-    implementations=("mosaic", "xla"),
+    implementations=("mosaic", "triton", "xla"),
     differentiable=("x",),
     batched=("x",),
     arg_specs=_ARG_SPECS,

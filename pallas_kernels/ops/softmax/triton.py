@@ -9,13 +9,13 @@ from functools import partial
 
 import jax
 import jax_triton  # pyright: ignore[reportMissingImports]
-import triton  # pyright: ignore[reportMissingImports]
+import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.primitives.triton_calls import row_block
 
 
-@triton.jit
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def softmax_forward(
     x_ptr, weights_ptr, features: tl.constexpr, queries: tl.constexpr, scale: tl.constexpr, block: tl.constexpr
 ):
@@ -33,15 +33,16 @@ def softmax_forward(
     tl.store(weights_ptr + offsets, weight.to(weights_ptr.dtype.element_ty), mask=columns < features)
 
 
-@triton.jit
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def softmax_backward(weights_ptr, dy_ptr, dx_ptr, features: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
-    """One row a block. Where a row was masked its weights are zero, and so is the gradient."""
+    """One row a block. Divides by the weights' sum, which rounding leaves near one."""
     columns = tl.arange(0, block)
     inside = columns < features
     offsets = tl.program_id(0).to(tl.int64) * features + columns
     weight = tl.load(weights_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dx = weight * (dy - tl.sum(weight * dy, 0)) * scale
+    mean = tl.sum(weight * dy, 0) / tl.sum(weight, 0)
+    dx = weight * (dy - mean) * scale
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
