@@ -44,8 +44,6 @@ class TestBlock:
         assert kinds["xla_cudnn"]["cudnn"] == 1
         assert kinds["pallas"]["mosaic"] == kinds["pallas_cudnn"]["mosaic"] == 4
         assert kinds["pallas_cudnn"]["cudnn"] == 1
-        assert counts["pallas"] < counts["xla"]
-        assert counts["pallas_cudnn"] < counts["xla_cudnn"]
         assert not any("mosaic" in kind or "cudnn" in kind for name, kind in kinds.items() if name == "xla")
 
     def test_fusion_saves_traffic(self, block):
@@ -53,7 +51,6 @@ class TestBlock:
         assert traffic["unfused"] > 1.3 * traffic["xla"]
         # The scores of attention never reach HBM.
         assert traffic["xla_cudnn"] < traffic["xla"]
-        assert traffic["pallas_cudnn"] < traffic["xla_cudnn"]
 
     def test_no_operation_is_fused_with_another_when_unfused(self, block):
         analysis = block[0]["unfused"].analysis
@@ -147,6 +144,25 @@ def test_a_block_without_a_site_has_the_kernels_of_the_others():
     comparison = compare("gpt2-medium", (1, 8), strategies=["xla", "pallas"], numerics=False)
     assert comparison["pallas"].analysis.launches_by_kind["mosaic"] == 3
     assert comparison["pallas"].description.endswith("No kernel here for rope: gpt2-medium has no rotary embedding.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_kernels_save_launches_and_traffic(mode):
+    names = ["xla", "pallas", "xla_cudnn", "pallas_cudnn"]
+    comparison = compare("llama3-8b", (2, 4096), strategies=names, mode=mode, numerics=False)
+    made = {name: comparison[name].analysis for name in names}
+    for kernels, plain in (("pallas", "xla"), ("pallas_cudnn", "xla_cudnn")):
+        assert made[kernels].launch_count < made[plain].launch_count
+        assert made[kernels].traffic.bytes < made[plain].traffic.bytes
+        assert made[kernels].roofline_us < made[plain].roofline_us
+    # Nothing is moved to suit a kernel: neither slices of a joined product nor another order of axes.
+    moves = {"slice", "concatenate", "transpose", "copy", "bitcast", "reshape"}
+    assert [
+        launch.name
+        for launch in made["pallas_cudnn"].launches
+        if launch.opcodes and {opcode for opcode, _ in launch.opcodes} <= moves
+    ] == []
 
 
 @pytest.mark.slow
