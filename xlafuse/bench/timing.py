@@ -94,7 +94,7 @@ def time_candidates(
     *,
     rounds: int = 10,
     calls: int = 4,
-    warm_up_seconds: tuple[float, float] = (0.3, 2),
+    warm_up_seconds: tuple[float, float] = (0.3, 1.0),
 ) -> TimingRun:
     """Times candidates against each other on the attached NVIDIA GPU.
 

@@ -31,6 +31,7 @@ def _call(
     arguments: dict[str, Any] = {"x": ArraySpec(shape=shape, dtype=dtype, fill=fill, deviation=deviation), **static}
     name = "x".join(map(str, shape)) + f"-{dtype}"
     name += f"-{fill}" if fill != "normal" else ""
+    name += f"-deviation_{deviation:g}" if deviation > 100 else ""
     if mask is not None:
         mask_fill = "integers" if mask_dtype == "bool" else "normal"
         arguments["mask"] = ArraySpec(shape=mask, dtype=mask_dtype, fill=mask_fill, maximum=2)
