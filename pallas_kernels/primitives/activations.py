@@ -8,7 +8,9 @@ The usual formulas cancel, divide or call erf; these do not:
 - The normal distribution's tail is q(a) = exp(-a**2 / 2) * t * P(t), t = 1 / (1 + p a), for a >= 0, whose exponential
   the density shares. The form is Hastings' (Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26); the
   coefficients are our own minimax fit to a relative 2e-8 on [0, 14.5], below which a float32 has no normal number.
-  With it gelu(x) = relu(x) - |x| q(|x|), relatively exact in the left tail, too.
+  For 16-bit results it is exp2 of a polynomial, fitted to a relative 7e-5 on [0, 9]: 11 instructions in place of 20,
+  with which 8192 x 8192 bf16 values took 78 µs on an H200 where memory takes 64. With the tail, gelu(x) = relu(x) - |x|
+  q(|x|), relatively exact on the left, too.
 
 Source of gelu: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, https://arxiv.org/abs/1606.08415; of the
 squared relu: So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668
@@ -45,6 +47,16 @@ _TAIL = (
     0.28180487136448856,
     -0.07129488680988418,
 )
+_LOG2_TAIL = (
+    -1.00009845,
+    -1.14989286,
+    -0.461469722,
+    -0.0514463453,
+    0.00750289002,
+    -0.000723608217,
+    4.03973614e-05,
+    -9.77756557e-07,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +64,21 @@ class Activation:
     """One activation function.
 
     reference: in `jax.nn`, for any floating dtype, differentiated by JAX.
-    of, with_derivative: in a kernel, float32 to float32; they also take a function for the reciprocal.
+    of, with_derivative: in a kernel, float32 to float32; they also take whether 16 bits' accuracy will do.
     """
 
     name: str
     reference: Function
-    of: Callable[[jax.Array, Function], jax.Array]
-    with_derivative: Callable[[jax.Array, Function], tuple[jax.Array, jax.Array]]
+    of: Callable[[jax.Array, bool], jax.Array]
+    with_derivative: Callable[[jax.Array, bool], tuple[jax.Array, jax.Array]]
 
     def value(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """The activation of float32 values, as accurately as a result in `dtype` shows."""
-        return self.of(x, _reciprocal_for(dtype))
+        return self.of(x, _is_rough(dtype))
 
     def value_and_derivative(self, x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """The activation and its derivative likewise."""
-        return self.with_derivative(x, _reciprocal_for(dtype))
+        return self.with_derivative(x, _is_rough(dtype))
 
 
 def get_activation(operation: str, name: str) -> Activation:
@@ -82,78 +94,82 @@ def get_activation(operation: str, name: str) -> Activation:
     raise ValueError(f"{operation}: unknown activation {name!r}.{hint} There are {', '.join(map(repr, ACTIVATIONS))}.")
 
 
-def _reciprocal_for(dtype: jnp.dtype) -> Function:
-    return _rough_reciprocal if jnp.dtype(dtype).itemsize < 4 else _reciprocal
+def _is_rough(dtype: jnp.dtype) -> bool:
+    return jnp.dtype(dtype).itemsize < 4
 
 
-def _rough_reciprocal(value: jax.Array) -> jax.Array:
-    return jnp.square(jax.lax.rsqrt(value))
+def _reciprocal(value: jax.Array, is_rough: bool) -> jax.Array:
+    """Of a value >= 1."""
+    return jnp.square(jax.lax.rsqrt(value)) if is_rough else 1.0 / value
 
 
-def _reciprocal(value: jax.Array) -> jax.Array:
-    return 1.0 / value
+def _sigmoid(x: jax.Array, is_rough: bool) -> jax.Array:
+    return _reciprocal(1.0 + jnp.exp2(-_LOG2_E * x), is_rough)
 
 
-def _sigmoid(x: jax.Array, reciprocal: Function) -> jax.Array:
-    return reciprocal(1.0 + jnp.exp2(-_LOG2_E * x))
+def _silu(x: jax.Array, is_rough: bool) -> jax.Array:
+    return x * _sigmoid(x, is_rough)
 
 
-def _silu(x: jax.Array, reciprocal: Function) -> jax.Array:
-    return x * _sigmoid(x, reciprocal)
-
-
-def _silu_and_derivative(x: jax.Array, reciprocal: Function) -> tuple[jax.Array, jax.Array]:
-    gate = _sigmoid(x, reciprocal)
+def _silu_and_derivative(x: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array]:
+    gate = _sigmoid(x, is_rough)
     value = x * gate
     return value, gate + value * (1.0 - gate)
 
 
-def _gelu_tanh(x: jax.Array, reciprocal: Function) -> jax.Array:
-    return x * _sigmoid(x * (_TANH_LINEAR + _TANH_CUBIC * (x * x)), reciprocal)
+def _gelu_tanh(x: jax.Array, is_rough: bool) -> jax.Array:
+    return x * _sigmoid(x * (_TANH_LINEAR + _TANH_CUBIC * (x * x)), is_rough)
 
 
-def _gelu_tanh_and_derivative(x: jax.Array, reciprocal: Function) -> tuple[jax.Array, jax.Array]:
+def _gelu_tanh_and_derivative(x: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array]:
     square = jnp.minimum(x * x, _TANH_SQUARE_LIMIT)
-    gate = _sigmoid(x * (_TANH_LINEAR + _TANH_CUBIC * square), reciprocal)
+    gate = _sigmoid(x * (_TANH_LINEAR + _TANH_CUBIC * square), is_rough)
     value = x * gate
     return value, gate + value * (1.0 - gate) * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * square)
 
 
-def _normal_tail(magnitude: jax.Array, reciprocal: Function) -> tuple[jax.Array, jax.Array]:
+def _normal_tail(magnitude: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array]:
     """The standard normal's tail beyond a magnitude, and exp(-magnitude**2 / 2)."""
     falling = jnp.exp2((-0.5 * _LOG2_E) * (magnitude * magnitude))
-    t = reciprocal(1.0 + _TAIL_RATE * magnitude)
-    polynomial = _TAIL[-1] * t + _TAIL[-2]
-    for coefficient in _TAIL[-3::-1]:
-        polynomial = polynomial * t + coefficient
-    return polynomial * t * falling, falling
+    if is_rough:
+        return jnp.exp2(_polynomial(_LOG2_TAIL, magnitude)), falling
+    t = _reciprocal(1.0 + _TAIL_RATE * magnitude, is_rough)
+    return _polynomial(_TAIL, t) * t * falling, falling
 
 
-def _gelu(x: jax.Array, reciprocal: Function) -> jax.Array:
+def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
+    """Coefficients from the constant one on."""
+    value = coefficients[-1] * x + coefficients[-2]
+    for coefficient in coefficients[-3::-1]:
+        value = value * x + coefficient
+    return value
+
+
+def _gelu(x: jax.Array, is_rough: bool) -> jax.Array:
     magnitude = jnp.abs(x)
-    return jnp.maximum(x, 0.0) - magnitude * _normal_tail(magnitude, reciprocal)[0]
+    return jnp.maximum(x, 0.0) - magnitude * _normal_tail(magnitude, is_rough)[0]
 
 
-def _gelu_and_derivative(x: jax.Array, reciprocal: Function) -> tuple[jax.Array, jax.Array]:
+def _gelu_and_derivative(x: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array]:
     magnitude = jnp.abs(x)
-    tail, falling = _normal_tail(magnitude, reciprocal)
+    tail, falling = _normal_tail(magnitude, is_rough)
     value = jnp.maximum(x, 0.0) - magnitude * tail
     return value, jnp.where(x > 0.0, 1.0 - tail, tail) + x * (_DENSITY_AT_0 * falling)
 
 
-def _relu(x: jax.Array, _: Function) -> jax.Array:
+def _relu(x: jax.Array, _: bool) -> jax.Array:
     return jnp.maximum(x, 0.0)
 
 
-def _relu_and_derivative(x: jax.Array, _: Function) -> tuple[jax.Array, jax.Array]:
+def _relu_and_derivative(x: jax.Array, _: bool) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(x, 0.0), jnp.where(x > 0.0, jnp.float32(1.0), jnp.float32(0.0))
 
 
-def _relu_squared(x: jax.Array, _: Function) -> jax.Array:
+def _relu_squared(x: jax.Array, _: bool) -> jax.Array:
     return jnp.square(jnp.maximum(x, 0.0))
 
 
-def _relu_squared_and_derivative(x: jax.Array, _: Function) -> tuple[jax.Array, jax.Array]:
+def _relu_squared_and_derivative(x: jax.Array, _: bool) -> tuple[jax.Array, jax.Array]:
     positive = jnp.maximum(x, 0.0)
     return positive * positive, 2.0 * positive
 

@@ -28,14 +28,16 @@ class ColumnSumConfig:
     vectors: accesses of 16 bytes a thread and row; a strip is as wide.
     rows: rows that a warpgroup reads at once.
     warpgroups: of a block; they take turns with rows, and their column sums are added in shared memory. Eight leave
-        64 registers a thread, which is enough for two bf16 rows (93 without that limit).
+        64 registers a thread, enough for a row in hand and the next one under way.
     blocks_per_core: blocks a streaming multiprocessor. Each writes its column sums.
+    prefetch: whether a warpgroup reads its next rows before it works on those that it has.
     """
 
     vectors: int = 1
-    rows: int = 2
+    rows: int = 1
     warpgroups: int = 8
     blocks_per_core: int = 1
+    prefetch: bool = True
 
 
 def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool) -> ElementwiseConfig:
@@ -47,7 +49,7 @@ def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bo
 
 def default_column_sum(rows: int) -> ColumnSumConfig:
     """The untuned choice of the backward kernel with a bias."""
-    return ColumnSumConfig() if rows >= 1024 else ColumnSumConfig(rows=1, warpgroups=4)
+    return ColumnSumConfig() if rows >= 1024 else ColumnSumConfig(rows=1, warpgroups=2)
 
 
 def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
@@ -58,10 +60,12 @@ def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
 
 def column_sum_candidates() -> dict[str, ColumnSumConfig]:
     """The configurations worth measuring, by name: rows at once, warpgroups a block, blocks a multiprocessor."""
-    shapes = ((1, 8, 1), (2, 8, 1), (2, 4, 1), (4, 4, 1), (2, 2, 2), (4, 2, 2))
+    shapes = ((1, 8, 1, True), (1, 8, 1, False), (2, 8, 1, False), (1, 4, 2, True), (2, 4, 1, True), (1, 2, 4, True))
     return {
-        f"{r} rows {w} warpgroups {b} blocks": ColumnSumConfig(rows=r, warpgroups=w, blocks_per_core=b)
-        for r, w, b in shapes
+        f"{r} rows {w} warpgroups {b} blocks{' prefetch' if p else ''}": ColumnSumConfig(
+            rows=r, warpgroups=w, blocks_per_core=b, prefetch=p
+        )
+        for r, w, b, p in shapes
     }
 
 

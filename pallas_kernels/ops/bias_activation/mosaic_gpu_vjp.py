@@ -87,18 +87,26 @@ def _column_sum_kernel(operands: Mapping[str, jax.Array], step, *, rate: float, 
             for part in parts:
                 bias = load_bias(refs, part)
 
-                def unit(i, total, part=part, bias=bias):
-                    unit_rows = [(first + i * together) * at_once + j for j in range(at_once)]
-                    loaded = [load_row_part(refs, row, part) for row in unit_rows]
-                    for row, values in zip(unit_rows, loaded, strict=True):
+                def fetch(i, part=part):
+                    # Past the end the last rows are read again, and not used.
+                    unit = jnp.minimum(first + i * together, units - 1)
+                    return [load_row_part(refs, unit * at_once + j, part) for j in range(at_once)]
+
+                def unit(i, carry, part=part, bias=bias, fetch=fetch):
+                    total, loaded = carry
+                    ahead = fetch(i + 1) if config.prefetch else loaded
+                    loaded = loaded if config.prefetch else fetch(i)
+                    for j, values in enumerate(loaded):
+                        row = (first + i * together) * at_once + j
                         dx = step(row, part, {**values, **bias}, keep)
                         dx_ref[row, part.columns] = dx.astype(dx_ref.dtype)
                         total += dx
-                    return total
+                    return total, ahead
 
                 zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
                 trips = lax.div(units - first + together - 1, together)
-                sums[warpgroup, _local(part)] = lax.fori_loop(0, trips, unit, zeros)
+                carry = (zeros, fetch(0) if config.prefetch else [])
+                sums[warpgroup, _local(part)] = lax.fori_loop(0, trips, unit, carry)[0]
             plgpu.commit_smem()
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)

@@ -20,7 +20,7 @@ class RopeConfig:
     access_bytes: the widest access of a thread. Narrower ones need the sine and cosine of fewer pairs a thread.
     """
 
-    tokens: int = 2
+    tokens: int = 1
     access_bytes: int = 16
 
 
@@ -60,11 +60,6 @@ def head_tile(
                 return HeadTile(heads=heads_a_tile, half=half, vector=vector)
         vector //= 2
     return None
-
-
-def default_config(tokens: int) -> RopeConfig:
-    """The untuned choice for `tokens` tokens."""
-    return RopeConfig() if tokens >= 2048 else RopeConfig(tokens=1)
 
 
 def candidates() -> dict[str, RopeConfig]:

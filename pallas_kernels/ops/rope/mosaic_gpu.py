@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.ops.rope.config import HeadTile, RopeConfig, default_config, head_tile
+from pallas_kernels.ops.rope.config import HeadTile, RopeConfig, head_tile
 from pallas_kernels.primitives.platform import varying_like
 
 # No automatic barriers: nothing that is written is read again.
@@ -38,7 +38,7 @@ def rope_rotate(
     """
     batch, length, _, head_size = query.shape
     tokens, half = batch * length, head_size // 2
-    config = config or default_config(tokens)
+    config = config or RopeConfig()
     at_once = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
     arrays = (query, key)
     tiles = tuple(_tile(array, interleaved, config) for array in arrays)
