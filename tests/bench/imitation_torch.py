@@ -112,6 +112,8 @@ def install(monkeypatch) -> None:
     torch.from_dlpack = lambda array: np.from_dlpack(array).view(Tensor)
     torch.no_grad = contextlib.nullcontext
     torch.softmax = softmax
+    torch.rsqrt = lambda x: 1 / np.sqrt(x)
+    torch.var_mean = lambda x, axis, correction: (x.var(axis=axis, ddof=correction), x.mean(axis=axis))
     torch.ones = lambda *shape, dtype, device: tensor(np.ones(shape, dtype))
     torch.zeros_like = np.zeros_like
     torch.arange = lambda n, device, dtype=np.float32: tensor(np.arange(n, dtype=dtype))

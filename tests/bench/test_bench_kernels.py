@@ -98,6 +98,21 @@ def test_a_peer_is_checked_timed_and_may_fail(spec, monkeypatch):
     assert result.of_kind("peer") == ()
 
 
+@pytest.mark.usefixtures("invented_times")
+def test_a_peer_that_fails_is_replaced_once(spec, monkeypatch):
+    tried = []
+
+    def load(name):
+        tried.append(name)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(peers, "load", load)
+    settings = dataclasses.replace(SETTINGS, peers=("torch_compile", "torch_max_autotune", "liger"))
+    result = bench_shape(get_op("rms_norm"), spec, "forward", settings)
+    assert tried == ["torch_compile", "torch_max_autotune", "liger", "torch_eager"]
+    assert [p.candidate for p in result.problems[1:]] == tried
+
+
 def test_xla_failing_is_a_problem_of_the_shape(spec):
     def fail(**_):
         raise RuntimeError("out of memory")

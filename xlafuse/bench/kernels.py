@@ -149,10 +149,25 @@ def _candidates(
         candidates.append(candidate)
     if traffic.bytes >= settings.peer_bytes:
         names = [name for name in settings.peers if name not in peers.OF_THE_OPERATION]
-        trained = [peers.as_trained(case) for case in cases]
-        expected = _peers_results(trained[0], phase) if names else {}
-        for name in names:
-            candidates += _peer(name, phase, trained, expected, problems)
+        candidates += _peers(names, phase, cases, problems)
+    return candidates
+
+
+def _peers(names: list[str], phase: str, cases: Sequence[testing.Case], problems: list[Problem]) -> list[Candidate]:
+    """The peers that run and agree with XLA, and in place of one that failed its fallback."""
+    if not names:
+        return []
+    cases = [peers.as_trained(case) for case in cases]
+    expected = _peers_results(cases[0], phase)
+    candidates: list[Candidate] = []
+    while names:
+        name = names.pop(0)
+        made = _peer(name, phase, cases, expected, problems)
+        candidates += made
+        fallback = peers.FALLBACKS.get(name)
+        has_failed = not made and problems[-1].kind == "failed"
+        if fallback and has_failed and fallback not in (*names, *(c.name for c in candidates)):
+            names.append(fallback)
     return candidates
 
 
@@ -200,7 +215,7 @@ def _problem(name: str, error: Exception) -> Problem:
     return Problem(
         candidate=name,
         message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}",
-        kind="unsupported" if isinstance(error, NotImplementedError) else "failed",
+        kind="unsupported" if isinstance(error, NotImplementedError | ImportError) else "failed",
     )
 
 

@@ -27,7 +27,7 @@ class ResultsError(XlafuseError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A candidate that gave no time: it failed, or it does not take such a shape ("unsupported"). The others go on."""
+    """A candidate that gave no time: it failed, or ("unsupported") takes no such arguments or is not installed."""
 
     candidate: str
     message: str

@@ -24,6 +24,9 @@ PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
 
+FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
+"""What is timed where a peer fails, as Inductor does without a C compiler."""
+
 
 def is_joint(case: Case) -> bool:
     """Whether the benchmark's backward phase is the loss and its gradient together, as a training step has them."""

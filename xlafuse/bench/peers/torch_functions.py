@@ -82,6 +82,14 @@ def rope(query, key, positions, theta=10000.0, interleaved=False):
     return rotate(query), rotate(key)
 
 
+def batch_norm(x, scale, bias, epsilon=1e-5):
+    """See `pallas_kernels.batch_norm`."""
+    rows = x.float().reshape(-1, x.shape[-1])
+    variance, mean = torch.var_mean(rows, 0, correction=0)
+    y = (rows - mean) * torch.rsqrt(variance + epsilon) * scale.float() + bias.float()
+    return y.to(x.dtype).reshape(x.shape), mean, variance
+
+
 def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
     """See `pallas_kernels.cross_entropy`."""
     if z_loss:
@@ -101,6 +109,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "gated_activation": gated_activation,
     "rope": rope,
     "cross_entropy": cross_entropy,
+    "batch_norm": batch_norm,
 }
 
 
