@@ -306,3 +306,21 @@ def test_rope_kernel_counts_from_zero_without_positions():
     np.testing.assert_array_equal(without, counting)
     np.testing.assert_allclose(without.astype(np.float32), plain(params, x).astype(np.float32), atol=0.02, rtol=0.02)
     assert np.any(np.asarray(without != later))
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_gradients_of_a_sharded_batch_are_summed_over_the_devices(norm):
+    config = dataclasses.replace(get_preset("tiny"), norm=norm)
+    plan = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
+    function, (params, x, _) = block_function(config, (2, 8), plan=plan)
+
+    def gradients(params, x):
+        return jax.grad(lambda params: jnp.sum(function(params, x).astype(jnp.float32)))(params)
+
+    # Tracing checks that what is said to be the same on all devices is.
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    same, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    with plgpu.force_gpu_interpret_mode():
+        sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(same, split), out_specs=same)
+        jaxpr = jax.make_jaxpr(sharded)(params, x)
+    assert str(jaxpr).count("psum") >= len(jax.tree.leaves(params))

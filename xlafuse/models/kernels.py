@@ -21,6 +21,7 @@ from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
 from pallas_kernels.ops.rms_norm import api as rms_norm
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rope import api as rope
+from pallas_kernels.primitives.platform import varying_like
 from xlafuse.models.config import BlockConfig
 
 
@@ -31,8 +32,10 @@ def normalise(config: BlockConfig, x: Array, scale: Array, bias: Array | None) -
     own gradient: else that sum would be a launch of its own. The forward sum is left to the matrix product before it,
     whose epilogue adds for one array more to read; in the norm it would be one more to read and one more to write.
     """
+    # All marked as varying alike, so that shard_map sums the weights' gradients over the devices.
+    weights = (None if weight is None else varying_like(weight, x) for weight in (scale, bias))
     rows = x.reshape(-1, config.hidden_size)
-    y, stream = _norm_and_stream(config.norm, config.epsilon, rows, scale, bias)  # pyright: ignore
+    y, stream = _norm_and_stream(config.norm, config.epsilon, rows, *weights)  # pyright: ignore
     return y.reshape(x.shape), stream.reshape(x.shape)
 
 

@@ -15,7 +15,7 @@ SITES: dict[str, tuple[str, ...]] = {
     "attention": ("xla", "cudnn"),
     "output_projection": ("xla",),
     "mlp_norm": ("xla", "mosaic"),
-    "up_projection": ("xla",),
+    "gated_mlp": ("xla",),
     "activation": ("xla", "mosaic"),
     "down_projection": ("xla",),
 }
@@ -37,7 +37,7 @@ class FusionPlan:
     attention: str = "xla"
     output_projection: str = "xla"
     mlp_norm: str = "xla"
-    up_projection: str = "xla"
+    gated_mlp: str = "xla"
     activation: str = "xla"
     down_projection: str = "xla"
 
