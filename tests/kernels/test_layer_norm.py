@@ -49,10 +49,12 @@ def test_long_rows_in_chunks(seed, features):
     y, total = layer_norm_forward(
         x, scale, bias, residual, epsilon=1e-6, config=ForwardConfig(register_columns=128, chunk=256)
     )
+    assert total is not None
     np.testing.assert_allclose(total, x + residual)
     np.testing.assert_allclose(y, layer_norm_reference(total, scale, bias), rtol=1e-5, atol=1e-5)
     config = BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)
     got = layer_norm_backward(total, scale, bias, dy, residual, epsilon=1e-6, config=config)
+    assert got.dscale is not None and got.dbias is not None
     dx, dscale, dbias = jax.vjp(layer_norm_reference, total, scale, bias)[1](dy)
     np.testing.assert_allclose(got.dtotal, dx + residual, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
     np.testing.assert_allclose(got.dscale, dscale, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
@@ -67,10 +69,12 @@ def test_all_backward_configurations_agree(seed):
     configs = [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
     configs += [BackwardConfig(loads="shared", blocks_per_core=1, steps=3, gain="registers")]
     configs += [BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, second_read="float32")]
+    configs += [BackwardConfig(loads="shared", warpgroups=4, blocks_per_core=1, steps=4, second_read="overlapped")]
     configs += [BackwardConfig(loads="pipeline", blocks_per_core=1, steps=2)]
     configs += [BackwardConfig(loads="direct", blocks_per_core=1, second_read="float32")]
     for config in configs:
         got = layer_norm_backward(x, scale, bias, dy, None, epsilon=1e-6, config=config)
+        assert got.dscale is not None and got.dbias is not None
         for a, b in zip((got.dtotal, got.dscale, got.dbias), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
 

@@ -90,6 +90,7 @@ def test_all_backward_configurations_agree(seed):
         configs.append(BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=1, steps=2))
     configs.append(BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=3, gain="registers"))
     configs.append(BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, second_read="float32"))
+    configs.append(BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=4, second_read="overlapped"))
     for config in configs:
         got = rms_norm_backward(x, scale, dy, None, epsilon=1e-6, config=config)
         for a, b in zip(got, expected, strict=True):

@@ -2,7 +2,8 @@
 
 Rows arrive in a ring of shared memory by TMA. Each row has one barrier between the warpgroups, which serves twice: it
 carries the row's sums, and whoever passes it knows that all have finished with the row before, so that its place in the
-ring can be filled again.
+ring can be filled again. Or, overlapped, a row's first pass runs between the arrival at the barrier of the row before and
+the wait there, so that no warp stands still at it.
 
 To take a row's mean off with one barrier, each warp centres its own line of the row first. The lines are then joined as
 Chan, Golub and LeVeque join samples: nothing is subtracted that is large against the result, as it would be in
@@ -52,11 +53,12 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     inputs, out_types = operands.inputs, operands.out_types(parts)
     streams = len(operands.streams)
     has_remainders = norm.mean_passes(operands.dtype) == 2
+    turns = 4 if config.second_read == "overlapped" else 2  # no warpgroup is ever so many rows ahead
     kinds = 2 + 2 * norm.centered + has_remainders
     scratch = {
         "ring": plgpu.SMEM((steps, streams, *parts), operands.dtype),
         **held_gain,
-        "line_sums": plgpu.SMEM((2, kinds, warpgroups, WARPS), jnp.float32),
+        "line_sums": plgpu.SMEM((turns, kinds, warpgroups, WARPS), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=streams, num_barriers=steps),
         "summed": plgpu.Barrier(num_arrivals=warpgroups),
     }
@@ -121,47 +123,70 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
         if gain is not None and held_gain:  # each thread reads back what it stores here itself
             store_row(refs["gain"].at[group], gain, segments)
 
-        def load(i, first):
+        def load(i, first=0):
+            """Value, dy, weighted dy, and the sum's cotangent as it was stored."""
             slot = lax.rem(i, steps) + first
             value, dy = (to_float32(load_row(ring.at[slot, s, group], segments)) for s in range(2))
-            return slot, value, dy, weigh(dy, load_row(refs["gain"].at[group], segments) if held_gain else gain)
+            weighted = weigh(dy, load_row(refs["gain"].at[group], segments) if held_gain else gain)
+            return value, dy, weighted, load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
 
-        def step(i, sums):
+        def publish(i):
+            """Reads a row as soon as it is there and writes its sums where the other warpgroups find them."""
             plgpu.barrier_wait(arrived.at[lax.rem(i, steps)])
-            slot, value, dy, weighted = load(i, 0)
-            cotangent = load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
-            turn = lax.rem(i, 2)  # no warpgroup is ever two rows ahead
-            for kind, values in enumerate(sums_of_lines(value, weighted)):
-                refs["line_sums"][turn, kind, group] = values
+            row = load(i)
+            for kind, values in enumerate(sums_of_lines(row[0], row[2])):
+                refs["line_sums"][lax.rem(i, turns), kind, group] = values
+            return row
+
+        def arrive():
             plgpu.commit_smem()
             plgpu.barrier_arrive(summed)
-            plgpu.barrier_wait(summed)
 
-            # All have read the row before, and this one where nobody reads it again.
-            free = i if keeps_row else i - 1
+        def refill(free):
+            """Row `free` is not read again by anyone: its place is for the one `steps` later."""
 
             @pl.when((group == 0) & (free >= 0) & (free + steps < trips))
             def _():
                 fetch(free + steps)
 
+        def finish(i, row, sums):
             lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
+            turn = lax.rem(i, turns)
             scalars = join_lines(lambda kind: [refs["line_sums"][turn, kind, g, w] for g, w in lines])
-            if not keeps_row:
-                # A zero the compiler cannot see through; else it keeps the first read's values in registers.
-                slot, value, dy, weighted = load(i, lax.optimization_barrier(jnp.int32(0)))
-                cotangent = load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
+            value, dy, weighted, cotangent = row
             centered = scalars.center(value)
             gradient = scalars.gradient(centered, weighted)
             if cotangent is not None:
                 gradient = map_row(jnp.add, gradient, to_float32(cotangent))
-            row = i * blocks + block
-            store_row(refs["dtotal"].at[row, group], gradient, segments)
+            index = i * blocks + block
+            store_row(refs["dtotal"].at[index, group], gradient, segments)
             if words is not None:
                 places = tuple(s.row_columns(jnp.uint32, group=group, line=line) for s in segments)
-                dropped = norm.drop(gradient, words, row, places, features)
-                store_row(refs["dx"].at[row, group], dropped, segments)
+                dropped = norm.drop(gradient, words, index, places, features)
+                store_row(refs["dx"].at[index, group], dropped, segments)
             return scalars.column_sums(centered, dy, sums)
 
+        def step(i, sums):
+            row = publish(i)
+            arrive()
+            plgpu.barrier_wait(summed)
+            refill(i if keeps_row else i - 1)
+            # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+            row = row if keeps_row else load(i, lax.optimization_barrier(jnp.int32(0)))
+            return finish(i, row, sums)
+
+        def overlapped_step(i, sums):
+            is_last = i + 1 == trips
+            pl.when(~is_last)(lambda: (publish(i + 1), None)[1])
+            plgpu.barrier_wait(summed)
+            refill(i - 2)  # who passes the barrier of row i has finished with row i - 2
+            pl.when(~is_last)(arrive)
+            return finish(i, load(i), sums)
+
+        if config.second_read == "overlapped":
+            publish(jnp.int32(0))
+            arrive()
+            step = overlapped_step
         sums = lax.fori_loop(0, trips, step, {name: zeros_row(segments) for name in operands.sums})
         for name, values in sums.items():
             store_row(operands.sums_at(refs, block, name).at[group], values, segments)

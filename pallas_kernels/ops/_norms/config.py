@@ -37,7 +37,8 @@ class BackwardConfig:
     blocks_per_core: blocks a streaming multiprocessor. Each writes one row of partial column sums.
     second_read: where the second pass over a row finds it: kept in registers as float32 ("float32"; fewer instructions,
         and its place in shared memory is free sooner), or read again from shared memory or the L1 cache ("reload"; one
-        warpgroup then needs 168 registers instead of 202 at 4096 bf16 columns, and does not spill at 8192).
+        warpgroup then needs 168 registers instead of 202 at 4096 bf16 columns, and does not spill at 8192), or that
+        after the first pass over the row behind it ("overlapped"; "shared" alone).
     gain: where the scale lives between rows.
     """
 
@@ -45,7 +46,7 @@ class BackwardConfig:
     blocks_per_core: int = 3
     warpgroups: int = 1
     steps: int = 3
-    second_read: Literal["float32", "reload"] = "reload"
+    second_read: Literal["float32", "reload", "overlapped"] = "reload"
     gain: Literal["registers", "shared"] = "shared"
     chunk: int = 2048
 
@@ -67,10 +68,10 @@ class BackwardShape:
     sums: int = 1
     has_dropout: bool = False
 
-    def shared(self, *, warpgroups: int, blocks_per_core: int) -> BackwardConfig | None:
-        """Rows in shared memory for several warpgroups, as many in flight, up to 4, as fit.
+    def shared(self, *, warpgroups: int, blocks_per_core: int, overlapped: bool = False) -> BackwardConfig | None:
+        """Rows in shared memory for several warpgroups, as many in flight, up to 4 (overlapped: 6), as fit.
 
-        None where fewer than 2 fit, or the row does not divide over the warpgroups, or would spill.
+        None where fewer than 2 (4) fit, or the row does not divide over the warpgroups, or would spill.
         """
         if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
             return None
@@ -78,8 +79,8 @@ class BackwardShape:
         columns_a_warpgroup = 2048 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 4096
         if self.features > columns_a_warpgroup * warpgroups or warpgroups * blocks_per_core > 12:
             return None
-        steps = self._steps(blocks_per_core, scratch_bytes=2048)
-        if steps < 2:
+        steps = self._steps(blocks_per_core, scratch_bytes=3072, most=6 if overlapped else 4)
+        if steps < (4 if overlapped else 2):
             return None
         columns_a_thread = self.features // (128 * warpgroups)
         kept_columns = 8 if self.itemsize == 4 and self.sums > 1 else 16
@@ -88,7 +89,7 @@ class BackwardShape:
             warpgroups=warpgroups,
             blocks_per_core=blocks_per_core,
             steps=steps,
-            second_read="float32" if columns_a_thread <= kept_columns else "reload",
+            second_read="overlapped" if overlapped else "float32" if columns_a_thread <= kept_columns else "reload",
         )
 
     def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
@@ -120,18 +121,19 @@ class BackwardShape:
     def candidates(self) -> dict[str, BackwardConfig]:
         """The configurations worth measuring, by name."""
         if self.features <= 2048:
-            pairs, blocks = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 2)), (8,)
+            pairs, overlapped, blocks = ((1, 4), (1, 8), (2, 2), (4, 2)), ((1, 4),), (8,)
         else:
-            pairs, blocks = ((4, 1), (4, 2), (2, 2), (2, 1)), (3, 2)
+            pairs, overlapped, blocks = ((4, 1), (4, 2), (2, 2)), ((4, 1), (2, 2)), (3,)
         configs = [self.shared(warpgroups=w, blocks_per_core=b) for w, b in pairs]
+        configs += [self.shared(warpgroups=w, blocks_per_core=b, overlapped=True) for w, b in overlapped]
         configs += [self.pipeline(blocks_per_core=b) for b in blocks]
         if not any(configs):
             configs += [BackwardConfig(loads="chunked", chunk=c, blocks_per_core=b) for c, b in ((1024, 6), (2048, 4))]
         return {_name(config): config for config in configs if config is not None}
 
-    def _steps(self, blocks_per_core: int, *, scratch_bytes: int) -> int:
+    def _steps(self, blocks_per_core: int, *, scratch_bytes: int, most: int = 4) -> int:
         budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - scratch_bytes
-        return min(4, (budget - self.features * self.gain_bytes) // (self.streams * self.features * self.itemsize))
+        return min(most, (budget - self.features * self.gain_bytes) // (self.streams * self.features * self.itemsize))
 
 
 def default_forward(features: int, itemsize: int) -> ForwardConfig:
@@ -155,6 +157,6 @@ def _name(config: BackwardConfig) -> str:
         "direct": "",
         "chunked": f" {config.chunk}",
         "pipeline": f" {config.steps} steps",
-        "shared": f" {config.warpgroups} warpgroups {config.steps} steps",
+        "shared": f" {config.warpgroups} warpgroups {config.steps} steps {config.second_read}",
     }[config.loads]
     return f"{config.loads}{detail}, {config.blocks_per_core} blocks"
