@@ -88,6 +88,8 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
         ("2", ["32768x4096-bfloat16"]),
     ]
     assert merged.runs[1].shapes[0].microseconds("mosaic") == 255.0
+    late = results(shape("c"), left_out=("rms_norm forward b: late", "rms_norm forward d: late"))
+    assert merge([late, second, first]).runs[0].left_out == ("rms_norm forward d: late",)
     other = dataclasses.replace(H200, device_kind="NVIDIA H100")
     with pytest.raises(ResultsError, match="one kind of GPU, got NVIDIA H100, NVIDIA H200"):
         merge([first, results(shape("c"), environment=other)])

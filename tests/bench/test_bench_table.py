@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,17 @@ def test_table_has_rates_ratios_and_small_calls_apart():
     assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger |" in text
     assert "| `rms_norm` | forward | 32768x4096-bf16 | 250.0 | 4000 | 98 % | 2.00 | 1.20 |" in text
     assert "| `rms_norm` | forward | 7x7 | 490.0 | 2041 | 50 % | – | – |" in text
-    assert "| geometric mean |  |  |  |  | 70 % | 1.41 | 1.20 |" in text
+    assert "| operation |  | of the ceiling | × XLA | × Liger | shapes |" in text
+    assert "| `rms_norm` | forward | 70 % | 2.00 | 1.20 | 2 |" in text
+    assert "| geometric mean |  | 70 % | 2.00 | 1.20 | 2 |" in text
     assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 |" in text
+
+
+def test_caption_names_what_events_timed():
+    candidates = list(shape().candidates)
+    liger = next(c for c in candidates if c.name == "liger")
+    candidates[candidates.index(liger)] = replace(liger, timing=replace(liger.timing, timer="cuda_events"))
+    assert "(CUPTI, of liger CUDA events)" in markdown(results(shape(candidates=tuple(candidates))))
 
 
 def test_place_keeps_the_rest_and_is_stable():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from xlafuse.bench.results import Results, ShapeResult, geometric_mean
+from xlafuse.bench.results import PHASES, Results, ShapeResult, geometric_mean
 from xlafuse.bench.timing import L2_CACHE_BYTES
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -83,8 +83,8 @@ def summary_lines(results: Results) -> list[str]:
 
 
 def grouped(shapes: Iterable[ShapeResult]) -> Sequence[tuple[str, str, list[ShapeResult]]]:
-    """Shapes by operation and phase, in order of appearance."""
-    groups: dict[tuple[str, str], list[ShapeResult]] = {}
+    """Shapes by operation, in order of appearance, and phase, forward first."""
+    groups: dict[str, dict[str, list[ShapeResult]]] = {}
     for shape in shapes:
-        groups.setdefault((shape.op, shape.phase), []).append(shape)
-    return [(op, phase, found) for (op, phase), found in groups.items()]
+        groups.setdefault(shape.op, {phase: [] for phase in PHASES})[shape.phase].append(shape)
+    return [(op, phase, found) for op, phases in groups.items() for phase, found in phases.items() if found]

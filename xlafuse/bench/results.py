@@ -173,13 +173,15 @@ def merge(parts: Iterable[Results]) -> Results:
     kinds = sorted({run.environment.device_kind for run in runs if run.shapes})
     if len(kinds) > 1:
         raise ResultsError(f"expected results of one kind of GPU, got {', '.join(kinds)}; keep a file for each")
+    measured = {" ".join((shape.op, shape.phase, shape.spec)) for run in runs for shape in run.shapes}
     kept: list[Run] = []
     seen: set[tuple[str, str, str]] = set()
     for run in reversed(runs):
         shapes = tuple(shape for shape in run.shapes if shape.key not in seen)
         seen.update(shape.key for shape in shapes)
-        if shapes or run.left_out:
-            kept.append(replace(run, shapes=shapes))
+        left_out = tuple(note for note in run.left_out if note.partition(":")[0] not in measured)
+        if shapes or left_out:
+            kept.append(replace(run, shapes=shapes, left_out=left_out))
     return Results(runs=tuple(reversed(kept)))
 
 

@@ -18,15 +18,18 @@ _PEER_TITLES = {
 
 
 def markdown(results: Results) -> str:
-    """The tables: shapes past the cache with rates and ratios, then small ones with times."""
+    """The tables: means over the shapes past the cache, and folded away all shapes, small ones with times alone."""
     large = [shape for shape in results.shapes if is_large(shape) and shape.chosen]
     small = [shape for shape in results.shapes if not is_large(shape) and shape.chosen]
     parts = [_caption(results)]
     if large:
+        parts.append(_means_table(large))
+    parts.append("<details><summary>Every shape</summary>")
+    if large:
         parts.append(_large_table(large))
     if small:
         parts.append(_small_table(small))
-    return "\n\n".join(parts)
+    return "\n\n".join((*parts, "</details>"))
 
 
 def _caption(results: Results) -> str:
@@ -39,17 +42,36 @@ def _caption(results: Results) -> str:
         f"{name} {versions[name]}" for name in ("jax", "torch", "triton", "liger-kernel") if name in versions
     )
     days = sorted({run.started[:10] for run in results.runs if run.shapes})
+    by_events = {c.name for shape in results.shapes for c in shape.candidates if c.timing.timer == "cuda_events"}
+    others = f", of {', '.join(sorted(by_events))} CUDA events" if by_events else ""
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else "never"
     return (
-        f"{device}, {when}; {shown}. Median GPU time of a call (CUPTI), inputs random normal, buffers past the L2 "
+        f"{device}, {when}; {shown}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past the L2 "
         "cache; all columns of a row were timed in turns in one run. The ceiling is the faster of a plain copy and "
         "elementwise work on the same bytes. × is how many times as fast ours is."
     )
 
 
-def _large_table(shapes: Iterable[ShapeResult]) -> str:
-    shapes = list(shapes)
-    peers = [name for name in _PEER_TITLES if any(c.name == name for s in shapes for c in s.of_kind("peer"))]
+def _peer_names(shapes: Iterable[ShapeResult]) -> list[str]:
+    measured = {candidate.name for shape in shapes for candidate in shape.of_kind("peer")}
+    return [name for name in _PEER_TITLES if name in measured]
+
+
+def _means_table(shapes: list[ShapeResult]) -> str:
+    rivals = ["xla", *_peer_names(shapes)]
+    header = ["operation", "", "of the ceiling", "× XLA", *(f"× {_PEER_TITLES[peer]}" for peer in rivals[1:]), "shapes"]
+    lines = [_row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
+    for op, phase, group in [*grouped(shapes), ("geometric mean", "", shapes)]:
+        ours = [shape for shape in group if shape.chosen != "xla"]
+        share = geometric_mean([shape.ceiling_share(shape.chosen or "") for shape in group])
+        means = (geometric_mean([shape.speed_up(shape.chosen or "", rival) for shape in ours]) for rival in rivals)
+        name = f"`{op}`" if phase else op
+        lines.append(_row([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))]))
+    return "\n".join(lines)
+
+
+def _large_table(shapes: list[ShapeResult]) -> str:
+    peers = _peer_names(shapes)
     header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", "× XLA"]
     header += [f"× {_PEER_TITLES[peer]}" for peer in peers]
     lines = [_row(header), _row(["---", "---", "---", *["---:"] * (len(header) - 3)])]
@@ -70,9 +92,6 @@ def _large_table(shapes: Iterable[ShapeResult]) -> str:
                     ]
                 )
             )
-    means = [geometric_mean([s.speed_up(s.chosen or "", rival) for s in shapes]) for rival in ("xla", *peers)]
-    share = geometric_mean([s.ceiling_share(s.chosen or "") for s in shapes])
-    lines.append(_row(["geometric mean", "", "", "", "", _percent(share), *(_number(mean, 2) for mean in means)]))
     return "\n".join(lines)
 
 
