@@ -46,9 +46,9 @@ def _caption(results: Results) -> str:
     others = f", of {', '.join(sorted(by_events))} CUDA events" if by_events else ""
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else "never"
     return (
-        f"{device}, {when}; {shown}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past the L2 "
-        "cache; all columns of a row were timed in turns in one run. The ceiling is the faster of a plain copy and "
-        "elementwise work on the same bytes. × is how many times as fast ours is."
+        f"{device}, {when}; {shown}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past "
+        "the L2 cache; all columns of a row were timed in turns in one run. The ceiling is the faster of a plain copy "
+        "and elementwise work on the same bytes. × is how many times as fast ours is."
     )
 
 
