@@ -2,7 +2,7 @@
 
 Rows arrive in a ring of shared memory by TMA. Each row has one barrier between the warpgroups, which serves twice: it
 carries the row's sums, and whoever passes it knows that all have finished with the row before, so that its place in the
-ring can be filled again. Or, overlapped, a row's first pass runs between the arrival at the barrier of the row before and
+ring can be filled again. Overlapped, a row's first pass runs between the arrival at the barrier of the row before and
 the wait there, so that no warp stands still at it.
 
 To take a row's mean off with one barrier, each warp centres its own line of the row first. The lines are then joined as
