@@ -67,6 +67,7 @@ def norm_backward(
             gain_bytes=0 if scale is None else scale.dtype.itemsize,
             sums=len(sums),
             has_dropout=words is not None,
+            centered=norm.centered,
         ).default()
     blocks = min(rows, target_device().core_count * config.blocks_per_core) if rows > _ROWS_OF_ONE_BLOCK else 1
     operands = BackwardOperands(
