@@ -107,12 +107,12 @@ class BackwardShape:
         # RMSNorm on an H200 at 32768 x 4096 bf16: 4 warpgroups and 1 block 251 µs, pipelines of 3 blocks 253 µs,
         # direct loads 327 µs. Fewer warpgroups where four would not have 16 bytes of a row for each thread.
         per_warpgroup = 128 * ACCESS_BYTES // self.itemsize
-        # LayerNorm joins four sums of each line, which 16 warps do slower than 8: 354 µs, 2 warpgroups and 1 block 259 µs,
-        # 2 blocks 269 µs; without a residual 332, 243 and 209 µs.
+        # LayerNorm joins four sums of each line, which 16 warps do slower than 8: 354 µs; 2 warpgroups and 1 block
+        # 259 µs, 2 blocks 269 µs; without a residual 332, 243 and 209 µs.
         most = 2 if self.centered and self.features <= 4096 else 4
         warpgroups = max((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), default=0)
         if warpgroups:
-            two = (1,) if self.centered and self.streams == 3 else (2, 1)
+            two = (1,) if self.centered and self.streams == 3 and self.features > 2048 else (2, 1)
             blocks = {4: (1,), 2: two, 1: (6, 4, 3, 2, 1)}[warpgroups]
             configs = (self.shared(warpgroups=warpgroups, blocks_per_core=b) for b in blocks)
         else:
