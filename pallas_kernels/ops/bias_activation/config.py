@@ -49,7 +49,7 @@ def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bo
 
 def default_column_sum(rows: int) -> ColumnSumConfig:
     """The untuned choice of the backward kernel with a bias."""
-    return ColumnSumConfig() if rows >= 1024 else ColumnSumConfig(rows=1, warpgroups=2)
+    return ColumnSumConfig() if rows >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
 
 
 def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
