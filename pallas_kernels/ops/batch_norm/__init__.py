@@ -1,0 +1,1 @@
+"""Batch normalisation in training: statistics over all rows."""

@@ -1,0 +1,107 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
+from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
+from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
+from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    epsilon: float = 1e-5,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalises each feature by its mean and variance over all rows, as in training.
+
+    The same as, in float32 between the casts, with `axes` all but the last,
+
+        mean, variance = x.mean(axes), x.var(axes)
+        y = (x - mean) * rsqrt(variance + epsilon) * scale + bias
+
+    Args:
+        x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
+        scale, bias: (features,), any floating dtype.
+        epsilon: added to the variance.
+        implementation: "mosaic" (two Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+
+    Returns:
+        y like x; mean and (biased) variance, (features,) float32. Under shard_map they are each device's own.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
+    """
+    x, scale, bias = jnp.asarray(x), jnp.asarray(scale), jnp.asarray(bias)
+    _check(x, scale, bias)
+    support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
+    chosen = choose("batch_norm", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0:
+        return batch_norm_reference(x, scale, bias, epsilon=epsilon)
+    rows = x.reshape(-1, x.shape[-1])
+    # Marked as varying like x, so that shard_map sums their gradients over the devices that x is spread over.
+    scale, bias = varying_like(scale, rows), varying_like(bias, rows)
+    outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(float(epsilon), rows, scale, bias)  # pyright: ignore
+    y, mean, variance = outputs
+    return y.reshape(x.shape), mean, variance
+
+
+def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
+        if array.dtype.name not in MOSAIC_DTYPES:
+            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    features = x.shape[-1]
+    return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
+
+
+def _check(x: jax.Array, scale: jax.Array, bias: jax.Array) -> None:
+    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"batch_norm: {name} must be floating, got {array.dtype.name}; cast it first.")
+    if x.ndim < 2:
+        raise ValueError(f"batch_norm: x must be (..., features) with a leading axis to average over, got {x.shape}.")
+    for name, array in (("scale", scale), ("bias", bias)):
+        if array.shape != x.shape[-1:]:
+            raise ValueError(
+                f"batch_norm: {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got {array.shape}."
+            )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _batch_norm_mosaic(
+    epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return batch_norm_forward(x, scale, bias, epsilon=epsilon)
+
+
+def _mosaic_fwd(epsilon, x, scale, bias):
+    y, mean, variance = batch_norm_forward(x, scale, bias, epsilon=epsilon)
+    # Only the dtype of the bias is needed; a residual must be an array.
+    return (y, mean, variance), (x, scale, mean, variance, bias[:0])
+
+
+def _mosaic_bwd(epsilon, saved, cotangents):
+    x, scale, mean, variance, bias = saved
+    dy, dmean, dvariance = cotangents
+    dx, dscale, dbias = batch_norm_backward(x, scale, mean, variance, dy, dmean, dvariance, epsilon=epsilon)
+    return dx, dscale, dbias.astype(bias.dtype)
+
+
+_batch_norm_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

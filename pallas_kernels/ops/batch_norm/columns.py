@@ -1,0 +1,201 @@
+"""The two shapes of kernel that batch normalisation is made of: sums down the columns, and work on to every element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.ops.batch_norm.config import BatchNormConfig, rows_at_once
+from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+Values = Mapping[str, jax.Array]
+
+SHIFT_ROWS = 8
+"""Rows whose mean is the shift of a block."""
+
+# Each thread reads back only what it stored itself, or what a barrier of ours lies between.
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partials:
+    """What the blocks of a reduction found: `sums`, each (groups, features) float32, over `counts` rows a group.
+
+    shift: what was subtracted from an array, (groups, features), or None.
+    """
+
+    sums: tuple[jax.Array, ...]
+    shift: jax.Array | None
+    counts: np.ndarray
+
+
+def sum_columns(
+    name: str,
+    arrays: Mapping[str, jax.Array],
+    columns: Mapping[str, jax.Array],
+    terms: Callable[[Values], tuple[jax.Array, jax.Array]],
+    *,
+    shifted: str | None = None,
+    config: BatchNormConfig,
+) -> Partials:
+    """Sums two terms of every row down the columns.
+
+    Blocks are persistent: each keeps a strip of columns for a group of rows, which its warpgroups share out.
+
+    arrays: (rows, features), the first of them the widest in bytes. columns: (features,).
+    terms: what a row adds, from its and the columns' values.
+    shifted: an array from which each block first subtracts the mean of a few of its rows, so that sums of squares do
+        not cancel.
+    """
+    first_array = next(iter(arrays.values()))
+    rows, features = first_array.shape
+    itemsize, warpgroups = first_array.dtype.itemsize, config.warpgroups
+    at_once = rows_at_once(config.rows, rows)
+    units = rows // at_once  # what a warpgroup does in one step
+    width = access_columns(1, itemsize)
+    strips = max(1, features // width)
+    groups = max(1, min(-(-units // warpgroups), target_device().core_count * config.blocks_per_core // strips))
+    together = groups * warpgroups
+    blocks = Blocks(rows=groups, features=features, columns=width, itemsize=itemsize, stride=features)
+    operands = {**arrays, **columns}
+    results = 3 if shifted else 2
+
+    def kernel(*all_refs):
+        refs = dict(zip(operands, all_refs, strict=False))
+        partial_refs, (sums, done) = all_refs[len(operands) : len(operands) + results], all_refs[-2:]
+        warpgroup = lax.axis_index("warpgroup")
+
+        def block_shift(group, part, shifted):
+            """The same in all warpgroups of a block."""
+            first = group * warpgroups * at_once
+            few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
+            values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
+            return sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS)
+
+        def work(group, parts):
+            first = group * warpgroups + warpgroup
+            trips = lax.div(units - first + together - 1, together)
+            for part in parts:
+                shift = block_shift(group, part, shifted) if shifted else None
+                column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
+
+                def unit(i, total, part=part, shift=shift, column_values=column_values):
+                    unit_rows = [(i * together + first) * at_once + j for j in range(at_once)]
+                    loaded = [
+                        _load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in unit_rows
+                    ]
+                    for values in loaded:
+                        if shifted and shift is not None:
+                            values[shifted] -= shift
+                        total = tuple(a + b for a, b in zip(total, terms({**values, **column_values}), strict=True))
+                    return total
+
+                zero = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
+                for s, value in enumerate(lax.fori_loop(0, trips, unit, (zero, zero))):
+                    sums[warpgroup, s, _local(part)] = value
+                if shift is not None:
+                    pl.when(warpgroup == 0)(lambda part=part, shift=shift: _store(partial_refs[2], group, part, shift))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                for part in parts:
+                    for s in range(2):
+                        every = [_load_sum(sums, other, s, part) for other in range(warpgroups)]
+                        _store(partial_refs[s], group, part, sum(every[1:], start=every[0]))
+
+        blocks.run(lax.axis_index("block"), work)
+
+    kernel.__name__ = name
+    partials = plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((groups, features), jnp.float32),) * results,
+        grid=(blocks.count,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((warpgroups, 2, blocks.widest), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    first, second, *shift = (varying_like(value, *operands.values()) for value in partials)
+    counts = np.bincount(np.arange(units) % together // warpgroups, minlength=groups) * at_once
+    return Partials(sums=(first, second), shift=shift[0] if shift else None, counts=counts)
+
+
+def apply_columns(
+    name: str,
+    arrays: Mapping[str, jax.Array],
+    columns: Mapping[str, jax.Array],
+    step: Callable[[Values], jax.Array],
+    *,
+    config: BatchNormConfig,
+) -> jax.Array:
+    """`step` of every row of `arrays` and the values of `columns`; the result is like the first array."""
+    first_array = next(iter(arrays.values()))
+    rows, features = first_array.shape
+    itemsize = first_array.dtype.itemsize
+    at_once = rows_at_once(config.apply_rows, rows)
+    blocks = Blocks(
+        rows=rows // at_once,
+        features=features,
+        columns=access_columns(1, itemsize),
+        itemsize=itemsize,
+        stride=features,
+    )
+    operands = {**arrays, **columns}
+
+    def kernel(*all_refs):
+        refs, result_ref = dict(zip(operands, all_refs, strict=False)), all_refs[-1]
+
+        def work(group, parts):
+            for part in parts:
+                mine = [group * at_once + i for i in range(at_once)]
+                loaded = [_load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in mine]
+                column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
+                for row, values in zip(mine, loaded, strict=True):
+                    result_ref[row, part.columns] = step({**values, **column_values}).astype(result_ref.dtype)
+
+        blocks.run(lax.axis_index("block"), work)
+
+    kernel.__name__ = name
+    result = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(first_array.shape, first_array.dtype),
+        grid=(blocks.count,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    return varying_like(result, *operands.values())
+
+
+def _load(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
+    return {
+        name: plgpu.load(ref, layout=part.segment.layout, optimized=False).astype(jnp.float32)
+        for name, ref in refs.items()
+    }
+
+
+def _local(part: Part) -> Any:
+    return pl.ds(part.start, part.segment.size)
+
+
+def _load_sum(sums: Any, warpgroup: int, s: int, part: Part) -> jax.Array:
+    return plgpu.load(sums.at[warpgroup, s, _local(part)], layout=part.segment.layout, optimized=False)
+
+
+def _store(ref: Any, group: jax.Array, part: Part, value: jax.Array) -> None:
+    ref[group, part.columns] = value
