@@ -1,5 +1,6 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
+from pallas_kernels.ops.batch_norm.api import batch_norm
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
@@ -18,6 +19,7 @@ __all__ = [
     "ErrorBound",
     "OpSpec",
     "Traffic",
+    "batch_norm",
     "bias_activation",
     "cross_entropy",
     "dropout_residual_norm",

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pallas_kernels.ops.batch_norm.specs import BATCH_NORM
 from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
@@ -31,6 +32,7 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             SOFTMAX,
             ROPE,
             CROSS_ENTROPY,
+            BATCH_NORM,
         )
     }
 )
