@@ -175,10 +175,11 @@ def _bench() -> None:
 def kernels(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
     op: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="An operation, several by several options. All by default.")
+        list[str] | None,
+        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
     ] = None,
     phase: Annotated[
-        list[str] | None, typer.Option(metavar="PHASE", help="forward or backward. Both by default.")
+        list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Both by default.")
     ] = None,
     match: Annotated[str, typer.Option(metavar="TEXT", help="Only shapes whose name holds this, as 8192x4096.")] = "",
     peers: Annotated[
