@@ -126,19 +126,21 @@ for missed in analysis.missed[:8]:
 # %% [markdown]
 # ## Another plan: `xla` beside `pallas`
 #
-# A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives the two norms to a
-# Mosaic GPU kernel, and the second one takes the residual addition with it. The rest stays XLA's.
+# A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives the norms, the rotary
+# embedding and the gated activation to Mosaic GPU kernels; products and attention stay XLA's. `xla_cudnn` gives attention
+# to cuDNN, and `pallas_cudnn` does both.
 
 # %%
-comparison = xlafuse.compare("llama3-8b", (2, 4096), strategies=["unfused", "xla", "xla_cudnn", "pallas"])
+plans = ["unfused", "xla", "xla_cudnn", "pallas", "pallas_cudnn"]
+comparison = xlafuse.compare("llama3-8b", (2, 4096), strategies=plans)
 for result in comparison.strategies:
     made = result.analysis
     if made is None:
-        print(f"{result.name:10} {result.error}")
+        print(f"{result.name:12} {result.error}")
         continue
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.launches_by_kind.items())
     print(
-        f"{result.name:10} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
+        f"{result.name:12} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
         f"{made.roofline_us / 1e3:6.2f} ms estimated  ({kinds})"
     )
 
@@ -185,11 +187,11 @@ for row in comparison.rows:
 # Training reads every activation again. The same question for the gradient with respect to weights and input:
 
 # %%
-gradient = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=["xla", "pallas"])
+gradient = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=["xla", "pallas", "xla_cudnn", "pallas_cudnn"])
 for result in gradient.strategies:
     made = result.analysis
     print(
-        f"{result.name:10} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
+        f"{result.name:12} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
         f"{made.roofline_us / 1e3:6.2f} ms estimated, peak memory {made.memory.peak_bytes / GB:.1f} GB"
     )
 
