@@ -1,0 +1,68 @@
+"""What is particular to rope: angles, and which heads a warpgroup can share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import rope
+from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
+from pallas_kernels.ops.rope.config import head_tile
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 2.0])
+def test_angles_are_exact_at_all_positions(theta):
+    positions = np.concatenate([np.arange(-50, 300), [4095, 131071, 131072, 10**6, 2**31 - 1]]).astype(np.int32)
+    whole, fraction = turns(128, theta)
+    cosine, sine = cosine_and_sine(jnp.asarray(positions)[:, None], jnp.asarray(whole), jnp.asarray(fraction))
+    frequency = np.longdouble(theta) ** (-np.arange(64, dtype=np.longdouble) / 64)
+    angle = positions.astype(np.longdouble)[:, None] * frequency
+    # The last position's product has 31 bits beside the frequency's rounding in float64.
+    tolerance = np.where(np.abs(positions) > 10**7, 2e-6, 2.5e-7)[:, None]
+    assert (np.abs(np.asarray(cosine) - np.cos(angle)) < tolerance).all()
+    assert (np.abs(np.asarray(sine) - np.sin(angle)) < tolerance).all()
+
+
+def test_known_values():
+    query = jnp.zeros((1, 1, 1, 4)).at[..., 0].set(1.0)
+    for interleaved, second in ((False, 2), (True, 1)):
+        rotated, _ = rope(query, query, jnp.array([1]), interleaved=interleaved)
+        expected = np.zeros(4)
+        expected[0], expected[second] = np.cos(1), np.sin(1)
+        np.testing.assert_allclose(rotated[0, 0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_backward_undoes_forward(seed):
+    query = jax.random.normal(jax.random.key(seed), (1, 2, 4, 128))
+    positions = jnp.array([3, 131072])
+    (rotated, _), pullback = jax.vjp(lambda q, k: rope(q, k, positions, implementation="mosaic"), query, query)
+    back, _ = pullback((rotated, rotated))
+    np.testing.assert_allclose(back, query, atol=2e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("heads", "half"), [(32, 64), (8, 64), (4, 64), (12, 32), (4, 128), (16, 256), (64, 8)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tiles_divide_the_heads(heads, half, itemsize, interleaved):
+    tile = head_tile(heads, half, itemsize, interleaved=interleaved)
+    if tile is None:
+        assert heads * half < 128 or (interleaved and half < 32)
+        return
+    assert heads % tile.heads == 0 and tile.heads * half % (128 * tile.vector) == 0
+    assert tile.vector * itemsize <= 16 and half % tile.vector == 0
+
+
+@pytest.mark.parametrize(
+    ("key_shape", "positions", "error", "message"),
+    [
+        ((1, 2, 1, 4), jnp.arange(3), ValueError, r"one a token, \(2,\) or \(1, 2\), got \(3,\)"),
+        ((1, 2, 1, 6), jnp.arange(2), ValueError, r"key must be float32\[1, 2, key heads, 4\]"),
+        ((1, 2, 1, 4), jnp.ones(2), TypeError, "positions must be integers, got float32"),
+    ],
+)
+def test_arguments_that_do_not_belong_together(key_shape, positions, error, message):
+    with pytest.raises(error, match=message):
+        rope(jnp.ones((1, 2, 3, 4)), jnp.ones(key_shape), positions)
