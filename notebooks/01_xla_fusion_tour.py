@@ -127,8 +127,8 @@ for missed in analysis.missed[:8]:
 # ## Another plan: `xla` beside `pallas`
 #
 # A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives the norms, the rotary
-# embedding and the gated activation to Mosaic GPU kernels; products and attention stay XLA's. `xla_cudnn` gives attention
-# to cuDNN, and `pallas_cudnn` does both.
+# embedding and the gated activation to Mosaic GPU kernels; products and attention stay XLA's. `xla_cudnn` gives
+# attention to cuDNN, and `pallas_cudnn` does both.
 
 # %%
 plans = ["unfused", "xla", "xla_cudnn", "pallas", "pallas_cudnn"]
@@ -187,7 +187,7 @@ for row in comparison.rows:
 # Training reads every activation again. The same question for the gradient with respect to weights and input:
 
 # %%
-gradient = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=["xla", "pallas", "xla_cudnn", "pallas_cudnn"])
+gradient = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=plans[1:])
 for result in gradient.strategies:
     made = result.analysis
     print(

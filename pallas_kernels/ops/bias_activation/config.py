@@ -37,7 +37,7 @@ class ColumnSumConfig:
     rows: int = 1
     warpgroups: int = 8
     blocks_per_core: int = 1
-    prefetch: bool = True
+    prefetch: bool = False
 
 
 def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool) -> ElementwiseConfig:
