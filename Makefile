@@ -33,7 +33,7 @@ report: $(RUN)
 	$(PY) -m xlafuse.cli report --block llama3-8b --shape 2x4096 --target h200 -o $(OUT) $(REPORT_ARGS)
 
 test: $(DEV)
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(DEV)
 	$(PY) -m ruff check .
