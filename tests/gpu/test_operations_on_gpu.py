@@ -45,7 +45,8 @@ def test_values_and_gradients(op, implementation, spec, seed):
     try:
         reports = testing.check(op, spec, implementation, seed=seed)
     except NotImplementedError:
-        assert "ragged" in spec.tags
+        # The Triton kernels say no to masks and to rows of more than one block, the Mosaic ones to short rows alone.
+        assert "ragged" in spec.tags or (implementation == "triton" and ("mask" in spec.name or "long" in spec.tags))
         reports = testing.check(op, spec, None, seed=seed)
     print(spec.name, [(r.output, r.error, r.baseline_error) for r in reports])
 
