@@ -33,7 +33,8 @@ report: $(RUN)
 	$(PY) -m xlafuse.cli report --block llama3-8b --shape 2x4096 --target h200 -o $(OUT) $(REPORT_ARGS)
 
 test: $(DEV)
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels
+	$(PY) -m pytest -n 2 --dist worksteal tests/kernels
 
 lint: $(DEV)
 	$(PY) -m ruff check .
