@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+
+# The interpreter runs each warpgroup as a host callback that waits for others at barriers, and a callback's own arrays
+# take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 # Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
 with contextlib.suppress(RuntimeError):

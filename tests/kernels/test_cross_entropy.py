@@ -93,6 +93,8 @@ RING = ForwardConfig(loads="ring", warpgroups=2, chunk_lines=4, slots=3)
         ),  # lines of 64, 3 lines behind the last chunk, and an odd number of chunks
         (9 * 256, "bfloat16", replace(RING, slots=9), {}),  # all of a row stays, and the next one begins to come
         (11 * 1024 + 640, "float32", replace(RING, warpgroups=3, chunk_lines=8), OPTIONS),  # 5 lines behind
+        (5 * 1024, "bfloat16", replace(RING, slots=2, held=1), {}),  # all of a row stays, some in registers
+        (10 * 1024 + 256, "bfloat16", replace(RING, slots=2, held=2), OPTIONS),  # and some comes twice
         (1000, "float32", ForwardConfig(loads="registers"), OPTIONS),
     ],
 )
@@ -204,7 +206,7 @@ def test_lines_divide_rows(vocabulary, itemsize, line):
 @pytest.mark.parametrize("vocabulary", [12289, 12416, 16384, 32000, 50257, 50304, 128256, 151936, 262144])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_rings_fit(vocabulary, itemsize):
-    configs = [default_forward(vocabulary, itemsize)]
+    configs = [default_forward(8192, vocabulary, itemsize, with_gradient=True)]
     configs += forward_candidates(vocabulary, itemsize, with_gradient=True).values()
     line = line_length(vocabulary, itemsize)
     assert (configs[0].loads == "ring") == (line is not None)

@@ -125,10 +125,10 @@ def _candidates(
 ) -> list[Candidate]:
     """What runs and agrees with XLA; what does not goes into `problems`."""
     inputs = [_inputs(case, phase) for case in cases]
-    calls: list[tuple[str, Any, Callable[..., Any]]] = [("xla", "implementation", _call(op, phase, "xla"))]
+    calls: list[tuple[str, Any, Callable[..., Any]]] = [("xla", "implementation", callable_of(op, phase, "xla"))]
     for name in op.implementations:
         if name != "xla" and (name != "triton" or "jax_triton" in settings.peers):
-            calls.append((name, "implementation", _call(op, phase, name)))
+            calls.append((name, "implementation", callable_of(op, phase, name)))
     if settings.variants:
         for name, variant in op.variants(phase, structs).items():
             calls.append((f"variant: {name}", "variant", _variant(variant, phase)))
@@ -223,7 +223,9 @@ def _inputs(case: testing.Case, phase: str) -> tuple[Any, ...]:
     return (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
 
 
-def _call(op: OpSpec, phase: str, implementation: str) -> Callable[..., Any]:
+def callable_of(op: OpSpec, phase: str, implementation: str) -> Callable[..., Any]:
+    """What is timed: a function of `(arguments,)` or, backward, of `(arguments, cotangents)`, giving a tuple."""
+
     def forward(arguments):
         return tuple(testing.forward(testing.Case(op=op, arguments=arguments, cotangents=()), implementation).values())
 

@@ -39,7 +39,7 @@ Statistics = tuple[jax.Array, jax.Array]
 
 def has_one_launch(vocabulary: int, itemsize: int) -> bool:
     """Whether one kernel gives loss and gradient."""
-    return default_forward(vocabulary, itemsize).loads != "chunked"
+    return default_forward(1, vocabulary, itemsize, with_gradient=True).loads != "chunked"
 
 
 def cross_entropy_forward(
@@ -56,8 +56,10 @@ def cross_entropy_forward(
     caller puts others right. weights: (rows,) float32, what each row's gradient is multiplied with; None for no
     gradient (None is then returned for it). losses: (rows,) float32, not multiplied with anything.
     """
-    config = config or default_forward(logits.shape[1], logits.dtype.itemsize)
-    if weights is not None and config.loads == "chunked":
+    rows, vocabulary = logits.shape
+    with_gradient = weights is not None
+    config = config or default_forward(rows, vocabulary, logits.dtype.itemsize, with_gradient=with_gradient)
+    if with_gradient and config.loads == "chunked":
         raise ValueError(f"{config} gives no gradient; take cross_entropy_backward for it")
     kernel = {"registers": _registers_kernel, "ring": ring_kernel, "chunked": _chunked_kernel}[config.loads]
     outputs = kernel(logits, labels, weights, terms=terms, config=config)

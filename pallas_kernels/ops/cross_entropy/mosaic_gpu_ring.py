@@ -9,7 +9,10 @@ of places in shared memory, into which it brings its own chunks of the row by TM
 
 A place is filled again as soon as its chunk is done with, by chunks of the next row if need be, in one sequence of
 loads throughout: memory is busy all the time, though the two walks of a row need each other's end. At 128256 bf16
-logits three quarters stay; the others are read again within 10 µs.
+logits three quarters stay; the others are read again within 10 µs, or stay in registers (`held`): the row's first
+chunks, whose places the last ones take.
+
+A row's label, weight and label's logit are asked for a row or a walk ahead: nobody waits for memory between the walks.
 
 The warpgroups talk once a row, when they put their sums together; each reads and fills only places of its own. Sums
 over a line need no other warp (see `primitives.rows.WarpSegment`).
@@ -43,6 +46,9 @@ def ring_kernel(
     chunks, tail_lines = divmod(lines, height)
     if chunks < warpgroups:
         raise ValueError(f"{chunks} chunks are too few for {warpgroups} warpgroups; use fewer.")
+    held = config.held if weights is not None else 0
+    if chunks // warpgroups < held:
+        raise ValueError(f"{chunks} chunks for {warpgroups} warpgroups are fewer than {held} for each to hold.")
     blocks = min(rows, target_device().core_count)
     segment = WarpSegment(offset=0, size=line, vector=line // 32)
     tail = _tail_pieces(lines, tail_lines)
@@ -54,8 +60,8 @@ def ring_kernel(
         logits_ref, labels_ref, *weights_ref, score_ref, maximum_ref, total_ref = refs
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         own = (chunks - group + warpgroups - 1) // warpgroups
-        kept = jnp.minimum(own, slots) if with_gradient else jnp.int32(0)
-        loads_a_row = 2 * own - kept if with_gradient else own
+        kept = jnp.minimum(own - held, slots) if with_gradient else jnp.int32(0)
+        loads_a_row = 2 * own - held - kept if with_gradient else own
         trips = (rows - block + blocks - 1) // blocks
         has_tail = group == (chunks - 1) % warpgroups  # whoever has the row's last chunk, beside it
 
@@ -71,7 +77,7 @@ def ring_kernel(
         def fetch(load):
             j = lax.rem(load, loads_a_row)
             row = (load // loads_a_row) * blocks + block
-            source = logits_ref.at[row, pl.ds(first_line(jnp.where(j < own, j, j - own)), height)]
+            source = logits_ref.at[row, pl.ds(first_line(jnp.where(j < own, j, j - own + held)), height)]
             plgpu.copy_gmem_to_smem(source, *place(load), oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         def fetch_within(load):
@@ -153,34 +159,48 @@ def ring_kernel(
         for load in range(slots):
             fetch_within(jnp.int32(load))
 
-        @pl.loop(0, trips)
-        def _(i):
-            row, begin = i * blocks + block, i * loads_a_row
-            label = labels_ref[row]
+        def label_and_weight(row):
+            return labels_ref[row], weights_ref[0][row] if weights_ref else jnp.float32(0)
 
-            def first_walk(j, state):
+        def one_row(i, label_weight):
+            row, begin = i * blocks + block, i * loads_a_row
+            label, weight = label_weight
+            target = logits_ref[row, label // line, lax.rem(label, line)]
+            following = label_and_weight(jnp.minimum(row + blocks, rows - 1))
+
+            def arrive(j):
                 load = begin + j
                 plgpu.barrier_wait(place(load)[1])
                 values = read_chunk(load)
                 pl.when(j < own - kept)(lambda: release(load))
-                return accumulate(state, tuple(v.astype(jnp.float32) for v in values))
+                return values
+
+            def first_walk(j, state):
+                return accumulate(state, tuple(v.astype(jnp.float32) for v in arrive(j)))
 
             zeros = zeros_row((segment,))[0]
-            start = ((full_row((segment,), LOWEST)[0], zeros), zeros)
-            state = lax.fori_loop(0, own, first_walk, start)
+            state = ((full_row((segment,), LOWEST)[0], zeros), zeros)
+            held_values = []
+            for j in range(held):
+                held_values.append(arrive(jnp.int32(j)))
+                state = accumulate(state, tuple(v.astype(jnp.float32) for v in held_values[j]))
+            state = lax.fori_loop(jnp.int32(held), own, first_walk, state)
             if tail:
                 state = lax.cond(has_tail, lambda state: accumulate_tail(row, state), lambda state: state, state)
             maximum, total, logit_sum = row_statistics(state, lax.rem(i, 2))  # no warpgroup is two rows ahead
 
             @pl.when(group == 0)
             def _():
-                target = logits_ref[row, label // line, lax.rem(label, line)].astype(jnp.float32)
-                score_ref[row] = terms.score(maximum, target, logit_sum if terms.label_smoothing else None)
+                smooth_sum = logit_sum if terms.label_smoothing else None
+                score_ref[row] = terms.score(maximum, target.astype(jnp.float32), smooth_sum)
                 maximum_ref[row], total_ref[row] = maximum, total
 
             if gradient_ref is None:
-                return
-            slope = terms.slope(maximum, total, weights_ref[0][row])
+                return following
+            slope = terms.slope(maximum, total, weight)
+
+            for j in range(held):
+                write(gradient_ref, row, first_line(j), held_values[j], slope, label)
 
             def second_walk(load, j):
                 values = read_chunk(load)
@@ -191,10 +211,11 @@ def ring_kernel(
             def _(j):
                 second_walk(begin + j, j)
 
-            @pl.loop(0, own - kept)
+            @pl.loop(jnp.int32(held), own - kept)
             def _(j):
-                plgpu.barrier_wait(place(begin + own + j)[1])
-                second_walk(begin + own + j, j)
+                load = begin + own + j - held
+                plgpu.barrier_wait(place(load)[1])
+                second_walk(load, j)
 
             if tail:
 
@@ -202,6 +223,10 @@ def ring_kernel(
                 def _():
                     for first, _ in tail:
                         write(gradient_ref, row, first, (read(logits_ref.at[row], first),), slope, label)
+
+            return following
+
+        lax.fori_loop(0, trips, one_row, label_and_weight(block))
 
     lines_of = jax.ShapeDtypeStruct((rows, lines, line), logits.dtype)
     one_a_row = jax.ShapeDtypeStruct((rows,), jnp.float32)

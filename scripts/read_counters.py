@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""What limits a kernel: hardware counters of its launches, read with Nsight Compute on an attached GPU.
+
+    scripts/read_counters.py -o FILE rms_norm:backward:8192x8192-bfloat16 softmax:forward:16384x4096-float32 ...
+
+Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
+unless said. One line a launch is printed, and FILE gets all counters as JSON. Clocks are left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import io
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+_SEPARATOR = "wrapped_tan"
+"""The kernel XLA makes of `jnp.tan`: stands between two cases in Nsight Compute's list."""
+
+_STALLS = (
+    *("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle", "lg_throttle"),
+    *("wait", "dispatch_stall", "no_instruction", "not_selected", "membar", "gmma"),
+)
+_PIPES = ("alu", "fma", "xu", "lsu")
+METRICS = {
+    "us": "gpu__time_duration.sum",
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "read_bytes": "dram__bytes_read.sum",
+    "written_bytes": "dram__bytes_write.sum",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "warps_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "sm_active_percent": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "registers": "launch__registers_per_thread",
+    "grid": "launch__grid_size",
+    "block": "launch__block_size",
+    "blocks_by_registers": "launch__occupancy_limit_registers",
+    "blocks_by_shared_memory": "launch__occupancy_limit_shared_mem",
+    "shared_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "l2_hit_percent": "lts__t_sector_hit_rate.pct",
+    **{f"pipe_{pipe}_percent": f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in _PIPES},
+    **{f"stall_{name}": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in _STALLS},
+}
+
+
+def main() -> None:
+    """Reads the counters, or with --run launches what they are read of."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", metavar="OPERATION:PHASE:SPEC[:IMPLEMENTATION]")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE")
+    parser.add_argument("--run", action="store_true", help="launch the cases' kernels (what Nsight Compute calls)")
+    arguments = parser.parse_args()
+    if arguments.run:
+        launch(arguments.cases)
+        return
+    rows = read(arguments.cases)
+    if arguments.output:
+        document = {"schema_version": SCHEMA, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "launches": rows}
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    for row in rows:
+        print(line(row))
+
+
+def read(cases: list[str]) -> list[dict[str, Any]]:
+    """One row a launch, in the cases' order. Raises RuntimeError with Nsight Compute's words when it fails."""
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--run", *cases]
+    done = subprocess.run(command, capture_output=True, text=True)
+    table = done.stdout[done.stdout.find('"ID"') :]
+    if done.returncode or not table.startswith('"ID"'):
+        raise RuntimeError(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    rows, case = [], 0
+    _, *launches = csv.DictReader(io.StringIO(table))  # the first row holds units
+    units = next(csv.DictReader(io.StringIO(table)))
+    for launched in launches:
+        if launched["Kernel Name"].startswith(_SEPARATOR):
+            case += 1
+            continue
+        values = {name: _number(launched.get(metric), units.get(metric)) for name, metric in METRICS.items()}
+        rows.append({"case": cases[case], "kernel": launched["Kernel Name"], **values})
+    return rows
+
+
+def launch(cases: list[str]) -> None:
+    """Runs every case once to compile it, then once between the profiler's marks, a separator after each."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import get_op, testing
+    from xlafuse.bench.kernels import callable_of
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    separator = jax.jit(jnp.tan)
+    one = jax.block_until_ready(separator(jnp.ones(1)))
+    for text in cases:
+        name, phase, wanted, *implementation = text.split(":")
+        op = get_op(name)
+        spec = next(s for s in op.tagged("bench") if s.name == wanted)
+        case = testing.make_case(op, spec, 0)
+        call = jax.jit(callable_of(op, phase, implementation[0] if implementation else "mosaic"))
+        inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
+        jax.block_until_ready(call(*inputs))
+        driver.cuProfilerStart()
+        jax.block_until_ready(call(*inputs))
+        jax.block_until_ready(separator(one))
+        driver.cuProfilerStop()
+
+
+def line(row: dict[str, Any]) -> str:
+    """The row's most telling counters."""
+    stalls = sorted(((row[f"stall_{n}"] or 0, n) for n in _STALLS), reverse=True)[:3]
+    pipes = " ".join(f"{pipe} {row[f'pipe_{pipe}_percent'] or 0:.0f}" for pipe in _PIPES)
+    return (
+        f"{row['case']}  {str(row['kernel'])[:40]}: {row['us']:.1f} µs, dram {row['dram_percent']:.0f} %, "
+        f"{((row['read_bytes'] or 0) + (row['written_bytes'] or 0)) / 1e6:.0f} MB, issue {row['issue_percent']:.0f} %, "
+        f"warps {row['warps_percent']:.0f} %, SMs {row['sm_active_percent']:.0f} %, {row['registers']:.0f} registers, "
+        f"{row['grid']:.0f}x{row['block']:.0f}; pipes % {pipes}; stalls "
+        + ", ".join(f"{name} {value:.1f}" for value, name in stalls)
+    )
+
+
+_SCALE = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
+_BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+
+
+def _number(text: str | None, unit: str | None) -> float | None:
+    try:
+        value = float((text or "").replace(",", ""))
+    except ValueError:
+        return None
+    return value * _SCALE.get(unit or "", _BYTES.get(unit or "", 1.0))
+
+
+if __name__ == "__main__":
+    main()
