@@ -87,7 +87,13 @@ def layer_norm(x, shape, scale, bias, epsilon):
 
 def rms_norm(x, shape, scale, epsilon):
     assert shape == x.shape[-1:]
-    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon) * scale
+    y = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon)
+    return y if scale is None else y * scale
+
+
+def dropout(x, rate):
+    """Drops the first of the values, so that a formula without it is told from one with it."""
+    return np.where(np.arange(x.size).reshape(x.shape) < rate * x.size, 0, x / (1 - rate)).view(Tensor)
 
 
 def cross_entropy(rows, targets, ignore_index, label_smoothing, reduction):
@@ -124,7 +130,7 @@ def install(monkeypatch) -> None:
     torch.autograd = types.SimpleNamespace(grad=grad)
     torch.cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
     functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
-    functional.cross_entropy = cross_entropy
+    functional.cross_entropy, functional.dropout = cross_entropy, dropout
     functional.silu = lambda x: x / (1 + np.exp(-x))
     functional.relu = lambda x: np.maximum(x, 0)
     dynamo, config = types.ModuleType("torch._dynamo"), types.ModuleType("torch._functorch.config")

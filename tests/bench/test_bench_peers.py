@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import imitation_torch
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from pallas_kernels import REGISTRY, testing
 from xlafuse.bench import peers
-from xlafuse.bench.kernels import _peers_results, check_close
+from xlafuse.bench.kernels import _peer, _peers_results, check_close
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +43,11 @@ def test_other_peers_have_the_same_formulas(peer):
 
 
 def formulas_are_ours(peer, op, spec):
-    cases = [testing.make_case(op, spec, seed) for seed in (1, 2)]
+    cases = [peers.without_dropout(testing.make_case(op, spec, seed)) for seed in (1, 2)]
     try:
         candidate, first = peers.load(peer).candidate(op.name, "forward", cases)
     except NotImplementedError as error:
-        assert op.name in str(error) or "dropout" in str(error) or "z-loss" in str(error)
+        assert "z-loss" in str(error)
         return
     assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
     expected = _peers_results(cases[0], "forward")
@@ -67,12 +68,32 @@ def test_backward_asks_for_the_gradients_of_the_operation(op, spec, monkeypatch)
 
     monkeypatch.setattr(module, "get_function", lambda _: outputs)
     candidate, first = module.candidate(op.name, "backward", cases)
-    wanted = {name for name in cases[0].differentiable if name != "residual"}
+    wanted = set(cases[0].differentiable) - ({"residual"} if op.name != "dropout_residual_norm" else set())
     assert set(first) == {f"gradient of {name}" for name in wanted}
     assert set(first) <= set(_peers_results(cases[0], "backward"))
     assert all((np.asarray(value) == 2).all() for value in first.values())
     candidate.wait(candidate.call(*candidate.inputs[0]))
     assert tensors.to_torch(jax.numpy.ones(3)).sum() == 3
+
+
+def wide(array):
+    return replace(array, dtype="float32") if getattr(array, "dtype", "").endswith("float16") else array
+
+
+@pytest.mark.parametrize(("op", "rate"), [("dropout_residual_norm", "rate"), ("bias_activation", "dropout_rate")])
+def test_dropout_is_timed_and_the_formula_checked_without_it(op, rate):
+    spec = next(spec for spec in REGISTRY[op].tagged("test") if spec.arguments.get(rate))
+    spec = replace(spec, arguments={name: wide(value) for name, value in spec.arguments.items()})
+    cases = [testing.make_case(REGISTRY[op], spec, 1)]
+    expected = _peers_results(peers.without_dropout(cases[0]), "forward")
+    problems = []
+    (candidate,) = _peer("torch_eager", "forward", cases[:1], peers.without_dropout(cases[0]), expected, problems)
+    assert problems == []
+    y = candidate.call(*candidate.inputs[0])[0]
+    assert np.abs(np.asarray(y) - np.asarray(expected["output 0"])).max() > 0.01  # dropped
+    wrong = {name: 2 * value for name, value in expected.items()}
+    assert _peer("torch_eager", "forward", cases[:1], peers.without_dropout(cases[0]), wrong, problems) == []
+    assert "off by 0.5 of its norm" in problems[0].message
 
 
 def test_liger_refuses_what_it_has_not(monkeypatch):

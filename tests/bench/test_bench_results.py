@@ -27,6 +27,7 @@ from xlafuse.bench.results import (
     merge,
     write,
 )
+from xlafuse.bench.rows import rows
 from xlafuse.bench.supervisor import BenchError
 from xlafuse.bench.timing import Timing
 
@@ -90,6 +91,17 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
     assert merged.runs[1].shapes[0].microseconds("mosaic") == 255.0
     late = results(shape("c"), left_out=("rms_norm forward b: late", "rms_norm forward d: late"))
     assert merge([late, second, first]).runs[0].left_out == ("rms_norm forward d: late",)
+    alone = shape(candidates=tuple(c for c in shape(us=255.0).candidates if c.kind != "peer"))
+    both = merge([results(shape(us=300.0), started="0"), first, results(alone, started="3")])
+    assert [(run.started, [s.spec for s in run.shapes]) for run in both.runs] == [
+        ("1", ["32768x4096-bfloat16", "b"]),  # the last one with Liger
+        ("3", ["32768x4096-bfloat16"]),
+    ]
+    assert [c.name for c in both.runs[0].shapes[0].candidates] == ["copy", "xla", "mosaic", "liger"]
+    (row, _) = rows(both)
+    assert (row.run, row.main.microseconds("mosaic"), row.speed_up("liger")) == (2, 255.0, 300 / 260)
+    assert (row.runs_elsewhere(["liger", "triton"]), row.speed_up("xla")) == ({"liger": 1}, 500 / 255)
+    assert math.isnan(row.speed_up("triton"))
     other = dataclasses.replace(H200, device_kind="NVIDIA H100")
     with pytest.raises(ResultsError, match="one kind of GPU, got NVIDIA H100, NVIDIA H200"):
         merge([first, results(shape("c"), environment=other)])

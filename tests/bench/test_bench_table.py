@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_bench_results import measured, results, shape
 
-from xlafuse.bench.results import Problem, ResultsError, load, write
+from xlafuse.bench.results import Problem, ResultsError, load, merge, write
 from xlafuse.bench.table import BEGIN, END, markdown, place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
@@ -34,14 +34,29 @@ def test_table_has_rates_ratios_and_small_calls_apart():
     )  # fmt: skip
     only_xla = shape("7x7", candidates=(measured("copy", "ceiling", 245.0), measured("xla", "implementation", 490.0)))
     text = markdown(results(shape(), only_xla, small))
-    assert text.startswith("NVIDIA H200, 2026-01-01; jax 0.11.2. Median GPU time")
-    assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger |" in text
-    assert "| `rms_norm` | forward | 32768x4096-bf16 | 250.0 | 4000 | 98 % | 2.00 | 1.20 |" in text
-    assert "| `rms_norm` | forward | 7x7 | 490.0 | 2041 | 50 % | – | – |" in text
+    assert text.startswith("NVIDIA H200, 2026-01-01. Median GPU time")
+    assert "1. 2026-01-01 00:00 UTC; peers: none; jax 0.11.2\n" in text
+    assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger | run |" in text
+    assert "| `rms_norm` | forward | 32768x4096-bf16 | 250.0 | 4000 | 98 % | 2.00 | 1.20 | 1 |" in text
+    assert "| `rms_norm` | forward | 7x7 | 490.0 | 2041 | 50 % | – | – | 1 |" in text
     assert "| operation |  | of the ceiling | × XLA | × Liger | shapes |" in text
     assert "| `rms_norm` | forward | 70 % | 2.00 | 1.20 | 2 |" in text
     assert "| geometric mean |  | 70 % | 2.00 | 1.20 | 2 |" in text
-    assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 |" in text
+    assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 | 1 |" in text
+
+
+def test_columns_of_other_runs_are_ratios_within_those_runs():
+    """Ours took 250 µs beside nothing, 260 beside Liger, 400 beside jax-triton."""
+    alone = shape(candidates=(measured("copy", "ceiling", 245.0), measured("xla", "implementation", 500.0),
+                              measured("mosaic", "implementation", 250.0)))  # fmt: skip
+    triton = (measured("mosaic", "implementation", 400.0), measured("triton", "implementation", 800.0))
+    parts = [results(shape(candidates=(*alone.candidates[:2], *triton)), started="1"), results(shape(us=260.0)),
+             results(alone, started="3")]  # fmt: skip
+    text = markdown(merge(parts))
+    assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger | × jax-triton | run |" in text
+    cells = "250.0 | 4000 | 98 % | 2.00 | 1.15 | 2.00 | 3, Liger 2, jax-triton 1"
+    assert f"| `rms_norm` | forward | 32768x4096-bf16 | {cells} |" in text
+    assert "| `rms_norm` | forward | 98 % | 2.00 | 1.15 | 2.00 | 1 |" in text
 
 
 def test_caption_names_what_events_timed():

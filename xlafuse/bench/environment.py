@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import jax
 
@@ -35,13 +37,18 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where and with what something was measured. `gpu` holds nvidia-smi's words before the run."""
+    """Where and with what something was measured.
+
+    gpu: nvidia-smi's words before the run.
+    commit: of this package; "" where neither git nor the environment's XLAFUSE_COMMIT says.
+    """
 
     device_kind: str
     platform_version: str
     python: str
     packages: Mapping[str, str] = field(default_factory=dict)
     gpu: Mapping[str, str] = field(default_factory=dict)
+    commit: str = ""
 
 
 def environment() -> Environment:
@@ -53,21 +60,34 @@ def environment() -> Environment:
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := _version(name))},
         gpu=gpu_state(),
+        commit=commit(),
     )
+
+
+def commit() -> str:
+    """The commit that is measured: what XLAFUSE_COMMIT says (for a copy without its history), else git's HEAD."""
+    if named := os.environ.get("XLAFUSE_COMMIT"):
+        return named
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    is_tracked = _words_of([*git, "ls-files", "--", Path(__file__).name])  # else the history is another project's
+    return _words_of([*git, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]) if is_tracked else ""
 
 
 def gpu_state(device_index: int = 0) -> dict[str, str]:
     """Driver, clocks, power and temperature of a GPU, by nvidia-smi; empty where there is none."""
-    words = _nvidia_smi([f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"--id={device_index}"])
+    words = _words_of(
+        ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"--id={device_index}"]
+    )
     values = [word.strip() for word in words.split(",")] if words else []
     if len(values) != len(_QUERY):
         return {}
     return dict(zip(_QUERY.values(), values, strict=True))
 
 
-def _nvidia_smi(arguments: Sequence[str]) -> str:
+def _words_of(command: Sequence[str]) -> str:
+    """What a command prints; nothing where it is missing or fails."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

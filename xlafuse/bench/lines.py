@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 
-from xlafuse.bench.results import PHASES, Results, ShapeResult, geometric_mean
-from xlafuse.bench.timing import L2_CACHE_BYTES
+from xlafuse.bench.results import Results, ShapeResult, geometric_mean
+from xlafuse.bench.rows import grouped, rival_names, rows
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _PHASES = {"forward": "fwd", "backward": "bwd"}
@@ -26,11 +25,6 @@ def title(shape: ShapeResult) -> str:
     return f"{_PHASES[shape.phase]} {short_spec(shape.spec)}"
 
 
-def is_large(shape: ShapeResult) -> bool:
-    """Whether a call moves so much that memory, and no launch or cache, sets its time."""
-    return shape.bytes >= 2 * L2_CACHE_BYTES
-
-
 def result_lines(shape: ShapeResult) -> list[str]:
     """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below."""
     name = shape.chosen
@@ -38,7 +32,7 @@ def result_lines(shape: ShapeResult) -> list[str]:
         return [f" {title(shape):<36} not measured"]
     rivals = [c.name for c in (*shape.of_kind("implementation"), *shape.of_kind("peer")) if c.name != name]
     ratios = "  ".join(f"{rival} {shape.speed_up(name, rival):.2f}" for rival in rivals)
-    unsteady = "" if shape.is_steady or not is_large(shape) else "  (not steady)"
+    unsteady = "" if shape.is_steady or not shape.is_large else "  (not steady)"
     lines = [
         f" {title(shape):<36} {name} {shape.microseconds(name):8.2f} µs "
         f"{shape.gigabytes_per_second(name):5.0f} GB/s {100 * shape.ceiling_share(name):4.0f} %  {ratios}{unsteady}"
@@ -62,29 +56,15 @@ def problem_lines(shape: ShapeResult) -> list[str]:
 def summary_lines(results: Results) -> list[str]:
     """Geometric means over the large shapes, by operation and phase, and what was left out."""
     lines = []
-    for op, phase, shapes in grouped(results.shapes):
-        large = [shape for shape in shapes if is_large(shape) and shape.chosen]
+    for op, phase, group in grouped(rows(results)):
+        large = [row for row in group if row.main.is_large and row.ours]
         if not large:
             continue
-        share = geometric_mean([shape.ceiling_share(shape.chosen or "") for shape in large])
-        rivals = dict.fromkeys(
-            c.name for shape in large for c in shape.candidates if c.kind in ("implementation", "peer")
-        )
+        share = geometric_mean([row.main.ceiling_share(row.ours) for row in large])
         means = {
-            rival: geometric_mean(
-                [shape.speed_up(shape.chosen or "", rival) for shape in large if shape.chosen != rival]
-            )
-            for rival in rivals
+            rival: geometric_mean([row.speed_up(rival) for row in large]) for rival in ("xla", *rival_names(large))
         }
         ratios = "  ".join(f"{rival} {mean:.2f}" for rival, mean in means.items() if not math.isnan(mean))
         lines.append(f"{op} {phase}: {100 * share:.0f} % of the ceiling  {ratios}  ({len(large)} shapes)")
     lines += [f"left out: {note}" for run in results.runs for note in run.left_out]
     return lines
-
-
-def grouped(shapes: Iterable[ShapeResult]) -> Sequence[tuple[str, str, list[ShapeResult]]]:
-    """Shapes by operation, in order of appearance, and phase, forward first."""
-    groups: dict[str, dict[str, list[ShapeResult]]] = {}
-    for shape in shapes:
-        groups.setdefault(shape.op, {phase: [] for phase in PHASES})[shape.phase].append(shape)
-    return [(op, phase, found) for op, phases in groups.items() for phase, found in phases.items() if found]

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from xlafuse.bench.environment import Environment
 from xlafuse.bench.sampling import Activity
-from xlafuse.bench.timing import Timing
+from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 2
@@ -70,6 +70,11 @@ class ShapeResult:
     def key(self) -> tuple[str, str, str]:
         """What tells it from others of a merged file."""
         return self.op, self.spec, self.phase
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a call moves so much that memory, and no launch or cache, sets its time."""
+        return self.bytes >= 2 * L2_CACHE_BYTES
 
     def microseconds(self, name: str) -> float:
         """The median of a candidate, NaN where it was not timed."""
@@ -163,8 +168,17 @@ def write(path: Path, results: Results) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def rivals(shape: ShapeResult) -> tuple[str, ...]:
+    """What was timed beside ours and XLA: other libraries, and the operation's Triton kernels."""
+    named = [c.name for c in shape.candidates if c.kind == "peer" or (c.kind, c.name) == ("implementation", "triton")]
+    return tuple(name for name in named if name != shape.chosen)
+
+
 def merge(parts: Iterable[Results]) -> Results:
     """One file of several: where a shape was measured more than once, the last in order counts.
+
+    Of earlier measurements those stay, beside it, that have a rival which no later one has: libraries that cannot be in
+    one process are measured in several runs. See `xlafuse.bench.rows`.
 
     Raises:
         ResultsError: measured on different kinds of GPU.
@@ -175,14 +189,25 @@ def merge(parts: Iterable[Results]) -> Results:
         raise ResultsError(f"expected results of one kind of GPU, got {', '.join(kinds)}; keep a file for each")
     measured = {" ".join((shape.op, shape.phase, shape.spec)) for run in runs for shape in run.shapes}
     kept: list[Run] = []
-    seen: set[tuple[str, str, str]] = set()
+    seen: dict[tuple[str, str, str], set[str]] = {}
     for run in reversed(runs):
-        shapes = tuple(shape for shape in run.shapes if shape.key not in seen)
-        seen.update(shape.key for shape in shapes)
+        shapes = tuple(shape for before in run.shapes if (shape := _what_is_new(before, seen.get(before.key))))
+        for shape in run.shapes:
+            seen.setdefault(shape.key, set()).update(rivals(shape))
         left_out = tuple(note for note in run.left_out if note.partition(":")[0] not in measured)
         if shapes or left_out:
             kept.append(replace(run, shapes=shapes, left_out=left_out))
     return Results(runs=tuple(reversed(kept)))
+
+
+def _what_is_new(shape: ShapeResult, seen: set[str] | None) -> ShapeResult | None:
+    """All of it where `seen` is None; else what its rivals outside `seen` are compared with; None without such."""
+    if seen is None:
+        return shape
+    if seen.issuperset(rivals(shape)):
+        return None
+    kept = tuple(c for c in shape.candidates if c.kind != "variant" and c.name not in seen)
+    return replace(shape, candidates=kept, problems=())
 
 
 def geometric_mean(values: Sequence[float]) -> float:

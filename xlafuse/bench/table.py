@@ -5,26 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from xlafuse.bench.lines import grouped, is_large, short_spec
-from xlafuse.bench.results import Results, ResultsError, ShapeResult, geometric_mean
+from xlafuse.bench.lines import short_spec
+from xlafuse.bench.results import Results, ResultsError, Run, geometric_mean
+from xlafuse.bench.rows import Row, grouped, rival_names, rows
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-_PEER_TITLES = {
+_RIVALS = {
     "torch_compile": "torch.compile",
     "torch_max_autotune": "torch.compile, autotuned",
     "torch_eager": "PyTorch",
     "liger": "Liger",
+    "triton": "jax-triton",
 }
+_PACKAGES = ("jax", "torch", "triton", "liger-kernel", "jax-triton")
 
 
 def markdown(results: Results) -> str:
     """The tables: means over the shapes past the cache, and folded away all shapes, small ones with times alone."""
-    large = [shape for shape in results.shapes if is_large(shape) and shape.chosen]
-    small = [shape for shape in results.shapes if not is_large(shape) and shape.chosen]
+    table = [row for row in rows(results) if row.ours]
+    large = [row for row in table if row.main.is_large]
+    small = [row for row in table if not row.main.is_large]
     parts = [_caption(results)]
     if large:
         parts.append(_means_table(large))
     parts.append("<details><summary>Every shape</summary>")
+    parts.append(_runs(results))
     if large:
         parts.append(_large_table(large))
     if small:
@@ -33,82 +38,86 @@ def markdown(results: Results) -> str:
 
 
 def _caption(results: Results) -> str:
-    environments = [run.environment for run in results.runs if run.shapes]
-    device = ", ".join(dict.fromkeys(e.device_kind for e in environments))
-    versions: dict[str, str] = {}
-    for environment in environments:
-        versions.update(environment.packages)
-    shown = ", ".join(
-        f"{name} {versions[name]}" for name in ("jax", "torch", "triton", "liger-kernel") if name in versions
-    )
-    days = sorted({run.started[:10] for run in results.runs if run.shapes})
+    runs = [run for run in results.runs if run.shapes]
+    device = ", ".join(dict.fromkeys(run.environment.device_kind for run in runs))
+    days = sorted({run.started[:10] for run in runs})
     by_events = {c.name for shape in results.shapes for c in shape.candidates if c.timing.timer == "cuda_events"}
     others = f", of {', '.join(sorted(by_events))} CUDA events" if by_events else ""
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else "never"
     return (
-        f"{device}, {when}; {shown}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past "
-        "the L2 cache; all columns of a row were timed in turns in one run. The ceiling is the faster of a plain copy "
-        "and elementwise work on the same bytes. × is how many times as fast ours is."
+        f"{device}, {when}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past the L2 "
+        "cache. The ceiling is the faster of a plain copy and elementwise work on the same bytes. × is how many times "
+        "as fast ours is; both times of a ratio are of one run, in turns."
     )
 
 
-def _peer_names(shapes: Iterable[ShapeResult]) -> list[str]:
-    measured = {candidate.name for shape in shapes for candidate in shape.of_kind("peer")}
-    return [name for name in _PEER_TITLES if name in measured]
+def _runs(results: Results) -> str:
+    """What each run was: the rows' last column has its number."""
+    lines = ["Runs, by the number in a row's last column:", ""]
+    lines += [f"{i}. {_run(run)}" for i, run in enumerate(results.runs, start=1)]
+    return "\n".join(lines)
 
 
-def _means_table(shapes: list[ShapeResult]) -> str:
-    rivals = ["xla", *_peer_names(shapes)]
-    header = ["operation", "", "of the ceiling", "× XLA", *(f"× {_PEER_TITLES[peer]}" for peer in rivals[1:]), "shapes"]
-    lines = [_row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
-    for op, phase, group in [*grouped(shapes), ("geometric mean", "", shapes)]:
-        ours = [shape for shape in group if shape.chosen != "xla"]
-        share = geometric_mean([shape.ceiling_share(shape.chosen or "") for shape in group])
-        means = (geometric_mean([shape.speed_up(shape.chosen or "", rival) for shape in ours]) for rival in rivals)
+def _run(run: Run) -> str:
+    packages = run.environment.packages
+    versions = ", ".join(f"{name} {packages[name]}" for name in _PACKAGES if name in packages)
+    peers = ", ".join(run.settings.get("peers") or ()) or "none"
+    commit = f"; commit {run.environment.commit}" if run.environment.commit else ""
+    return f"{run.started[:16].replace('T', ' ')} UTC{commit}; peers: {peers}; {versions}"
+
+
+def _ordered_rivals(table: Iterable[Row]) -> list[str]:
+    measured = rival_names(table)
+    return [name for name in _RIVALS if name in measured]
+
+
+def _means_table(table: list[Row]) -> str:
+    rivals = ["xla", *_ordered_rivals(table)]
+    header = ["operation", "", "of the ceiling", "× XLA", *(f"× {_RIVALS[name]}" for name in rivals[1:]), "shapes"]
+    lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
+    for op, phase, group in [*grouped(table), ("geometric mean", "", table)]:
+        share = geometric_mean([row.main.ceiling_share(row.ours) for row in group])
+        means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
         name = f"`{op}`" if phase else op
-        lines.append(_row([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))]))
+        lines.append(_line([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))]))
     return "\n".join(lines)
 
 
-def _large_table(shapes: list[ShapeResult]) -> str:
-    peers = _peer_names(shapes)
+def _large_table(table: list[Row]) -> str:
+    rivals = _ordered_rivals(table)
     header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", "× XLA"]
-    header += [f"× {_PEER_TITLES[peer]}" for peer in peers]
-    lines = [_row(header), _row(["---", "---", "---", *["---:"] * (len(header) - 3)])]
-    for op, phase, group in grouped(shapes):
-        for shape in group:
-            name = shape.chosen or ""
-            lines.append(
-                _row(
-                    [
-                        f"`{op}`",
-                        phase,
-                        short_spec(shape.spec),
-                        _number(shape.microseconds(name), 1),
-                        _number(shape.gigabytes_per_second(name), 0),
-                        _percent(shape.ceiling_share(name)),
-                        _ratio(shape, name, "xla"),
-                        *(_ratio(shape, name, peer) for peer in peers),
-                    ]
-                )
-            )
+    header += [*(f"× {_RIVALS[name]}" for name in rivals), "run"]
+    lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
+    for op, phase, group in grouped(table):
+        for row in group:
+            cells = [f"`{op}`", phase, short_spec(row.main.spec)]
+            cells += [_number(row.main.microseconds(row.ours), 1)]
+            cells += [_number(row.main.gigabytes_per_second(row.ours), 0)]
+            cells += [_percent(row.main.ceiling_share(row.ours)), _number(row.speed_up("xla"), 2)]
+            cells += [*(_number(row.speed_up(rival), 2) for rival in rivals), _runs_of(row, rivals)]
+            lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def _small_table(shapes: Iterable[ShapeResult]) -> str:
+def _runs_of(row: Row, rivals: list[str]) -> str:
+    elsewhere = row.runs_elsewhere(rivals)
+    return ", ".join([str(row.run), *(f"{_RIVALS[name]} {run}" for name, run in elsewhere.items())])
+
+
+def _small_table(table: list[Row]) -> str:
     lines = [
-        _row(["small calls", "", "shape", "µs", "XLA, µs", "difference, µs"]),
-        _row(["---", "---", "---", "---:", "---:", "---:"]),
+        _line(["small calls", "", "shape", "µs", "XLA, µs", "difference, µs", "run"]),
+        _line(["---", "---", "---", "---:", "---:", "---:", "---"]),
     ]
-    for op, phase, group in grouped(shapes):
-        for shape in group:
-            ours, xla = shape.microseconds(shape.chosen or ""), shape.microseconds("xla")
-            cells = [f"`{op}`", phase, short_spec(shape.spec), _number(ours, 2), _number(xla, 2)]
-            lines.append(_row([*cells, f"{ours - xla:+.2f}"]))
+    for op, phase, group in grouped(table):
+        for row in group:
+            ours, xla = row.main.microseconds(row.ours), row.main.microseconds("xla")
+            cells = [f"`{op}`", phase, short_spec(row.main.spec), _number(ours, 2), _number(xla, 2)]
+            lines.append(_line([*cells, f"{ours - xla:+.2f}", str(row.run)]))
     return "\n".join(lines)
 
 
-def _row(cells: Iterable[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -120,18 +129,15 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if math.isfinite(share) else "–"
 
 
-def _ratio(shape: ShapeResult, name: str, rival: str) -> str:
-    return "–" if name == rival else _number(shape.speed_up(name, rival), 2)
-
-
-def place(text: str, table: str) -> str:
-    """`text` with `table` between its two markers.
+def place(text: str, table: str, marker: str = "results") -> str:
+    """`text` with `table` between the two comments `<!-- marker:begin -->` and `<!-- marker:end -->`.
 
     Raises:
-        ResultsError: the markers are not there, once each and in order.
+        ResultsError: they are not there, once each and in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ResultsError(f"expected one {BEGIN} and one {END} after it")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    first, last = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end or first in after or last in after:
+        raise ResultsError(f"expected one {first} and one {last} after it")
+    return f"{before}{first}\n{table}\n{last}{after}"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.specs import plain
+from pallas_kernels.specs import Static, plain
 from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
@@ -36,6 +36,18 @@ def is_joint(case: Case) -> bool:
 def as_trained(case: Case) -> Case:
     """Where loss and gradient are computed together, with a cotangent of one, and else the case itself."""
     return replace(case, cotangents=jax.tree.map(jnp.ones_like, case.cotangents)) if is_joint(case) else case
+
+
+_DROPOUT_RATES = ("rate", "dropout_rate")
+
+
+def without_dropout(case: Case) -> Case:
+    """The case with nothing dropped, whose results another library can have; the case itself where it drops nothing.
+
+    Every library draws a mask of its own, so that results with dropout cannot be compared.
+    """
+    rates = {name: Static(0.0) for name in _DROPOUT_RATES if plain(case.arguments).get(name)}
+    return replace(case, arguments={**case.arguments, **rates}) if rates else case
 
 
 class Peer(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.specs import Arguments, plain
@@ -34,9 +35,11 @@ def to_jax(tensor: Any) -> jax.Array:
 
 
 def tensors(arguments: Arguments) -> dict[str, Any]:
-    """Arguments with tensors for arrays; static values as they are."""
+    """Arguments with tensors for arrays; static values as they are; without JAX's random keys."""
     return {
-        name: to_torch(value) if isinstance(value, jax.Array) else value for name, value in plain(arguments).items()
+        name: to_torch(value) if isinstance(value, jax.Array) else value
+        for name, value in plain(arguments).items()
+        if not (isinstance(value, jax.Array) and value.dtype == jnp.uint32)
     }
 
 
@@ -66,10 +69,12 @@ def backward_candidate(
     """The backward pass alone, of the graph that one forward pass left, and its first results; both passes where the
     benchmark times them together (`peers.is_joint`).
 
-    Gradients are taken of the arguments that have one; of a residual none: it is the gradient of x or of the output.
+    Gradients are taken of the arguments that have one; of a residual none where it is the gradient of x or of the
+    output: everywhere but behind dropout.
     """
     torch.cuda.empty_cache()
-    names = [name for name in cases[0].differentiable if name != "residual"]
+    left_out = () if cases[0].op.name == "dropout_residual_norm" else ("residual",)
+    names = [name for name in cases[0].differentiable if name not in left_out]
     inputs = []
     for case in cases:
         arguments = prepare(tensors(case.arguments))

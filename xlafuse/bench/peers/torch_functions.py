@@ -11,10 +11,11 @@ import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from xlafuse.bench.peers.tensors import Function
 
 
-def rms_norm(x, scale, residual=None, epsilon=1e-6):
+def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.rms_norm`."""
     total = x if residual is None else x + residual
-    y = F.rms_norm(total.float(), (x.shape[-1],), scale.float(), epsilon).to(x.dtype)
+    scale = None if scale is None else scale.float()
+    y = F.rms_norm(total.float(), (x.shape[-1],), scale, epsilon).to(x.dtype)
     return (y,) if residual is None else (y, total)
 
 
@@ -25,6 +26,15 @@ def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
     bias = None if bias is None else bias.float()
     y = F.layer_norm(total.float(), (x.shape[-1],), scale, bias, epsilon).to(x.dtype)
     return (y,) if residual is None else (y, total)
+
+
+def dropout_residual_norm(x, scale=None, bias=None, *, residual, rate, norm="rms_norm", epsilon=1e-6):
+    """See `pallas_kernels.dropout_residual_norm`. PyTorch draws dropout's mask itself."""
+    dropped = F.dropout(x.float(), rate) if rate else x.float()
+    total = (dropped + residual.float()).to(x.dtype)
+    if norm == "rms_norm":
+        return rms_norm(total, scale, epsilon=epsilon)[0], total
+    return layer_norm(total, scale, bias, epsilon=epsilon)[0], total
 
 
 def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
@@ -48,12 +58,11 @@ ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def bias_activation(x, bias=None, activation="gelu_tanh", residual=None, dropout_rate=0.0, dropout_key=None):
-    """See `pallas_kernels.bias_activation`. Without dropout: PyTorch's mask is another one, and cannot be checked."""
-    if dropout_rate:
-        raise NotImplementedError("dropout draws another mask in PyTorch")
+def bias_activation(x, bias=None, activation="gelu_tanh", residual=None, dropout_rate=0.0):
+    """See `pallas_kernels.bias_activation`. PyTorch draws dropout's mask itself."""
     value = x.float() if bias is None else x.float() + bias.float()
     value = ACTIVATIONS[activation](value)
+    value = F.dropout(value, dropout_rate) if dropout_rate else value
     return ((value if residual is None else value + residual.float()).to(x.dtype),)
 
 
@@ -104,6 +113,7 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
 FUNCTIONS: Mapping[str, Function] = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
+    "dropout_residual_norm": dropout_residual_norm,
     "softmax": softmax,
     "bias_activation": bias_activation,
     "gated_activation": gated_activation,
