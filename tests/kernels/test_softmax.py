@@ -15,6 +15,7 @@ from pallas_kernels.ops.softmax.masking import Masking, mask_rows, whole_row_seg
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
+from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory
 
 
 def rows(seed, *shape, dtype="float32", deviation=2.0):
@@ -97,6 +98,21 @@ def test_long_rows_in_chunks(seed, features, is_causal):
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-7, err_msg=f"seed={seed}")
     got = softmax_backward(weights, dy, masking=masking, config=config)
     np.testing.assert_allclose(got, pullback(dy)[0], rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("features", "dtype"), [(1024, "float32"), (3072, "bfloat16"), (2048, "bfloat16")])
+def test_long_rows_in_shared_memory(seed, features, dtype):
+    """Gradients of rows that several warpgroups share, in one piece a warp and in several."""
+    x = softmax(rows(seed, 3, features, dtype=dtype)).at[1].set(0)  # a row that was masked throughout
+    dy = rows(seed + 1, 3, features, dtype=dtype)
+    config = RowConfig(register_columns=0, shared_warpgroups=2, shared_columns=256)
+    assert fits_shared_memory(features, x.dtype.itemsize, config)
+    masking = Masking(scale=0.7)
+    got = softmax_backward(x, dy, masking=masking, config=config).astype("float32")
+    expected = softmax_backward(x, dy, masking=masking, config=RowConfig(register_columns=features))
+    tolerance = 1e-6 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(got, expected.astype("float32"), rtol=tolerance, atol=1e-9, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

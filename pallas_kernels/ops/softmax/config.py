@@ -8,18 +8,26 @@ from typing import Literal
 CAUSAL_PIECES = 8
 """A causal row in registers is read in up to so many pieces; those right of the diagonal are not read from memory."""
 
+SHARED_BYTES = 220 * 1024
+"""What a block's rows may take of the shared memory of a multiprocessor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
     """How a kernel cuts its work: one block of one warpgroup a row.
 
     register_columns: the longest row held in registers.
-    chunk: columns in registers at a time in a longer row, which is read twice, the second time from the L2 cache.
+    shared_warpgroups: backward, warpgroups of a block that holds a longer row in shared memory, where it fits and
+        divides over them; 0 for no such block.
+    shared_columns: of such a row, columns that a warp has in registers at a time.
+    chunk: columns in registers at a time in a longer row yet, which is read twice, the second time from the L2 cache.
     second_read: where the backward kernel finds a row in registers once it has its sums: still there, as float32, or
         read again from the L1 cache, so that more blocks share a multiprocessor.
     """
 
     register_columns: int
+    shared_warpgroups: int = 0
+    shared_columns: int = 512
     chunk: int = 4096
     second_read: Literal["registers", "reload"] = "registers"
 
@@ -31,8 +39,8 @@ def default_forward(itemsize: int) -> RowConfig:
 
 
 def default_backward(itemsize: int) -> RowConfig:
-    """The untuned choice: two rows in 145 registers a thread at 8192 columns; 16384 would spill."""
-    return RowConfig(register_columns=8192, chunk=8192 // itemsize)
+    """The untuned choice: two rows take 145 registers a thread at 8192 columns; longer ones go to shared memory."""
+    return RowConfig(register_columns=8192, shared_warpgroups=4, chunk=8192 // itemsize)
 
 
 def forward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
@@ -45,6 +53,11 @@ def backward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
     candidates = _candidates(features, default_backward(itemsize).register_columns)
     if "registers" in candidates:
         candidates["reload"] = replace(candidates["registers"], second_read="reload")
+    if features >= 8192 and 2 * features * itemsize <= SHARED_BYTES:
+        for warpgroups, columns in ((2, 512), (4, 256), (4, 512)):
+            candidates[f"shared {warpgroups} warpgroups, {columns} columns"] = RowConfig(
+                register_columns=0, shared_warpgroups=warpgroups, shared_columns=columns
+            )
     return candidates
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import RowConfig, default_backward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, inverse_or_zero
+from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory, shared_row_gradient
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     load_row,
@@ -37,7 +38,11 @@ def softmax_backward(
 ) -> jax.Array:
     """Returns dx. weights (what `softmax_forward` returned) and dy: (rows, features), features >= 128."""
     config = config or default_backward(weights.dtype.itemsize)
-    make_body = _whole_row_body if weights.shape[1] <= config.register_columns else _chunked_body
+    rows, features = weights.shape
+    is_long = features > config.register_columns
+    if is_long and masking.queries is None and fits_shared_memory(features, weights.dtype.itemsize, config):
+        return varying_like(shared_row_gradient(weights, dy, masking=masking, config=config), weights, dy)
+    make_body = _chunked_body if is_long else _whole_row_body
     body = make_body(weights, masking, config)
 
     def softmax_gradient(weights_ref, dy_ref, dx_ref):
@@ -46,7 +51,7 @@ def softmax_backward(
     dx = plgpu.kernel(
         softmax_gradient,
         out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
-        grid=(weights.shape[0],),
+        grid=(rows,),
         grid_names=("row",),
         compiler_params=compiler_params(weights.dtype),
     )(weights, dy)
