@@ -45,14 +45,14 @@ def test_backward_undoes_forward(seed):
 
 @pytest.mark.parametrize(("heads", "half"), [(32, 64), (8, 64), (4, 64), (12, 32), (4, 128), (16, 256), (64, 8)])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_tiles_divide_the_heads(heads, half, itemsize, interleaved):
-    tile = head_tile(heads, half, itemsize, interleaved=interleaved)
+@pytest.mark.parametrize("access_bytes", [4, 8, 16])
+def test_tiles_divide_the_heads(heads, half, itemsize, access_bytes):
+    tile = head_tile(heads, half, itemsize, access_bytes=access_bytes)
     if tile is None:
-        assert heads * half < 128 or (interleaved and half < 32)
+        assert heads * half < 128 or (access_bytes == itemsize and half < 32)
         return
     assert heads % tile.heads == 0 and tile.heads * half % (128 * tile.vector) == 0
-    assert tile.vector * itemsize <= 16 and half % tile.vector == 0
+    assert tile.vector * itemsize <= access_bytes and half % tile.vector == 0
 
 
 @pytest.mark.parametrize(

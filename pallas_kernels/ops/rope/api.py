@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.rope.config import head_tile
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
+from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 
@@ -69,9 +70,11 @@ def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -
     """Why the Mosaic GPU kernel cannot take these arguments here, or None where it can."""
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernel takes {', '.join(MOSAIC_DTYPES)}"
+    pairs = pairs_of(query.dtype, interleaved=interleaved)
     for name, array in (("query", query), ("key", key)):
         heads, head_size = array.shape[2:]
-        if array.size and head_tile(heads, head_size // 2, array.dtype.itemsize, interleaved=interleaved) is None:
+        tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
+        if array.size and tile is None:
             return (
                 f"{name} has {heads} heads of {head_size}; a warpgroup shares a token's heads in multiples of 4, more "
                 "for head sizes below 128, and only head sizes that are powers of two"

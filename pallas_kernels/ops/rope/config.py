@@ -26,7 +26,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTile:
-    """A (heads, half) tile of one member of all pairs, as a warpgroup holds it: `vector` values a thread and access."""
+    """A (heads, half) tile of pairs or of one of their members, `vector` to a thread and access."""
 
     heads: int
     half: int
@@ -44,14 +44,12 @@ class HeadTile:
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def head_tile(
-    heads: int, half: int, itemsize: int, *, interleaved: bool, access_bytes: int = ACCESS_BYTES
-) -> HeadTile | None:
+def head_tile(heads: int, half: int, itemsize: int, *, access_bytes: int = ACCESS_BYTES) -> HeadTile | None:
     """The tile with the widest accesses of which `heads` heads are a multiple; None where there is none.
 
-    The members of interleaved pairs are not neighbours, and are read one by one.
+    `itemsize` is that of a member of a pair, or of a pair where both are read as one.
     """
-    vector = 1 if interleaved else access_bytes // itemsize
+    vector = max(1, access_bytes // itemsize)
     while vector:
         if half % vector == 0:
             lanes = min(half // vector, WARP_LANES)

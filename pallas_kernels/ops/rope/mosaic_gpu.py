@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.ops.rope.config import HeadTile, RopeConfig, head_tile
+from pallas_kernels.ops.rope.pairs import Pairs, pairs_of
 from pallas_kernels.primitives.platform import varying_like
 
 # No automatic barriers: nothing that is written is read again.
@@ -37,14 +38,13 @@ def rope_rotate(
     positions: (tokens,) or (batch, tokens) int32.
     """
     batch, length, _, head_size = query.shape
-    tokens, half = batch * length, head_size // 2
+    tokens = batch * length
     config = config or RopeConfig()
     at_once = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
-    arrays = (query, key)
-    tiles = tuple(_tile(array, interleaved, config) for array in arrays)
+    arrays, pairs = (query, key), pairs_of(query.dtype, interleaved=interleaved)
+    tiles = tuple(_tile(array, pairs, config) for array in arrays)
     tables = _tables(set(tiles), head_size, theta)
-    pairs = (half, 2) if interleaved else (2, half)
-    views = [array.reshape(tokens, array.shape[2], *pairs) for array in arrays]
+    views = [pairs.view(array, tokens) for array in arrays]
     flat_positions = positions.reshape(-1)
 
     def rope(*refs):
@@ -57,7 +57,11 @@ def rope_rotate(
         block = lax.axis_index("block")
         mine = [block * at_once + i for i in range(at_once)]
         loaded = [
-            [_load(ref, token, tile, interleaved) for ref, tile in zip(inputs, tiles, strict=True)] for token in mine
+            [
+                [pairs.load(ref, token, heads, tile) for heads in _heads(ref, tile)]
+                for ref, tile in zip(inputs, tiles, strict=True)
+            ]
+            for token in mine
         ]
         for token, values in zip(mine, loaded, strict=True):
             position = positions_ref[lax.rem(token, flat_positions.size)]
@@ -65,11 +69,9 @@ def rope_rotate(
             for ref, tile, tile_values in zip(outputs, tiles, values, strict=True):
                 cosine, sine = angles[tile]
                 sine = -sine if inverse else sine
-                for i, (first, second) in enumerate(tile_values):
-                    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-                    rotated = (first * cosine - second * sine, second * cosine + first * sine)
-                    for member, value in enumerate(rotated):
-                        ref[_index(token, i, member, tile, interleaved)] = value.astype(ref.dtype)
+                for heads, loaded_pairs in zip(_heads(ref, tile), tile_values, strict=True):
+                    first, second = pairs.members(loaded_pairs)
+                    pairs.store(ref, token, heads, (first * cosine - second * sine, second * cosine + first * sine))
 
     operands = (flat_positions, *(table for pair in tables.values() for table in pair), *views)
     results = plgpu.kernel(
@@ -80,17 +82,16 @@ def rope_rotate(
         compiler_params=COMPILER_PARAMS,
     )(*operands)
     query_out, key_out = (
-        varying_like(result.reshape(array.shape), *arrays, positions)
+        varying_like(pairs.restore(result, array), *arrays, positions)
         for result, array in zip(results, arrays, strict=True)
     )
     return query_out, key_out
 
 
-def _tile(array: jax.Array, interleaved: bool, config: RopeConfig) -> HeadTile:
+def _tile(array: jax.Array, pairs: Pairs, config: RopeConfig) -> HeadTile:
     heads, head_size = array.shape[2:]
-    tile = head_tile(
-        heads, head_size // 2, array.dtype.itemsize, interleaved=interleaved, access_bytes=config.access_bytes
-    )
+    access_bytes = min(config.access_bytes, pairs.widest_access)
+    tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=access_bytes)
     if tile is None:
         raise ValueError(f"{heads} heads of {head_size} cannot be cut into tiles of a warpgroup.")
     return tile
@@ -105,17 +106,6 @@ def _tables(tiles: set[HeadTile], head_size: int, theta: float) -> dict[HeadTile
     }
 
 
-def _index(token, i, member, tile, interleaved):
-    heads = pl.ds(i * tile.heads, tile.heads)
-    return (token, heads, slice(None), member) if interleaved else (token, heads, member)
-
-
-def _load(ref, token, tile, interleaved):
-    """Both members of all pairs of a token's heads, tile by tile."""
-    return [
-        [
-            plgpu.load(ref.at[_index(token, i, member, tile, interleaved)], layout=tile.layout, optimized=False)
-            for member in range(2)
-        ]
-        for i in range(ref.shape[1] // tile.heads)
-    ]
+def _heads(ref, tile: HeadTile) -> list[pl.Slice]:
+    """A token's heads, tile by tile."""
+    return [pl.ds(first, tile.heads) for first in range(0, ref.shape[1], tile.heads)]

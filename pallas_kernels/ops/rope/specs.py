@@ -58,10 +58,12 @@ _ARG_SPECS = (
     _call(2, 333, 16, 4, 256, tags=_GPU),
     _call(2, 333, 32, 8, 128, interleaved=True, per_batch=True, tags=_GPU),
     _call(2, 333, 32, 32, 64, dtype="float32", interleaved=True, tags=_GPU),
+    _call(2, 333, 16, 8, 128, dtype="float16", interleaved=True, tags=_GPU),
     _call(2, 4096, 32, 8, 128, tags=(*_BENCH, "block")),
     _call(8, 4096, 32, 8, 128, tags=_BENCH),
     _call(8, 4096, 32, 8, 128, interleaved=True, tags=_BENCH),
     _call(4, 4096, 32, 8, 128, dtype="float32", tags=_BENCH),
+    _call(4, 4096, 32, 8, 128, dtype="float32", interleaved=True, tags=_BENCH),
     _call(16, 1, 32, 8, 128, per_batch=True, tags=_BENCH),
     _call(1, 1, 32, 8, 128, tags=_BENCH),
 )
