@@ -134,6 +134,7 @@ class OpSpec:
     forward_traffic, backward_traffic: the bytes of a call with such arguments.
     backward: the backward pass alone, as it runs in training where the forward pass has saved what it needs: from the
         implementation's name, arguments and cotangents to gradients. For the benchmark.
+    flops: additions and multiplications of a phase's matrix products, where an operation has any.
     variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
         takes the arguments (backward: and `cotangents`) and runs that kernel alone.
     """
@@ -150,6 +151,7 @@ class OpSpec:
     backward: Callable[[str, Arguments, tuple[jax.Array, ...]], tuple[jax.Array, ...]]
     variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]]
     error_bound: ErrorBound = ErrorBound()
+    flops: Callable[[Arguments, str], int] | None = None
 
     def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:
         """The argument specs that carry all of `tags`."""

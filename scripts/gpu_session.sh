@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
 # One visit to a machine with a Hopper GPU: the tests of chosen operations, then the benchmark of chosen operations.
 #
-#   scripts/gpu_session.sh [--tests "A B"] [--bench "A B"] [--test-seconds S] [--bench-seconds S] [--op-seconds S]
-#                          [--out DIR] [-- OPTIONS OF xlafuse bench kernels]
+#   scripts/gpu_session.sh [--tests "A B"] [--bench "A B"] [--sanitize "A B"] [--counters "CASE ..." | --counters missed]
+#                          [--test-seconds S] [--bench-seconds S] [--op-seconds S] [--sanitize-seconds S]
+#                          [--commit HASH] [--out DIR] [-- OPTIONS OF xlafuse bench kernels]
 #
-# Each list is in the order to run; "all" (the default) is the whole registry, "none" leaves that half out. Each half
-# has its time limit and its log under DIR, and neither stops the other. Of the tests only failures and the count are
-# printed; of the benchmark a line a shape, at most 8,500 characters. DIR/kernels.json has all numbers.
+# Each list is in the order to run; "all" is the whole registry (the default of tests and benchmark), "none" leaves that
+# part out (the default of the others). Each part has its time limit and its log under DIR, and none stops another. Of
+# the tests only failures and the count are printed; of the benchmark a line a shape, at most 8,500 characters.
+# DIR has gpu-tests.json, kernels.json, sanitizer.json and counters.json. --commit: where the copy has no git history.
+# --counters missed: of what the benchmark just measured, the shapes that miss a bar.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-tests=all bench=all test_seconds=240 bench_seconds=280 op_seconds=60 out=${OUT:-gpu-session}
+tests=all bench=all sanitize=none counters=none sanitize_seconds=145 test_seconds=240 bench_seconds=280 op_seconds=60 out=${OUT:-gpu-session}
 while (($#)); do
   case $1 in
     --tests) tests=$2 ;;
     --bench) bench=$2 ;;
+    --sanitize) sanitize=$2 ;;
+    --counters) counters=$2 ;;
+    --sanitize-seconds) sanitize_seconds=$2 ;;
+    --commit) export XLAFUSE_COMMIT=$2 ;;
     --test-seconds) test_seconds=$2 ;;
     --bench-seconds) bench_seconds=$2 ;;
     --op-seconds) op_seconds=$2 ;;
@@ -34,7 +41,8 @@ if [[ $tests != none ]]; then
   [[ $tests == all ]] || selection=(-k "$(sed 's/  */ or /g' <<<"$tests")")
   # Eight processes share the GPU: the float64 references on the host take most of the time.
   XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$test_seconds" \
-    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short "${selection[@]}" \
+    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short \
+    --junitxml="$out/tests.xml" "${selection[@]}" \
     >"$out/tests.log" 2>&1
   code=$?
   ((code)) && status=1
@@ -43,6 +51,7 @@ if [[ $tests != none ]]; then
   # Only the short error lines: the log has the rest.
   grep -E '^E  ' "$out/tests.log" | cut -c1-160 | awk '!seen[$0]++' | head -12
   tail -n 1 "$out/tests.log" | cut -c1-200
+  [[ -f $out/tests.xml ]] && "$python" scripts/write_results.py --tests "$out/tests.xml" -o "$out/gpu-tests.json"
 fi
 
 if [[ $bench != none ]]; then
@@ -58,5 +67,26 @@ if [[ $bench != none ]]; then
   ((code == 124 || code == 137)) && echo "the benchmark was ended after $bench_seconds s"
   [[ -f $out/kernels.json ]] && "$python" scripts/write_results.py --show "$out/kernels.json" --characters 8500
   ((code)) && grep -vE '^\s*$' "$out/bench-errors.log" | cut -c1-300 | tail -n 6
+fi
+
+if [[ $sanitize != none ]]; then
+  echo "== compute-sanitizer: $sanitize"
+  operations=()
+  [[ $sanitize == all ]] || read -ra operations <<<"$sanitize"
+  timeout --kill-after=10 "$sanitize_seconds" \
+    "$python" scripts/sanitize.py -o "$out/sanitizer.json" --jobs 8 --seconds "$((sanitize_seconds - 10))" \
+    "${operations[@]}" 2>&1 | tail -c 4000
+  ((PIPESTATUS[0])) && status=1
+fi
+
+if [[ $counters != none ]]; then
+  echo "== counters"
+  [[ $counters == missed ]] && counters=$("$python" scripts/write_results.py --missed "$out/kernels.json")
+  read -ra cases <<<"$counters"
+  # Nsight Compute slows a call by seconds: the limit is for some thirty cases.
+  ((${#cases[@]})) && XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$((30 + 4 * ${#cases[@]}))" \
+    "$python" scripts/read_counters.py -o "$out/counters.json" "${cases[@]}" >"$out/counters.log" 2>&1
+  ((${#cases[@]} && $?)) && { status=1; tail -n 5 "$out/counters.log" | cut -c1-300; }
+  grep -c µs "$out/counters.log" 2>/dev/null | sed 's/$/ launches/'
 fi
 exit $status

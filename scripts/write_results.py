@@ -1,9 +1,11 @@
-"""Kept benchmark results: merged, shown, and written into README's table.
+"""Kept benchmark results: merged, shown, and written into README between its markers.
 
-scripts/write_results.py                        # README's table from notebooks/results/kernels-h200.json
-scripts/write_results.py --check                # exits with 1 where that table is not current
+scripts/write_results.py                        # README's tables from notebooks/results and the dispatch rules
+scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
+scripts/write_results.py --missed FILE          # the cases for scripts/read_counters.py: what misses a bar
+scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from xlafuse.bench import checks, coverage, limits
 from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
 from xlafuse.bench.table import markdown, place
@@ -20,6 +23,7 @@ from xlafuse.bench.table import markdown, place
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
+COUNTERS, TESTS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "gpu-tests", "sanitizer"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
+    parser.add_argument("--missed", type=Path, metavar="FILE")
+    parser.add_argument("--tests", type=Path, metavar="XML")
     parser.add_argument("--characters", type=int, default=sys.maxsize)
     options = parser.parse_args(argv)
     try:
@@ -40,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.show:
             print(shown(load(options.show), options.characters))
             return 0
+        if options.missed:
+            print(*limits.missed(load(options.missed)))
+            return 0
+        if options.tests:
+            summary = checks.summarize(options.tests)
+            checks.write_summary(options.output, summary)
+            print(f"{summary.passed} passed, {summary.failed} failed, {summary.skipped} skipped")
+            return 0
         return _readme(check_only=options.check)
     except ResultsError as error:
         print(f"write_results.py: {error}", file=sys.stderr)
@@ -48,14 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _readme(*, check_only: bool) -> int:
     text = README.read_text(encoding="utf-8")
-    current = place(text, markdown(load(KEPT)))
+    current = placed(text)
     if check_only:
-        print("current" if text == current else "README's table is not what the results say; run `make results`")
+        print("current" if text == current else "README's tables are not what the results say; run `make results`")
         return int(text != current)
     if text != current:
         README.write_text(current, encoding="utf-8")
-    print(f"wrote the table of {README.name} from {KEPT.relative_to(ROOT)}")
+    print(f"wrote the tables of {README.name} from {KEPT.parent.relative_to(ROOT)}")
     return 0
+
+
+def placed(text: str) -> str:
+    """README's text with what is between its markers made anew."""
+    results = load(KEPT)
+    text = place(text, markdown(results))
+    text = place(text, limits.markdown(results, limits.load_counters(COUNTERS)), "limits")
+    text = place(text, checks.markdown(checks.load(TESTS), checks.load(SANITIZER)), "checks")
+    return place(text, coverage.markdown(), "coverage")
 
 
 def shown(results: Results, characters: int) -> str:

@@ -1,4 +1,4 @@
-"""README's results table says what the kept results say, and results as text and table."""
+"""README's tables say what the kept results and the dispatch rules say."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from xlafuse.bench import limits
 from xlafuse.bench.results import load
-from xlafuse.bench.table import BEGIN, END, markdown, place
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = sorted((ROOT / "notebooks/results").glob("kernels-*.json"))
 
 
-def test_readme_table_is_current():
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("write_results", ROOT / "scripts/write_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_tables_are_current(script):
+    """Of the kept results, and of the operations' dispatch rules."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if not (ROOT / "notebooks/results/kernels-h200.json").is_file() or BEGIN not in readme:
-        pytest.skip("no kept results, or no place for them in the README")
-    table = markdown(load(ROOT / "notebooks/results/kernels-h200.json"))
-    assert place(readme, table) == readme, "run `make results`"
+    assert script.placed(readme) == readme, "run `make results`"
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
@@ -33,11 +41,9 @@ def test_kept_results_are_whole(path):
             assert len(ceiling.timing.kernels) == 1
 
 
-def test_script_is_importable():
-    spec = importlib.util.spec_from_file_location("write_results", ROOT / "scripts/write_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (module.README, module.KEPT.name) == (ROOT / "README.md", "kernels-h200.json")
-    assert END != BEGIN
+def test_script_reads_what_is_kept(script):
+    assert script.README == ROOT / "README.md"
+    assert [path.name for path in (script.KEPT, script.COUNTERS, script.TESTS, script.SANITIZER)] == [
+        f"{name}-h200.json" for name in ("kernels", "counters", "gpu-tests", "sanitizer")
+    ]
+    assert limits.load_counters(script.COUNTERS)

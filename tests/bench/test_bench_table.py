@@ -77,17 +77,24 @@ def test_place_keeps_the_rest_and_is_stable():
 
 
 def test_readme_is_written_and_checked(script, tmp_path, monkeypatch, capsys):
+    for name in ("README", "KEPT", "COUNTERS", "TESTS", "SANITIZER"):
+        monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script, "README", tmp_path / "README.md")
-    monkeypatch.setattr(script, "KEPT", tmp_path / "kernels-h200.json")
-    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
+    markers = [
+        f"<!-- {name}:{end} -->" for name in ("results", "limits", "checks", "coverage") for end in ("begin", "end")
+    ]
+    script.README.write_text("\n".join(markers))
     assert script.main([]) == 2
     assert "expected a file of benchmark results" in capsys.readouterr().err
-    write(tmp_path / "kernels-h200.json", results(shape()))
+    write(script.KEPT, results(shape()))
     assert script.main(["--check"]) == 1
     assert script.main([]) == 0
     assert script.main(["--check"]) == 0
-    assert "4000" in (tmp_path / "README.md").read_text()
+    text = script.README.read_text()
+    assert "4000" in text
+    assert f"{markers[-2]}\ncovered\n{markers[-1]}" in text
+    assert "Not run yet." in text
 
 
 def test_merge_and_show(script, tmp_path, capsys):

@@ -13,7 +13,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers import is_joint
+from xlafuse.bench.peers import is_joint, torch_functions
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
 from xlafuse.bench.timing import Candidate
 
@@ -61,17 +61,12 @@ def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     """RoPE's arguments as Liger takes them."""
     if arguments.get("interleaved"):
         raise NotImplementedError("Liger's rope is the half-split one")
-    query, positions = arguments["query"], arguments["positions"]
-    half = query.shape[-1] // 2
-    frequencies = arguments.get("theta", 10000.0) ** (-torch.arange(half, device=query.device).float() / half)
-    angles = positions.reshape(-1, positions.shape[-1]).float()[..., None] * frequencies
-    angles = torch.cat((angles, angles), -1)
-    return {
-        "query": query,
-        "key": arguments["key"],
-        "cosine": torch.cos(angles).to(query.dtype),
-        "sine": torch.sin(angles).to(query.dtype),
-    }
+    prepared = torch_functions.with_angles(arguments)
+    for name in ("cosine", "sine"):
+        values = prepared[name].squeeze(-2)
+        values = torch.cat((values, values), -1).to(prepared["query"].dtype)
+        prepared[name] = values if values.ndim == 3 else values[None]
+    return {name: prepared[name] for name in ("query", "key", "cosine", "sine")}
 
 
 def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):

@@ -10,8 +10,8 @@ import torch._dynamo  # pyright: ignore[reportMissingImports]
 import torch._functorch.config  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate
-from xlafuse.bench.peers.torch_functions import get_function
+from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers.torch_functions import PREPARE, get_function
 from xlafuse.bench.timing import Candidate
 
 
@@ -23,8 +23,9 @@ def candidate(
     # Shapes are constants, as in XLA: a second shape of the same function would otherwise become a dynamic one.
     torch._dynamo.reset()
     compiled = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
+    prepare = PREPARE.get(operation, unchanged)
     if phase == "forward":
-        return forward_candidate(name, compiled, cases)
+        return forward_candidate(name, compiled, cases, prepare)
     # The graph of one forward pass is run backward again and again, so that its buffers must not be given away.
     with torch._functorch.config.patch(donated_buffer=False):
-        return backward_candidate(name, compiled, cases)
+        return backward_candidate(name, compiled, cases, prepare)

@@ -8,7 +8,7 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-from xlafuse.bench.peers.tensors import Function
+from xlafuse.bench.peers.tensors import Function, Prepare
 
 
 def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
@@ -73,22 +73,32 @@ def gated_activation(gate, up=None, activation="silu"):
     return ((ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype),)
 
 
-def rope(query, key, positions, theta=10000.0, interleaved=False):
-    """See `pallas_kernels.rope`. query and key: (batch, length, heads, features)."""
-    half = query.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=query.device, dtype=torch.float32) / half)
-    angles = positions.float()[..., None, None] * frequencies  # (batch, length, 1, half)
-    cosine, sine = torch.cos(angles), torch.sin(angles)
+def rope(query, key, cosine, sine, interleaved=False):
+    """See `pallas_kernels.rope`. query and key: (batch, length, heads, features). For the angles see `with_angles`."""
 
     def rotate(x):
         if interleaved:
-            first, second = x.float().unflatten(-1, (half, 2)).unbind(-1)
+            first, second = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
         else:
             first, second = x.float().chunk(2, -1)
         pair = (first * cosine - second * sine, second * cosine + first * sine)
         return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
 
     return rotate(query), rotate(key)
+
+
+def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Rope's arguments with float32 cosines and sines, (batch or none, length, 1, half), in place of positions.
+
+    PyTorch's models compute them once for all layers. Compiled together with the rotation, they would be computed for
+    every element, at five times the time.
+    """
+    half = arguments["query"].shape[-1] // 2
+    exponents = -torch.arange(half, device=arguments["query"].device, dtype=torch.float32) / half
+    frequencies = arguments.get("theta", 10000.0) ** exponents
+    angles = arguments["positions"].float()[..., None, None] * frequencies
+    kept = {name: value for name, value in arguments.items() if name not in ("positions", "theta")}
+    return {**kept, "cosine": torch.cos(angles), "sine": torch.sin(angles)}
 
 
 def batch_norm(x, scale, bias, epsilon=1e-5):
@@ -121,6 +131,10 @@ FUNCTIONS: Mapping[str, Function] = {
     "cross_entropy": cross_entropy,
     "batch_norm": batch_norm,
 }
+
+
+PREPARE: Mapping[str, Prepare] = {"rope": with_angles}
+"""What is done to the arguments beforehand, outside of what is timed."""
 
 
 def get_function(name: str) -> Function:

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""Memory errors and races of the kernels, found by NVIDIA's compute-sanitizer on an attached Hopper GPU.
+
+    scripts/sanitize.py [-o FILE] [--tools memcheck,racecheck] [--match SPEC] [--jobs N] [--seconds S] [OPERATION ...]
+
+One line an operation and tool, and FILE as JSON. Of each operation one small call of every kind (dtype, ragged or long
+rows, arguments given) is run forward and backward with "mosaic". First a kernel with a planted fault: a tool that does
+not see that one sees nothing. What a tool reports of XLA's own kernels is listed apart. Exits with 1 where one of ours
+is at fault, where a process failed or ran out of time, and where the planted fault was not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1
+TOOLS = ("memcheck", "racecheck")
+PLANTED = "planted fault"
+_OURS = "mosaic_gpu"
+"""Part of the name of every Mosaic GPU kernel."""
+_MOST_VALUES = {"memcheck": 1 << 26, "racecheck": 1 << 20}
+"""Of the largest array: racecheck takes seconds for a million values. Rows are taken away, never columns."""
+_OPTIONS = {
+    # API calls that fail are no faults of kernels: XLA asks the driver about pointers that it does not know.
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": ("--racecheck-report", "analysis"),
+}
+_CASE = "CASE "
+_REPORT = re.compile(
+    r"^=+ (Invalid |Misaligned |Error: Race|Warning: Race|Error: Potential|Warning: Potential|.*leaked)"
+)
+_PLACE = re.compile(r"(?: at |access at )(?:0x[0-9a-f]+ in )?([A-Za-z_]\w*)(?:\(.*?\))?\+0x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One report: its kernel, the case that ran when it was printed, and the tool's words."""
+
+    kernel: str
+    case: str
+    message: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is of one of our kernels; a report without a kernel's name counts as ours."""
+        return _OURS in self.kernel or not self.kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a tool said of an operation's kernels. summary: the tool's last line."""
+
+    operation: str
+    tool: str
+    status: Literal["clean", "faults", "failed"]
+    cases: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    summary: str
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operations", nargs="*", metavar="OPERATION")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the tools' own words here")
+    parser.add_argument("--match", default="", metavar="SPEC", help="only calls whose name holds this")
+    parser.add_argument("--details", action="store_true", help="racecheck: every hazard with its threads and values")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--jobs", type=int, default=6, help="processes that share the GPU")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for one process")
+    parser.add_argument("--run", action="store_true", help="run the operation (what compute-sanitizer calls)")
+    options = parser.parse_args(argv)
+    if options.run:
+        run(options.operations[0], options.tools, options.match)
+        return 0
+    from pallas_kernels import REGISTRY
+    from xlafuse.bench.environment import commit
+
+    tools = options.tools.split(",")
+    tasks = [(name, tool) for name in (PLANTED, *(options.operations or REGISTRY)) for tool in tools]
+
+    def carry_out(task: tuple[str, str]) -> Outcome:
+        found = sanitize(*task, options)
+        print(line(found), flush=True)
+        return found
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(carry_out, tasks))
+    if options.output:
+        document = {"schema_version": SCHEMA, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
+        document |= {"device": device(), "outcomes": [asdict(found) for found in outcomes]}
+        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any(not is_as_wanted(found) for found in outcomes))
+
+
+def sanitize(operation: str, tool: str, options: argparse.Namespace) -> Outcome:
+    """Runs one operation under one tool, in a process of its own."""
+    details = ("--racecheck-report", "all") if options.details and tool == "racecheck" else _OPTIONS[tool]
+    command = ["compute-sanitizer", "--tool", tool, *details, "--print-limit", "20"]
+    command += [sys.executable, __file__, "--run", operation, "--tools", tool, "--match", options.match]
+    # With an allocation for each array, the first byte past its end is past an allocation, too.
+    allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, **allocator, "PYTHONPATH": _path()}
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        try:
+            process = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=options.seconds, env=environment, check=False
+            )
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        log.seek(0)
+        text = log.read()
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+        (options.logs / f"{tool}-{operation.replace(' ', '_')}.log").write_text(text, encoding="utf-8")
+    return outcome(operation, tool, text, code, time.monotonic() - start)
+
+
+def outcome(operation: str, tool: str, text: str, code: int | None, seconds: float = 0.0) -> Outcome:
+    """What a process printed, read. code: its exit status, None where it ran out of time."""
+    lines = text.splitlines()
+    found = tuple(findings(lines))
+    summary = next((line.strip("= ") for line in reversed(lines) if " SUMMARY: " in line), "")
+    is_finished = code == 0 and bool(summary) and any(line == f"{_CASE}end" for line in lines)
+    status = "faults" if any(each.is_ours for each in found) else "clean" if is_finished else "failed"
+    if status == "failed":
+        last = next((line for line in reversed(lines) if line and not line.startswith("=")), "nothing")
+        reason = "ran out of time" if code is None else f"ended with exit code {code}"
+        summary = f"{reason}; {summary or 'no summary'}; its last words: {last[:300]}"
+    cases = tuple(line.removeprefix(_CASE) for line in lines if line.startswith(_CASE) and line != f"{_CASE}end")
+    return Outcome(
+        operation=operation, tool=tool, status=status, cases=cases, findings=found, summary=summary, seconds=seconds
+    )
+
+
+def findings(lines: Iterable[str]) -> list[Finding]:
+    """The reports among a tool's lines: of each the first two lines, and the kernel of the first place it names."""
+    found: list[Finding] = []
+    case, report = "", []
+    for text in (*lines, ""):
+        is_next = bool(_REPORT.match(text))
+        if report and (is_next or not text.startswith("=") or not text.strip("= ")):
+            place = next((place for each in report if (place := _PLACE.search(each))), None)
+            words = " ".join(each.strip("= ") for each in report[:2])
+            found.append(Finding(kernel=place[1] if place else "", case=case, message=words))
+            report = []
+        if is_next or report:
+            report.append(text)
+        if text.startswith(_CASE):
+            case = text.removeprefix(_CASE)
+    return found
+
+
+def is_as_wanted(found: Outcome) -> bool:
+    """Clean, or for the planted fault: seen."""
+    return found.status == ("faults" if found.operation == PLANTED else "clean")
+
+
+def line(found: Outcome) -> str:
+    """One line, and one for each finding of ours and, counted, of others."""
+    ours = [each for each in found.findings if each.is_ours]
+    others = len(found.findings) - len(ours)
+    text = f"{found.operation:<22} {found.tool:<10} {found.status:<7} {len(found.cases)} cases, {found.seconds:.0f} s"
+    text += f"; {others} reports of kernels that are not ours" if others else ""
+    if found.status == "failed":
+        text += f": {found.summary}"
+    if found.operation == PLANTED:
+        return text + (" (seen, as it must be)" if is_as_wanted(found) else " (NOT SEEN)")
+    return "\n".join([text, *(f"    {each.case}: {each.kernel}: {each.message}" for each in ours)])
+
+
+def run(operation: str, tool: str, match: str = "") -> None:
+    """Runs an operation's calls, printing each before it; what compute-sanitizer watches."""
+    import jax
+
+    from pallas_kernels import get_op, testing
+    from xlafuse.bench.kernels import callable_of
+
+    if operation == PLANTED:
+        print(f"{_CASE}{operation}", flush=True)
+        planted_fault(tool)
+        print(f"{_CASE}end", flush=True)
+        return
+    op = get_op(operation)
+    for spec in one_of_each_kind(op):
+        if match not in spec.name:
+            continue
+        with jax.default_device(jax.devices("cpu")[0]):  # fewer kernels to watch
+            case = testing.make_case(op, shortened(op, spec, _MOST_VALUES[tool]), 0)
+        inputs = jax.device_put((case.arguments, case.cotangents), jax.devices()[0])
+        for phase, given in (("forward", inputs[:1]), ("backward", inputs)):
+            print(f"{_CASE}{phase} {spec.name}", flush=True)
+            jax.block_until_ready(jax.jit(callable_of(op, phase, "mosaic"))(*given))
+    print(f"{_CASE}end", flush=True)
+
+
+def one_of_each_kind(op) -> list:
+    """The first GPU test's spec of each dtype, shape of row, and set of arguments."""
+    kinds = {}
+    for spec in op.tagged("gpu"):
+        if "bench" not in spec.tags:
+            main = spec.arguments[op.batched[0]]
+            kinds.setdefault((main.dtype, spec.tags, frozenset(spec.arguments)), spec)
+    return list(kinds.values())
+
+
+def shortened(op, spec, most: int):
+    """The spec with fewer rows, its first array with at most so many values; with more than two axes as it is."""
+    main = spec.arguments[op.batched[0]]
+    if len(main.shape) != 2 or math.prod(main.shape) <= most:
+        return spec
+    rows = max(1, most // main.shape[1])
+    cut = {name: replace(spec.arguments[name], shape=(rows, *spec.arguments[name].shape[1:])) for name in op.batched
+           if spec.arguments.get(name) is not None}  # fmt: skip
+    return replace(spec, arguments={**spec.arguments, **cut})
+
+
+def planted_fault(tool: str) -> None:
+    """A kernel that reads far past its input (memcheck), or what another warpgroup may not have written (racecheck)."""
+    import jax
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    import jax.numpy as jnp
+
+    words = 128
+
+    def reads_past_the_end(start, x, y):
+        y[...] = plgpu.load(x.at[pl.ds(start[0], words)])
+
+    def reads_the_other_warpgroup(start, x, y, shared):
+        del start
+        warpgroup = jax.lax.axis_index("warpgroup")
+        shared[warpgroup] = plgpu.load(x.at[warpgroup]) + 1.0
+        y[warpgroup] = shared[1 - warpgroup]
+
+    is_race = tool == "racecheck"
+    kernel = plgpu.kernel(
+        reads_the_other_warpgroup if is_race else reads_past_the_end,
+        out_type=jax.ShapeDtypeStruct((2, words) if is_race else (words,), jnp.float32),
+        scratch_types=[plgpu.SMEM((2, words), jnp.float32)] if is_race else [],
+        **({"num_threads": 2, "thread_name": "warpgroup"} if is_race else {}),
+    )
+    try:
+        jax.block_until_ready(
+            jax.jit(kernel)(jnp.full(1, 1 << 28, jnp.int32), jnp.ones((2, words) if is_race else words))
+        )
+    except jax.errors.JaxRuntimeError as error:  # the GPU stops at the access
+        print(f"{type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def device() -> str:
+    """The GPU's name, by nvidia-smi; "" where there is none."""
+    from xlafuse.bench.environment import gpu_state
+
+    return gpu_state().get("gpu", "")
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The summaries of tests/gpu and compute-sanitizer, and what README says of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from xlafuse.bench import checks
+from xlafuse.bench.environment import commit
+from xlafuse.bench.results import ResultsError
+
+REPORT = """<?xml version="1.0" encoding="utf-8"?>
+<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4" time="12.34">
+<testcase classname="tests.gpu" name="test_a[x]" time="1"/>
+<testcase classname="tests.gpu" name="test_a[y]" time="1"><failure message="AssertionError: off&#10;by 2">x</failure>
+</testcase>
+<testcase classname="tests.gpu" name="test_b" time="1"><error message="failed on setup">x</error></testcase>
+<testcase classname="tests.gpu" name="test_c" time="1"><skipped message="no GPU">x</skipped></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_pytest_report_is_counted_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "gpu_state", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setenv("XLAFUSE_COMMIT", "abc1234")
+    (tmp_path / "tests.xml").write_text(REPORT)
+    summary = checks.summarize(tmp_path / "tests.xml")
+    assert (summary.passed, summary.failed, summary.skipped, summary.seconds) == (1, 2, 1, 12.3)
+    assert summary.failures == ("test_a[y]: AssertionError: off", "test_b: failed on setup")
+    checks.write_summary(tmp_path / "kept.json", summary)
+    kept = checks.load(tmp_path / "kept.json")
+    text = checks.markdown(kept, None)
+    assert text.startswith(f"`tests/gpu` on one NVIDIA H200, {summary.date[:10]}, commit abc1234: 1 passed, 2 failed")
+    assert "Failed: test_b: failed on setup." in text
+    with pytest.raises(ResultsError, match="expected pytest's XML report"):
+        checks.summarize(tmp_path / "nothing.xml")
+
+
+def test_sanitizer_is_told_by_tool_without_the_planted_fault():
+    def outcome(operation, tool, status):
+        return {"operation": operation, "tool": tool, "status": status, "cases": ["forward a", "backward a"]}
+
+    outcomes = [outcome("planted fault", "memcheck", "faults"), outcome("rope", "memcheck", "clean"),
+                outcome("softmax", "memcheck", "clean"), outcome("softmax", "racecheck", "faults")]  # fmt: skip
+    text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": outcomes})
+    assert "on one unnamed GPU, 2026-01-01: memcheck over 4 forward and backward calls of 2 operations clean;" in text
+    assert "racecheck over 2 forward and backward calls of 1 operations not clean for `softmax` (faults)" in text
+    assert checks.markdown(None, None) == "Not run yet."
+
+
+def test_commit_is_what_the_environment_says_else_gits(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLAFUSE_COMMIT", "named")
+    assert commit() == "named"
+    monkeypatch.delenv("XLAFUSE_COMMIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == ""

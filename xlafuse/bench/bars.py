@@ -1,0 +1,122 @@
+"""The speeds the kernels are held to, and which measured shapes miss them.
+
+A bar is a share of the copy ceiling (a plain copy of the same number of bytes, of the same run) and a ratio to XLA. At
+small sizes a call may take at most a microsecond longer than XLA's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from xlafuse.bench.ceiling import COPY
+from xlafuse.bench.rows import Row
+
+_SHAPES = ("32768x4096-bfloat16", "8192x8192-bfloat16", "16384x4096-float32")
+_SMALL_ROWS = 64
+SMALL_US = 1.0
+"""How much longer than XLA's a small call may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What operations must reach in a phase, on the shapes whose names begin with one of `shapes`.
+
+    over_xla_dtypes: the dtypes that the ratio to XLA is asked of.
+    """
+
+    operations: tuple[str, ...]
+    phases: tuple[str, ...]
+    share: float
+    over_xla: float
+    shapes: tuple[str, ...] = _SHAPES
+    over_xla_dtypes: tuple[str, ...] = ("bfloat16", "float32")
+
+    def applies(self, row: Row) -> bool:
+        """Whether the row is one of those that this bar is about."""
+        shape = row.main
+        return shape.op in self.operations and shape.phase in self.phases and shape.spec.startswith(self.shapes)
+
+
+_BOTH = ("forward", "backward")
+BARS = (
+    Bar(operations=("rms_norm", "layer_norm"), phases=("forward",), share=0.97, over_xla=1.4),
+    Bar(operations=("rms_norm", "layer_norm"), phases=("backward",), share=0.88, over_xla=3.0),
+    Bar(operations=("softmax",), phases=("forward",), share=0.96, over_xla=1.3),
+    Bar(operations=("softmax",), phases=("backward",), share=0.92, over_xla=1.3),
+    Bar(operations=("bias_activation", "gated_activation"), phases=_BOTH, share=0.96, over_xla=1.4,
+        over_xla_dtypes=("bfloat16",)),
+    Bar(operations=("rope",), phases=_BOTH, share=0.96, over_xla=1.4, over_xla_dtypes=("bfloat16",),
+        shapes=("2x4096", "8x4096", "4x4096")),
+    Bar(operations=("cross_entropy",), phases=("backward",), share=0.90, over_xla=1.8,
+        shapes=("8192x128256-bfloat16-reduction_mean",)),
+    Bar(operations=("dropout_residual_norm",), phases=("forward",), share=0.95, over_xla=2.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A row beside its bar. Shares and ratios count as met where they round to the bar's two digits."""
+
+    row: Row
+    bar: Bar
+
+    @property
+    def share(self) -> float:
+        """Of the copy ceiling."""
+        return self.row.main.microseconds(COPY) / self.row.main.microseconds(self.row.ours)
+
+    @property
+    def over_xla(self) -> float:
+        """Times as fast as XLA."""
+        return self.row.speed_up("xla")
+
+    @property
+    def most_over_xla(self) -> float:
+        """What a kernel as fast as the copy would have."""
+        return self.row.main.microseconds("xla") / self.row.main.microseconds(COPY)
+
+    @property
+    def misses_share(self) -> bool:
+        """Whether the share of the ceiling is too small."""
+        return not round(self.share, 2) >= self.bar.share
+
+    @property
+    def asks_over_xla(self) -> bool:
+        """Whether there is a bar on the ratio to XLA."""
+        return any(dtype in self.row.main.spec for dtype in self.bar.over_xla_dtypes)
+
+    @property
+    def misses_over_xla(self) -> bool:
+        """Whether the ratio to XLA is too small, where it is asked for."""
+        return self.asks_over_xla and not round(self.over_xla, 2) >= self.bar.over_xla
+
+    @property
+    def is_met(self) -> bool:
+        """Both."""
+        return not self.misses_share and not self.misses_over_xla
+
+
+def verdicts(table: Iterable[Row]) -> list[Verdict]:
+    """Of every row that a bar is about and that was measured."""
+    return [Verdict(row=row, bar=bar) for row in table for bar in BARS if row.ours and bar.applies(row)]
+
+
+def small_calls(table: Iterable[Row]) -> list[Row]:
+    """The shapes of at most 64 rows (rope: tokens) that stay in the L2 cache: decoding steps."""
+    return [row for row in table if row.ours and not row.main.is_large and _rows_of(row) <= _SMALL_ROWS]
+
+
+def slow_small_calls(table: Iterable[Row]) -> list[Row]:
+    """Those on which ours takes more than `SMALL_US` longer than XLA."""
+    small = small_calls(table)
+    return [row for row in small if row.main.microseconds(row.ours) - row.main.microseconds("xla") > SMALL_US]
+
+
+def _rows_of(row: Row) -> float:
+    """The spec's leading dimensions multiplied, all but the last: "64x4096-bfloat16" has 64."""
+    head = row.main.spec.partition("-")[0].partition("+")[0].split("x")
+    sizes = [int(size) for size in head if size.isdigit()]
+    kept = sizes[:2] if row.main.op == "rope" else sizes[:-1]  # rope: batch x tokens x heads + key heads x head size
+    return math.prod(kept) if sizes else math.inf

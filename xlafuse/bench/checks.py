@@ -1,0 +1,115 @@
+"""What a GPU said of the kernels' correctness: the count of tests/gpu, and compute-sanitizer's verdicts, as kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from xlafuse.bench.environment import commit, gpu_state
+from xlafuse.bench.results import ResultsError
+
+SCHEMA_VERSION = 1
+_PLANTED = "planted fault"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestSummary:
+    """One run of tests/gpu. failures: the failed tests' names with the first line of what they said."""
+
+    __test__ = False  # no test itself
+
+    date: str
+    device: str
+    commit: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    failures: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+
+def summarize(report: Path) -> TestSummary:
+    """The summary of what pytest's `--junitxml` wrote, with this machine's GPU and this package's commit.
+
+    Raises:
+        ResultsError: no such file, or another kind of file.
+    """
+    try:
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    except (OSError, ElementTree.ParseError) as error:
+        raise ResultsError(f"expected pytest's XML report at {report}: {error}") from None
+    if suite is None:
+        raise ResultsError(f"expected pytest's XML report at {report}, found no <testsuite> in it")
+    failures, skipped = [], 0
+    cases = list(suite.iter("testcase"))
+    for case in cases:
+        fault = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
+        if fault is not None:
+            words = fault.get("message", "").splitlines() or [""]
+            failures.append(f"{case.get('name')}: {words[0][:200]}")
+        skipped += case.find("skipped") is not None
+    return TestSummary(
+        date=f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
+        device=gpu_state().get("gpu", ""),
+        commit=commit(),
+        passed=len(cases) - len(failures) - skipped,
+        failed=len(failures),
+        skipped=skipped,
+        seconds=round(float(suite.get("time", 0)), 1),
+        failures=tuple(failures),
+    )
+
+
+def write_summary(path: Path, summary: TestSummary) -> None:
+    """Writes it as JSON."""
+    path.write_text(json.dumps(asdict(summary), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """A file of `write_summary` or `scripts/sanitize.py`; None where there is none.
+
+    Raises:
+        ResultsError: another schema version.
+    """
+    if not path.is_file():
+        return None
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ResultsError(f"{path} has schema version {data.get('schema_version')!r}, expected {SCHEMA_VERSION}")
+    return data
+
+
+def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | None) -> str:
+    """A sentence or two, as far as there is something to tell."""
+    parts = []
+    if tests:
+        parts.append(
+            f"`tests/gpu` on one {_stamp(tests)}: {tests['passed']} passed, {tests['failed']} failed, "
+            f"{tests['skipped']} skipped ([summary](notebooks/results/gpu-tests-h200.json))."
+        )
+        parts += [f"Failed: {name}." for name in tests["failures"]]
+    if sanitizer:
+        parts.append(f"`compute-sanitizer` on one {_stamp(sanitizer)}: {_verdicts(sanitizer)}.")
+    return " ".join(parts) or "Not run yet."
+
+
+def _stamp(data: Mapping[str, Any]) -> str:
+    commit_words = f", commit {data['commit']}" if data["commit"] else ""
+    return f"{data['device'] or 'unnamed GPU'}, {data['date'][:10]}{commit_words}"
+
+
+def _verdicts(sanitizer: Mapping[str, Any]) -> str:
+    told = []
+    for tool in dict.fromkeys(outcome["tool"] for outcome in sanitizer["outcomes"]):
+        outcomes = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] != _PLANTED]
+        calls = sum(len(outcome["cases"]) for outcome in outcomes)
+        bad = [f"`{o['operation']}` ({o['status']})" for o in outcomes if o["status"] != "clean"]
+        text = f"{tool} over {calls} forward and backward calls of {len(outcomes)} operations "
+        told.append(text + (f"not clean for {', '.join(bad)}" if bad else "clean"))
+    return "; ".join(told)

@@ -1,0 +1,118 @@
+"""Which implementation takes which size: README's table, asked of the operations' own dispatch rules.
+
+Each operation is traced for an H200 that is not there, up to the point where it has to choose. jax-triton counts as
+installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import jax
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, OpSpec
+from pallas_kernels.dispatch import Support
+from pallas_kernels.primitives import triton_calls
+from pallas_kernels.specs import plain
+
+FEATURES = (1, 127, 1000, 1152, 4097, 128256, 262144)
+DTYPES = ("bfloat16", "float16", "float32")
+HEADS = ((32, 8), (12, 12), (12, 1), (3, 3))
+"""Of query and key."""
+HEAD_SIZES = (2, 64, 80, 96, 128, 256)
+_ROWS = 4096
+_UNUSUAL = frozenset({"ragged", "extreme", "empty", "long"})
+
+
+class _Chosen(Exception):
+    """Ends the trace with the names; no error."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names
+
+
+def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
+    """The implementations that an H200 can run on these arguments; first the one that `implementation=None` takes."""
+
+    def choose(
+        operation: str, requested: object, support: Mapping[str, Support], *, preferred: Sequence[str] = ()
+    ) -> str:
+        names = [name for name in (*preferred, "xla") if support[name]() is None]
+        raise _Chosen((*names, *(name for name in support if name not in names and support[name]() is None)))
+
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
+    with (
+        mock.patch.object(sys.modules[op.function.__module__], "choose", choose),
+        mock.patch.object(triton_calls, "find_spec", lambda _: True),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        try:
+            jax.eval_shape(lambda arguments: op.function(**plain(arguments)), spec.structs())
+        except _Chosen as chosen:
+            return chosen.names
+    raise RuntimeError(f"{op.name} never asked which implementation to run")
+
+
+def resized(op: OpSpec, features: int, dtype: str, *, rows: int = _ROWS) -> ArgSpec:
+    """The operation's first ordinary argument spec with rows of `features` values of `dtype`."""
+    spec = next(spec for spec in op.tagged("test") if not spec.tags & _UNUSUAL)
+    main = spec.arguments[op.batched[0]]
+
+    def resize(name: str, value: object) -> object:
+        if not isinstance(value, ArraySpec) or value.dtype.startswith("uint"):
+            return value
+        is_row = value.shape[-1:] == main.shape[-1:]
+        shape = ((rows,) if name in op.batched else ()) + ((features,) if is_row else ())
+        return replace(value, shape=shape, dtype=dtype if value.dtype == main.dtype else value.dtype)
+
+    return ArgSpec(name=f"{features}-{dtype}", arguments={n: resize(n, v) for n, v in spec.arguments.items()})
+
+
+def _rope_spec(heads: tuple[int, int], head_size: int, dtype: str) -> ArgSpec:
+    query, key = (ArraySpec(shape=(2, 8, count, head_size), dtype=dtype) for count in heads)
+    positions = ArraySpec(shape=(8,), dtype="int32")
+    return ArgSpec(name="", arguments={"query": query, "key": key, "positions": positions})
+
+
+def row_operations() -> list[OpSpec]:
+    """The operations on rows of any length: all but matrix products, and rope, which has heads."""
+    return [op for op in REGISTRY.values() if op.name != "rope" and op.flops is None]
+
+
+def markdown() -> str:
+    """The tables: by the length of rows, and for rope by heads and head size."""
+    header = [f"operation, {_ROWS} rows of", *map(str, FEATURES)]
+    cells = [[f"`{op.name}`", *(_cell(op, features) for features in FEATURES)] for op in row_operations()]
+    lines = _table(header, cells)
+    header = ["`rope`, heads of query and key; head size", *map(str, HEAD_SIZES)]
+    cells = [[f"{q} and {k}", *(_rope_cell((q, k), size) for size in HEAD_SIZES)] for q, k in HEADS]
+    return "\n".join([*lines, "", *_table(header, cells)])
+
+
+def _cell(op: OpSpec, features: int) -> str:
+    return _told({dtype: implementations(op, resized(op, features, dtype)) for dtype in DTYPES})
+
+
+def _rope_cell(heads: tuple[int, int], head_size: int) -> str:
+    return _told({dtype: implementations(REGISTRY["rope"], _rope_spec(heads, head_size, dtype)) for dtype in DTYPES})
+
+
+def _told(found: Mapping[str, tuple[str, ...]]) -> str:
+    """One answer where all dtypes have the same, else each dtype's. "xla" is named where it is the default."""
+    answers: dict[str, list[str]] = {}
+    for dtype, (first, *others) in found.items():
+        names = [first, *(name for name in others if name != "xla")]
+        answers.setdefault(", ".join(names), []).append(dtype)
+    if len(answers) == 1:
+        return next(iter(answers))
+    return "; ".join(f"{' and '.join(dtypes)} {answer}" for answer, dtypes in answers.items())
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]

@@ -1,0 +1,148 @@
+"""What limits the kernels that miss a bar, with the hardware counter that shows it: README's table.
+
+The counters come from `scripts/read_counters.py`, of another process than the times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xlafuse.bench.bars import SMALL_US, Verdict, slow_small_calls, small_calls, verdicts
+from xlafuse.bench.lines import short_spec
+from xlafuse.bench.results import Results, ResultsError
+from xlafuse.bench.rows import Row, grouped, rows
+
+SCHEMA_VERSION = 1
+_STALLS = {
+    "long_scoreboard": "loads",
+    "short_scoreboard": "shared memory",
+    "barrier": "barriers",
+    "math_pipe_throttle": "a full arithmetic pipe",
+    "mio_throttle": "the queue of shared-memory accesses",
+    "lg_throttle": "the queue of global accesses",
+    "wait": "fixed latencies",
+    "not_selected": "other warps' turn",
+}
+Counters = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Each case's launches."""
+
+_MEMORY_BUSY, _ISSUE_BUSY, _PIPE_BUSY, _OTHERS_LARGE = 85.0, 65.0, 60.0, 0.08
+
+
+def load_counters(path: Path) -> Counters:
+    """The launches of each case of a file of `scripts/read_counters.py`; nothing where there is no such file.
+
+    Raises:
+        ResultsError: another schema version.
+    """
+    if not path.is_file():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ResultsError(f"{path} has schema version {data.get('schema_version')!r}, expected {SCHEMA_VERSION}")
+    cases: dict[str, list[Mapping[str, Any]]] = {}
+    for launch in data["launches"]:
+        cases.setdefault(launch["case"], []).append(launch)
+    return cases
+
+
+def case_name(row: Row) -> str:
+    """The row as `scripts/read_counters.py` names it."""
+    return f"{row.main.op}:{row.main.phase}:{row.main.spec}"
+
+
+def missed(results: Results) -> list[str]:
+    """The cases whose counters are worth reading: shapes that miss their share of the ceiling, and slow small calls."""
+    table = rows(results)
+    late = [verdict.row for verdict in verdicts(table) if verdict.misses_share]
+    return list(dict.fromkeys(case_name(row) for row in (*late, *slow_small_calls(table))))
+
+
+def markdown(results: Results, counters: Counters) -> str:
+    """How many bars are met, and a table of those that are not."""
+    table = [row for _, _, group in grouped(rows(results)) for row in group]
+    judged, slow = verdicts(table), slow_small_calls(table)
+    late = [verdict for verdict in judged if not verdict.is_met]
+    small = len(small_calls(table))
+    text = (
+        f"Of {len(judged)} measured shapes with a bar {len(judged) - len(late)} meet it; of {small} small calls "
+        f"{small - len(slow)} take at most {SMALL_US:.0f} µs longer than XLA's. Misses are set in bold."
+    )
+    if not late and not slow:
+        return text
+    header = ["operation", "", "shape", "of the copy", "bar", "× XLA", "bar", "copy × XLA", "what limits it"]
+    lines = [header, ["---", "---", "---", *["---:"] * 5, "---"]]
+    lines += [_late_cells(verdict, counters) for verdict in late]
+    lines += [_slow_cells(row, counters) for row in slow]
+    note = (
+        "Shares here are of the plain copy alone; copy × XLA is what a kernel as fast as that copy would have. DRAM, "
+        "issue slots and pipes in percent of their peak, by Nsight Compute (a copy reaches 88 % of DRAM's); stalls in "
+        "warps that wait for each instruction issued."
+    )
+    rendered = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{text}\n\n<details><summary>What misses a bar, and why</summary>\n\n{rendered}\n\n{note}\n\n</details>"
+
+
+def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
+    row, bar = verdict.row, verdict.bar
+    is_out_of_reach = verdict.misses_over_xla and verdict.most_over_xla < bar.over_xla
+    why = [_words(row, counters)] if verdict.misses_share or not is_out_of_reach else []
+    return [
+        f"`{row.main.op}`",
+        row.main.phase,
+        short_spec(row.main.spec),
+        _marked(f"{verdict.share:.2f}", verdict.misses_share),
+        f"{bar.share:.2f}",
+        _marked(f"{verdict.over_xla:.2f}", verdict.misses_over_xla),
+        f"{bar.over_xla:.1f}" if verdict.asks_over_xla else "–",
+        f"{verdict.most_over_xla:.2f}",
+        "; ".join([*(["not even the copy has the bar's × XLA"] if is_out_of_reach else []), *why]),
+    ]
+
+
+def _slow_cells(row: Row, counters: Counters) -> list[str]:
+    difference = row.main.microseconds(row.ours) - row.main.microseconds("xla")
+    cells = [f"`{row.main.op}`", row.main.phase, short_spec(row.main.spec), "", "", f"**{difference:+.2f} µs**"]
+    return [*cells, f"+{SMALL_US:.0f} µs", "", _words(row, counters)]
+
+
+def _marked(text: str, is_missed: bool) -> str:
+    return f"**{text}**" if is_missed else text
+
+
+def _words(row: Row, counters: Counters) -> str:
+    launches = counters.get(case_name(row))
+    return limit(launches) if launches else "counters not read"
+
+
+def limit(launches: Iterable[Mapping[str, Any]]) -> str:
+    """What the counters of a case's launches point to.
+
+    The longest launch decides: memory, instruction issue or a pipe where one of them is busy most of the time, else
+    latency, with the warps that were there to hide it and what they waited for. Other launches are named first where
+    they take a good part of the time.
+    """
+    longest, *others = sorted(launches, key=lambda launch: -launch["us"])
+    rest = sum(launch["us"] for launch in others)
+    parts = [f"{len(others)} other launches, {rest:.0f} µs"] if rest > _OTHERS_LARGE * (rest + longest["us"]) else []
+    pipe, busy = max(
+        ((name, longest.get(f"pipe_{name}_percent") or 0) for name in ("alu", "fma", "xu", "lsu")), key=lambda p: p[1]
+    )
+    memory = f"DRAM {longest['dram_percent']:.0f} %"
+    if longest["dram_percent"] >= _MEMORY_BUSY:
+        parts.append(f"memory: {memory}")
+    elif longest["issue_percent"] >= _ISSUE_BUSY:
+        parts.append(f"instruction issue: {longest['issue_percent']:.0f} % ({pipe} pipe {busy:.0f} %); {memory}")
+    elif busy >= _PIPE_BUSY:
+        parts.append(f"{pipe} pipe: {busy:.0f} %; {memory}")
+    else:
+        stalls = {name: longest.get(f"stall_{name}") or 0.0 for name in _STALLS if name != "not_selected"}
+        longest_stall = max(stalls, key=lambda name: stalls[name])
+        parts.append(
+            f"latency: warps wait for {_STALLS[longest_stall]} ({longest_stall} {stalls[longest_stall]:.1f}), "
+            f"{longest['warps_percent']:.0f} % of them fit ({longest['registers']:.0f} registers); {memory}"
+        )
+    return "; ".join(parts)
