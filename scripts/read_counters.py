@@ -61,7 +61,10 @@ def main() -> None:
         return
     rows = read(arguments.cases)
     if arguments.output:
-        document = {"schema_version": SCHEMA, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "launches": rows}
+        from xlafuse.bench.environment import commit, gpu_state
+
+        document = {"schema_version": SCHEMA, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
+        document |= {"device": gpu_state().get("gpu", ""), "launches": rows}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
         print(line(row))
@@ -75,6 +78,7 @@ def read(cases: list[str]) -> list[dict[str, Any]]:
     table = done.stdout[done.stdout.find('"ID"') :]
     if done.returncode or not table.startswith('"ID"'):
         raise RuntimeError(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    sys.stderr.write(done.stderr)
     rows, case = [], 0
     _, *launches = csv.DictReader(io.StringIO(table))  # the first row holds units
     units = next(csv.DictReader(io.StringIO(table)))
@@ -98,7 +102,8 @@ def launch(cases: list[str]) -> None:
     driver = ctypes.CDLL("libcuda.so.1")
     separator = jax.jit(jnp.tan)
     one = jax.block_until_ready(separator(jnp.ones(1)))
-    for text in cases:
+
+    def compiled(text):
         name, phase, wanted, *implementation = text.split(":")
         op = get_op(name)
         spec = next(s for s in op.tagged("bench") if s.name == wanted)
@@ -106,8 +111,17 @@ def launch(cases: list[str]) -> None:
         call = jax.jit(callable_of(op, phase, implementation[0] if implementation else "mosaic"))
         inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
         jax.block_until_ready(call(*inputs))
+        return lambda: jax.block_until_ready(call(*inputs))
+
+    for text in cases:
+        try:
+            call = compiled(text)
+        except Exception as error:  # the other cases are read all the same
+            print(f"{text}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+            call = None
         driver.cuProfilerStart()
-        jax.block_until_ready(call(*inputs))
+        if call:
+            call()
         jax.block_until_ready(separator(one))
         driver.cuProfilerStop()
 

@@ -46,4 +46,4 @@ def test_script_reads_what_is_kept(script):
     assert [path.name for path in (script.KEPT, script.COUNTERS, script.TESTS, script.SANITIZER)] == [
         f"{name}-h200.json" for name in ("kernels", "counters", "gpu-tests", "sanitizer")
     ]
-    assert limits.load_counters(script.COUNTERS)
+    assert limits.load_counters(script.COUNTERS).cases

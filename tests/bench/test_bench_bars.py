@@ -63,26 +63,28 @@ def test_small_calls_may_take_a_microsecond_longer():
     decode = timed(1.0, 2.0, 3.5, spec="16x1x32+8x128-bfloat16-positions_a_batch", bytes=10**6, op="rope")
     found = slow_small_calls(rows(results(slow, fine, middling, decode)))
     assert {row.main.spec for row in found} == {slow.spec, decode.spec}
-    text = limits.markdown(results(slow, fine), {})
+    text = limits.markdown(results(slow, fine), limits.NO_COUNTERS)
     assert "of 2 small calls 1 take at most 1 µs longer than XLA's" in text
     assert "| **+1.10 µs** | +1 µs |  | counters not read |" in text
 
 
 def test_table_has_what_misses_with_its_counters(tmp_path):
     path = tmp_path / "counters.json"
-    assert limits.load_counters(path) == {}
-    path.write_text(json.dumps({"schema_version": 1, "launches": [{**LAUNCH, "us": 5.0}, LAUNCH]}))
+    assert limits.load_counters(path) is limits.NO_COUNTERS
+    read = {"schema_version": 1, "read_at": "2026-01-02T03:04Z", "commit": "abc"}
+    path.write_text(json.dumps({**read, "launches": [{**LAUNCH, "us": 5.0}, LAUNCH]}))
     kept = results(timed(90.0, 200.0, 100.0), timed(97.0, 120.0, 100.0, spec="16384x4096-float32"))
     assert limits.missed(kept) == [LAUNCH["case"]]
     text = limits.markdown(kept, limits.load_counters(path))
     assert "Of 2 measured shapes with a bar 0 meet it" in text
     why = "latency: warps wait for barriers (barrier 4.0), 20 % of them fit (168 registers); DRAM 70 %"
+    assert "Counters read 2026-01-02 03:04 UTC, commit abc." in text
     assert f"| 8192x8192-bf16 | **0.90** | 0.97 | 2.00 | 1.4 | 2.22 | {why} |" in text
     assert "| 0.97 | 0.97 | **1.20** | 1.4 | 1.24 | not even the copy has the bar's × XLA |" in text
     path.write_text('{"schema_version": 9}')
     with pytest.raises(ResultsError, match="schema version 9, expected 1"):
         limits.load_counters(path)
-    assert "<details>" not in limits.markdown(results(timed(97.0, 150.0, 100.0)), {})
+    assert "<details>" not in limits.markdown(results(timed(97.0, 150.0, 100.0)), limits.NO_COUNTERS)
 
 
 @pytest.mark.parametrize(

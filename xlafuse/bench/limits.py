@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,36 @@ _STALLS = {
     "wait": "fixed latencies",
     "not_selected": "other warps' turn",
 }
-Counters = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Each case's launches."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """A file of `scripts/read_counters.py`. cases: each one's launches; read: when, and of which commit."""
+
+    cases: Mapping[str, Sequence[Mapping[str, Any]]]
+    read: str
+
+
+NO_COUNTERS = Counters(cases={}, read="not read")
 _MEMORY_BUSY, _ISSUE_BUSY, _PIPE_BUSY, _OTHERS_LARGE = 85.0, 65.0, 60.0, 0.08
 
 
 def load_counters(path: Path) -> Counters:
-    """The launches of each case of a file of `scripts/read_counters.py`; nothing where there is no such file.
+    """The launches of each case of a file of `scripts/read_counters.py`; none where there is no such file.
 
     Raises:
         ResultsError: another schema version.
     """
     if not path.is_file():
-        return {}
+        return NO_COUNTERS
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ResultsError(f"{path} has schema version {data.get('schema_version')!r}, expected {SCHEMA_VERSION}")
     cases: dict[str, list[Mapping[str, Any]]] = {}
     for launch in data["launches"]:
         cases.setdefault(launch["case"], []).append(launch)
-    return cases
+    commit = f", commit {data['commit']}" if data.get("commit") else ""
+    return Counters(cases=cases, read=f"read {data['read_at'][:10]} {data['read_at'][11:16]} UTC{commit}")
 
 
 def case_name(row: Row) -> str:
@@ -80,7 +90,7 @@ def markdown(results: Results, counters: Counters) -> str:
     note = (
         "Shares here are of the plain copy alone; copy × XLA is what a kernel as fast as that copy would have. DRAM, "
         "issue slots and pipes in percent of their peak, by Nsight Compute (a copy reaches 88 % of DRAM's); stalls in "
-        "warps that wait for each instruction issued."
+        f"warps that wait for each instruction issued. Counters {counters.read}."
     )
     rendered = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{text}\n\n<details><summary>What misses a bar, and why</summary>\n\n{rendered}\n\n{note}\n\n</details>"
@@ -114,7 +124,7 @@ def _marked(text: str, is_missed: bool) -> str:
 
 
 def _words(row: Row, counters: Counters) -> str:
-    launches = counters.get(case_name(row))
+    launches = counters.cases.get(case_name(row))
     return limit(launches) if launches else "counters not read"
 
 
