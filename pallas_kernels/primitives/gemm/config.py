@@ -1,0 +1,87 @@
+"""How a matrix product is cut up: tiles, stages, order, clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that one block may have on Hopper."""
+_RESERVED_BYTES = 2048
+"""For barriers, alignment and Mosaic GPU's own scratch."""
+_REGISTERS = 512
+"""Registers of a streaming multiprocessor over the threads of one warpgroup."""
+_MOST_REGISTERS = 240
+"""Of a computing thread; 255 is the instruction set's limit, and the number must be a multiple of eight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """The cut of an (M, N, K) product.
+
+    tile_m, tile_n: rows and columns of the result that a block computes at a time, all accumulators together: with two
+        accumulators (a gate and a linear branch) each has tile_n / 2 columns.
+    tile_k: the depth of a step, 16-bit values.
+    stages: steps of operands in shared memory at once; fewer where they do not fit.
+    warpgroups: that compute; one more brings the operands by TMA.
+    split: whether those share the tile's rows ("m") or columns ("n"). Each gets at least 64 rows.
+    in_flight: steps of tensor-core work that may be unfinished when the next is issued.
+    minor, group: the order of tiles: `group` tiles along "m" or "n", then on along the other; see
+        `plgpu.planar_snake`. Tiles near in time share operands in the L2 cache.
+    cluster: two blocks that are neighbours along "m" (they share b's tile) or "n" (a's) bring it once, by multicast.
+    splits: blocks of a cluster that share a tile's depth, for results too small to give every multiprocessor a tile.
+        Their sums meet in device memory; each block then finishes its share of the tile's columns. Not with `cluster`.
+    store_columns, store_slots: the result leaves in pieces of so many columns, through so many buffers a warpgroup.
+    memory_registers: of each thread of the warpgroup that brings operands; the others share the rest. None leaves the
+        split to the compiler: for several blocks a multiprocessor.
+    blocks_per_core: persistent blocks a streaming multiprocessor; None starts a block for each tile.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    stages: int = 4
+    warpgroups: int = 2
+    split: Literal["m", "n"] = "m"
+    in_flight: int = 1
+    minor: Literal["m", "n"] = "m"
+    group: int = 8
+    cluster: Literal["m", "n"] | None = None
+    splits: int = 1
+    store_columns: int = 64
+    store_slots: int = 2
+    memory_registers: int | None = 40
+    blocks_per_core: int | None = 1
+    automatic_barriers: bool = True
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of the tile that one warpgroup computes."""
+        return self.tile_m // (self.warpgroups if self.split == "m" else 1)
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Columns of the tile, all accumulators together, that one warpgroup computes."""
+        return self.tile_n // (self.warpgroups if self.split == "n" else 1)
+
+    @property
+    def compute_registers(self) -> int | None:
+        """Of each computing thread, None where the compiler decides."""
+        if self.memory_registers is None:
+            return None
+        share = (_REGISTERS - self.memory_registers) // self.warpgroups
+        return min(_MOST_REGISTERS, share // 8 * 8)
+
+    def fitted(self, *, itemsize: int, operands: tuple[int, int], products: int, stored_bytes: int) -> GemmConfig:
+        """The same with as many stages as fit.
+
+        operands: how many left and right arrays there are. products: the accumulators' number. stored_bytes: of one
+        element in all results that leave through shared memory.
+        """
+        rows, columns = operands[0] * self.tile_m, operands[1] * self.tile_n // products
+        stage = (rows + columns) * self.tile_k * itemsize
+        width = self.warpgroup_columns // products // self.splits
+        columns = min(self.store_columns, width)
+        store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
+        left = SHARED_BYTES // max(1, self.blocks_per_core or 1) - _RESERVED_BYTES - store
+        return replace(self, stages=max(2, min(self.stages, left // stage)))

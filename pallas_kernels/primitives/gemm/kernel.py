@@ -1,0 +1,153 @@
+"""The matrix product: persistent blocks, one warpgroup that brings operands by TMA, others that compute.
+
+A block takes tiles of the result in an order that keeps operands in the L2 cache. Its producer runs ahead of the
+computing warpgroups by as many steps as there are stages, across tiles too, so that the next tile's operands come while
+the last one's results leave. Edges need no care: TMA brings zeros from outside an array and stores nothing there.
+
+Several products can be made at once: each step brings a tile of every operand, and `products` says which two are
+multiplied into which accumulator: ((0, 0, 0),) is a @ b; ((0, 0, 0), (0, 1, 1)) is a @ b and a @ c with a read once;
+((0, 0, 0), (1, 1, 0)) is a @ c + b @ d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.exchange import Exchange
+from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
+from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
+from pallas_kernels.primitives.gemm.store import Pieces, Store, shared
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+
+def gemm(
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    *,
+    products: tuple[Product, ...] = ONE,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    epilogue: Epilogue | None = None,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+    config: GemmConfig | None = None,
+    name: str = "gemm",
+) -> tuple[jax.Array, ...]:
+    """Returns the epilogue's results, each (M, N); the first in `out_dtype`, kept products in the operands' dtype.
+
+    Args:
+        a: left operands, each (M, K), or (K, M) with `transpose_a`; bfloat16 or float16. Rows as they lie in memory
+            must be multiples of 16 bytes.
+        b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
+        products: what is multiplied into which accumulator.
+        bias: (N,), any floating dtype.
+        row_scale: (M,) float32; multiplies the rows of every product.
+        residual: (M, N) of out_dtype; added to the first result.
+        config: the cut; stages are reduced to those that fit.
+        name: of the kernel, for traces.
+    """
+    epilogue = epilogue or Epilogue()
+    rows = a[0].shape[1 if transpose_a else 0]
+    a = [whole_groups(array) for array in a]
+    b = [array if transpose_b else whole_groups(array) for array in b]
+    residual = None if residual is None else whole_groups(residual)
+    dtype = a[0].dtype
+    out_dtype = jnp.dtype(out_dtype or dtype)
+    m, k = a[0].shape[::-1] if transpose_a else a[0].shape
+    n = b[0].shape[0 if transpose_b else 1]
+    accumulators = 1 + max(product[2] for product in products)
+    count = epilogue.outputs(accumulators)
+    kept = accumulators if epilogue.keeps_products else 0
+    dtypes = [out_dtype] * (count - kept) + [dtype] * kept
+    config = (config or GemmConfig()).fitted(
+        itemsize=dtype.itemsize,
+        operands=(len(a), len(b)),
+        products=accumulators,
+        stored_bytes=sum(d.itemsize for d in dtypes),
+    )
+    problem = Problem(
+        m=m,
+        n=n,
+        k=k,
+        dtype=dtype,
+        products=products,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        config=config,
+    )
+    operands = {"bias": padded_vector(bias, config.tile_n), "scale": padded_vector(row_scale, config.tile_m)}
+    operands["residual"] = residual
+    extras = {key: value for key, value in operands.items() if value is not None}
+    outputs = _launch(problem, epilogue, a, b, extras, dtypes, name)
+    return tuple(varying_like(output[:rows], *a, *b, *extras.values()) for output in outputs)
+
+
+def _launch(problem, epilogue, a, b, extras, dtypes, name):
+    config = problem.config
+    tiles = problem.grid[0] * problem.grid[1]
+    size = problem.cluster_size
+    blocks = tiles if config.blocks_per_core is None else target_device().core_count * config.blocks_per_core // size
+    pieces = Pieces.of(problem)
+    is_split = config.splits > 1
+    out_type = [jax.ShapeDtypeStruct((problem.m, problem.n), dtype) for dtype in dtypes]
+    if is_split:
+        out_type.append(jax.ShapeDtypeStruct(problem.partial_shape, jnp.float32))
+
+    def body(a_refs, b_refs, extra_refs, *refs):
+        outputs, partial, scratch = refs[: len(dtypes)], refs[len(dtypes) : len(out_type)], refs[len(out_type) :]
+        a_shared, b_shared, buffers, full, empty, arrived, *written = scratch
+        ring = Ring(problem=problem, a=a_shared, b=b_shared, full=full, empty=empty)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _():
+            if config.memory_registers is not None:
+                plgpu.set_max_registers(config.memory_registers, action="decrease")
+            produce(problem, a_refs, b_refs, ring)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _():
+            if config.compute_registers is not None:
+                plgpu.set_max_registers(config.compute_registers, action="increase")
+            store = Store(
+                pieces=pieces,
+                epilogue=epilogue,
+                extras=extra_refs,
+                outputs=outputs,
+                buffers=[buffer.at[warpgroup] for buffer in buffers],
+                arrived=arrived,
+                first_barrier=warpgroup * pieces.slots,
+            )
+            exchange = Exchange(problem=problem, partial=partial[0], written=written[0]) if is_split else None
+            compute(problem, ring, store, warpgroup, exchange)
+
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(max(1, min(blocks, tiles)),),
+        grid_names=("block",),
+        **({"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            *ring_types(problem, len(a), len(b))[:2],
+            [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype) for dtype in dtypes],
+            *ring_types(problem, len(a), len(b))[2:],
+            plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+            *([plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=config.warpgroups)] if is_split else []),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+    )
+    return kernel(list(a), list(b), extras)[: len(dtypes)]

@@ -1,0 +1,163 @@
+"""The steps of a tile: the producer's TMA copies and the computing warpgroups' products, through a ring of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.gemm.exchange import Exchange
+from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.gemm.store import Store, shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Operands in shared memory, one tile of each a stage.
+
+    full: a barrier a stage, passed when all of the stage's tiles have arrived.
+    empty: likewise, when every computing warpgroup is done with them.
+    """
+
+    problem: Problem
+    a: Sequence[Any]
+    b: Sequence[Any]
+    full: Any
+    empty: Any
+
+
+def ring_types(problem: Problem, lefts: int, rights: int) -> tuple[Any, Any, Any, Any]:
+    """Scratch types of `Ring`'s a, b, full and empty, of so many left and right operands."""
+    config = problem.config
+    barrier = plgpu.Barrier
+    if config.cluster is not None:
+        barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    return (
+        [shared((config.stages, *problem.a_block), problem.dtype, swizzle=problem.swizzle) for _ in range(lefts)],
+        [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
+        plgpu.Barrier(num_arrivals=lefts + rights, num_barriers=config.stages),
+        barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+    )
+
+
+def for_each_tile(problem: Problem, work) -> jax.Array:
+    """Calls work(row, column, steps before) for each of the block's tiles; returns the number of all its steps.
+
+    row and column are the tile's first in the result.
+    """
+    config = problem.config
+    rows, columns = problem.grid
+
+    @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    def steps(info, carry):
+        minor = {"m": 0, "n": 1}[config.minor]
+        i, j = plgpu.planar_snake(info.index[0], (rows, columns), minor, min(config.group, (rows, columns)[minor]))
+        if config.cluster == "m":
+            i = 2 * i + lax.axis_index("cluster")
+        if config.cluster == "n":
+            j = 2 * j + lax.axis_index("cluster")
+        work(i * config.tile_m, j * problem.columns, carry)
+        return carry + problem.steps
+
+    return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+
+
+def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
+    """Brings the operands of every step of every tile, as early as there is room."""
+    config = problem.config
+    shared_a = "cluster" if config.cluster == "n" else None
+    shared_b = "cluster" if config.cluster == "m" else None
+    whole = problem.transpose_a or problem.brought_rows == config.tile_m
+    brought = config.tile_m if whole else problem.brought_rows
+    first_step = lax.axis_index("cluster") * problem.steps if config.splits > 1 else 0
+
+    def tile(row, column, before):
+        def step(i, _):
+            stage = lax.rem(before + i, config.stages)
+
+            @pl.when(before + i >= config.stages)
+            def _():
+                plgpu.barrier_wait(ring.empty.at[stage])
+
+            depth = pl.ds((first_step + i) * config.tile_k, config.tile_k)
+            a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
+            b_index = _ordered(depth, pl.ds(column, problem.columns), problem.transpose_b)
+            for ref, buffer in zip(a_refs, ring.a, strict=True):
+                place = buffer.at[stage] if whole else buffer.at[stage, pl.ds(0, brought)]
+                plgpu.copy_gmem_to_smem(ref.at[a_index], place, ring.full.at[stage], collective_axes=shared_a)
+            for ref, buffer in zip(b_refs, ring.b, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    ref.at[b_index], buffer.at[stage], ring.full.at[stage], collective_axes=shared_b
+                )
+
+        lax.fori_loop(0, problem.steps, step, None)
+
+    total = for_each_tile(problem, tile)
+
+    # No barrier may be left with an arrival that nobody has seen, and no block of a cluster may leave early.
+    def drain(i, _):
+        plgpu.barrier_wait(ring.empty.at[lax.rem(i, config.stages)])
+
+    lax.fori_loop(jnp.maximum(total - config.stages, 0), total, drain, None)
+
+
+def _ordered(first, second, is_transposed: bool):
+    return (second, first) if is_transposed else (first, second)
+
+
+def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, exchange: Exchange | None = None) -> None:
+    """Multiplies every tile and has its results stored; `exchange` adds up what the blocks of a cluster have."""
+    config = problem.config
+    rows, columns = config.warpgroup_rows, problem.width
+    first_row = warpgroup * rows if config.split == "m" else 0
+    first_column = warpgroup * columns if config.split == "n" else 0
+
+    def operands(stage, left, right):
+        a = ring.a[left].at[stage]
+        b = ring.b[right].at[stage]
+        if config.split == "m":
+            a = a.at[_ordered(pl.ds(first_row, rows), slice(None), problem.transpose_a)]
+        else:
+            b = b.at[_ordered(slice(None), pl.ds(first_column, columns), problem.transpose_b)]
+        a = a.transpose((1, 0)) if problem.transpose_a else a
+        b = b.transpose((1, 0)) if problem.transpose_b else b
+        return a, b
+
+    def tile(row, column, before):
+        row, column = row + first_row, column + first_column
+        stored = column if exchange is None else column + exchange.first_column
+        store.begin(row, stored)
+
+        def multiply(*accumulators):
+            def step(i, _):
+                stage = lax.rem(before + i, config.stages)
+                plgpu.barrier_wait(ring.full.at[stage])
+                for left, right, accumulator in problem.products:
+                    plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right))
+                plgpu.wgmma_wait(config.in_flight * len(problem.products))
+                done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
+                if config.in_flight:
+                    plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
+                else:
+                    plgpu.barrier_arrive(ring.empty.at[done])
+
+            lax.fori_loop(0, problem.steps, step, None)
+            values = [accumulator[...] for accumulator in accumulators]
+            for late in range(min(config.in_flight, problem.steps), 0, -1):
+                plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
+            if exchange is not None:
+                values = exchange.sums(values, row, column)
+            store.finish(values, row, stored)
+
+        types = (plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for _ in range(problem.accumulators))
+        pl.run_scoped(multiply, *types)
+
+    for_each_tile(problem, tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

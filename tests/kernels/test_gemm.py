@@ -1,0 +1,111 @@
+"""The matrix product itself: every cut of the work, operands that lie the other way, and each part of the epilogue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.kernel import gemm
+
+SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
+
+CUTS = {
+    "default": (GemmConfig(), (136, 320, 192)),
+    "rows of few": (SMALL, (1, 128, 256)),
+    "narrow, deep": (GemmConfig(tile_m=64, tile_n=32, tile_k=128, warpgroups=1, store_columns=32), (24, 96, 192)),
+    "columns shared": (GemmConfig(tile_n=128, split="n"), (72, 256, 128)),
+    "nothing in flight": (GemmConfig(in_flight=0, tile_n=128), (72, 128, 192)),
+    "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
+    "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
+    "depth shared by two": (replace(SMALL, tile_n=128, splits=2), (24, 256, 320)),
+    "depth shared by four": (replace(SMALL, tile_n=256, splits=4), (8, 256, 320)),
+    "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
+}
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def wide(array):
+    return np.asarray(array, np.float64)
+
+
+def assert_close(got, exact, dtype=jnp.bfloat16):
+    """To the rounding of the result, and of float32 sums."""
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(wide(got), exact, rtol=eps, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_every_cut_gives_the_product(name, seed):
+    config, (m, n, k) = CUTS[name]
+    a, b = normal(seed, m, k), normal(seed + 1, k, n)
+    (got,) = gemm([a], [b], config=config)
+    assert_close(got, wide(a) @ wide(b))
+
+
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), [(True, False), (False, True)])
+def test_transposed_operands(transpose_a, transpose_b, seed):
+    m, n, k = 128, 192, 68 if transpose_a else 128
+    a, b = normal(seed, m, k, dtype=jnp.float16), normal(seed + 1, k, n, dtype=jnp.float16)
+    (got,) = gemm(
+        [a.T if transpose_a else a],
+        [b.T if transpose_b else b],
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+    )
+    assert_close(got, wide(a) @ wide(b), jnp.float16)
+
+
+def test_epilogue_order(seed):
+    m, n, k = 76, 320, 128
+    a, b, residual = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, m, n, dtype=jnp.float32)
+    bias, scale = normal(seed + 3, n), normal(seed + 4, m, dtype=jnp.float32)
+    got, kept = gemm(
+        [a],
+        [b],
+        epilogue=Epilogue(activation=get_activation("gemm", "relu"), keeps_products=True),
+        bias=bias,
+        row_scale=scale,
+        residual=residual,
+        out_dtype=jnp.dtype(jnp.float32),
+        config=GemmConfig(tile_m=64, warpgroups=1),
+    )
+    product = wide(a) @ wide(b) * wide(scale)[:, None]
+    np.testing.assert_allclose(
+        wide(got), np.maximum(product + wide(bias), 0) + wide(residual), rtol=1e-5, atol=1e-4 * np.abs(product).max()
+    )
+    assert_close(kept, product)
+
+
+def test_sum_of_two_products(seed):
+    operands = [normal(seed + i, *shape) for i, shape in enumerate([(72, 64), (64, 128), (72, 64), (64, 128)])]
+    a, b, c, d = operands
+    (got,) = gemm([a, c], [b, d], products=((0, 0, 0), (1, 1, 0)), config=GemmConfig(tile_n=128))
+    assert_close(got, wide(a) @ wide(b) + wide(c) @ wide(d))
+
+
+def test_products_side_by_side(seed):
+    a, b, c = normal(seed, 72, 64), normal(seed + 1, 64, 192), normal(seed + 2, 64, 192)
+    first, second = gemm([a], [b, c], products=((0, 0, 0), (0, 1, 1)))
+    assert_close(first, wide(a) @ wide(b))
+    assert_close(second, wide(a) @ wide(c))
+
+
+def test_stages_are_those_that_fit():
+    sizes = {"itemsize": 2, "operands": (1, 1), "products": 1, "stored_bytes": 2}
+    fitted = GemmConfig(stages=20).fitted(**sizes)
+    stage = (128 + 256) * 64 * 2
+    assert fitted.stages * stage < SHARED_BYTES < (fitted.stages + 1) * stage
+    assert GemmConfig(stages=3).fitted(**sizes).stages == 3
+    assert GemmConfig(stages=20, blocks_per_core=2, tile_n=128).fitted(**sizes).stages == 2

@@ -1,0 +1,23 @@
+"""Speed of operations that multiply matrices, in TF/s: what sets their time where memory does not."""
+
+from __future__ import annotations
+
+from pallas_kernels import get_op
+from pallas_kernels.specs import plain
+from xlafuse.bench.results import ShapeResult
+
+
+def product_flops(shape: ShapeResult) -> int | None:
+    """Additions and multiplications of a shape's matrix products, None where the operation has none."""
+    op = get_op(shape.op)
+    spec = next((spec for spec in op.arg_specs if spec.name == shape.spec), None)
+    if op.flops is None or spec is None:
+        return None
+    return op.flops(plain(spec.structs()), shape.phase)
+
+
+def teraflops_per_second(shape: ShapeResult, name: str) -> float | None:
+    """Of a candidate, None where the operation has no matrix products or `name` was not timed."""
+    flops = product_flops(shape)
+    timed = next((c.timing.median_us for c in shape.candidates if c.name == name), None)
+    return None if flops is None or timed is None else flops / timed / 1e6
