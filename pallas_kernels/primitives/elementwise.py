@@ -12,10 +12,18 @@ from dataclasses import dataclass
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
+MAX_FOLDED = 2**16
+"""Values of the longest row that shorter ones are folded to."""
+FOLD_ELEMENTS = 2**20
+"""Of an array for which the launch that repeats the bias is worth it."""
+FOLD_FROM = 1.5
+"""How many times the accesses of folded rows unfolded ones must need."""
 MAX_ELEMENTS = 2**31 - 1
 """Of a row: columns are counted in int32."""
 
@@ -27,6 +35,18 @@ class Part:
     columns: pl.Slice
     start: int
     segment: Segment
+
+    def segment_columns(self) -> jax.Array:
+        """The place of each value in the part, int32.
+
+        Made as (accesses, values of an access), so that the compiler sees a value's place in its access: it is the
+        same in all threads.
+        """
+        vector = self.segment.vector
+        shape = (self.segment.size // vector, vector)
+        layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
+        access, place = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in range(2))
+        return (access * jnp.int32(vector) + place).reshape(self.segment.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +119,28 @@ def _pieces(segment: Segment, columns: int) -> tuple[Segment, ...]:
 def access_columns(vectors: int, itemsize: int) -> int:
     """How many values of `itemsize` bytes a warpgroup reads in `vectors` accesses of 16 bytes a thread."""
     return vectors * LANES * (ACCESS_BYTES // itemsize)
+
+
+def accesses_a_value(features: int, itemsize: int) -> float:
+    """How many accesses of a thread a value of a row costs: an eighth, for 16-bit values and aligned rows."""
+    return sum(segment.size / segment.vector for segment in split_row(features, itemsize)) / features
+
+
+def folded_rows(rows: int, features: int, itemsize: int) -> int:
+    """How many rows kernels should see as one, where values are laid out in rows only for the sake of a bias.
+
+    One, where a row's accesses are wide already or the array is small; else the power of two that divides `rows` and
+    makes rows of the widest accesses, and of 128 values at least. The bias must be repeated as often.
+    """
+    if rows * features >= 2**32:  # dropout counts elements in 32 bits
+        return 1
+    powers = [2**n for n in range(17) if rows % 2**n == 0 and 2**n * features <= MAX_FOLDED]
+    costs = {n: accesses_a_value(n * features, itemsize) for n in powers if n * features >= LANES}
+    if not costs or (1 in costs and rows * features < FOLD_ELEMENTS):
+        return 1
+    if 1 in costs and costs[1] <= FOLD_FROM * min(costs.values()):
+        return 1
+    return next(n for n in costs if costs[n] <= 1.05 * min(costs.values()))
 
 
 def elementwise_unsupported(rows: int, features: int) -> str | None:

@@ -5,9 +5,9 @@ are therefore the same however a kernel cuts its work, and a backward pass makes
 
 The generator is Wellons' `triple32`, a 32-bit mixing permutation whose avalanche cannot be told from a random
 permutation's (bias 0.0209, the limit is 0.021), run over the element's linear index, with one key word added to the
-index and the other mixed in after the first multiplication. That is about 12 integer instructions an element (JAX's
-threefry2x32: 35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. Right for
-dropout; not for cryptography.
+index and the other mixed in after the first multiplication. That is about 12 integer instructions (JAX's threefry2x32:
+35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. A dropout mask needs them
+once for two elements. Right for dropout; not for cryptography.
 
 Source: Wellons, "Prospecting for hash functions", 2018, https://nullprogram.com/blog/2018/07/31/ and
 https://github.com/skeeto/hash-prospector. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as
@@ -73,24 +73,34 @@ def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, featur
     Returns:
         uint32, of the broadcast shape. Elements 2**32 and more apart have keys of their own.
     """
-    rows_a_period = max(1, _PERIOD // max(1, features))
-    row = _uint32(row)
-    first, second = words
-    # Rows in front of the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
-    epoch = row // jnp.uint32(rows_a_period)
-    second = second ^ _mix(epoch)
-    return _mix(first + row * jnp.uint32(features) + _uint32(column), second)
+    start, column, (first, second) = _place(words, row, column, features)
+    return _mix(first + start + column, second)
 
 
 def keep_mask(words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float) -> jax.Array:
     """Which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32. Arguments as `random_bits`.
+
+    Elements 2 i and 2 i + 1 share the `random_bits` of place i, the first of them with its halves swapped. Each
+    compares all 32 bits with the threshold, and the comparisons hang together only where the upper 16 bits are the
+    threshold's, one time in 65536. A thread that holds both computes the word once, which is half of the work.
 
     Raises:
         ValueError: `rate` outside [0, 1).
     """
     check_rate(rate)
     threshold = min(round(rate * _PERIOD), _PERIOD - 1)
-    return random_bits(words, row, column, features=features) >= jnp.uint32(threshold)
+    start, column, (first, second) = _place(words, row, column, features)
+    # Start and column are halved apart, before the key is added: so the compiler sees which columns' words are one,
+    # where it sees which columns are even (see `elementwise.Part.segment_columns`).
+    one = jnp.uint32(1)
+    is_second = column & one
+    place = (column - is_second) >> one
+    if features % 2:
+        place, is_second = place + (is_second & start), is_second ^ (start & one)
+    word = _mix((first + (start >> one)) + place, second)
+    swapped = (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
+    bits = jnp.where(is_second == jnp.uint32(0), swapped, word)
+    return bits >= jnp.uint32(threshold)
 
 
 def array_keep_mask(key: jax.Array, shape: tuple[int, ...], *, rate: float) -> jax.Array:
@@ -108,6 +118,16 @@ def check_rate(rate: float) -> None:
     """Raises a ValueError unless `rate` is a dropout rate."""
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate is the share of elements set to zero, 0 <= rate < 1, got {rate}.")
+
+
+def _place(words: Words, row: jax.Array | int, column: jax.Array, features: int) -> tuple[jax.Array, jax.Array, Words]:
+    """Of the elements, in their period of 2**32 (whole rows): their row's start, their column, and the words."""
+    rows_a_period = min(_PERIOD - 1, max(1, _PERIOD // max(1, features)))
+    row = _uint32(row)
+    first, second = words
+    # Rows in front of the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
+    epoch = row // jnp.uint32(rows_a_period)
+    return row * jnp.uint32(features), _uint32(column), (first, second ^ _mix(epoch))
 
 
 def _mix(value: jax.Array, key: jax.Array | None = None) -> jax.Array:

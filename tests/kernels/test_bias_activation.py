@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bias_activation
+from pallas_kernels.ops.bias_activation.column_sums import MOST_PARTIALS, add_rows
 from pallas_kernels.ops.bias_activation.config import ColumnSumConfig
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.primitives.activations import ACTIVATIONS
+from pallas_kernels.primitives.elementwise import accesses_a_value, folded_rows
 
 
 def test_known_values():
@@ -41,6 +43,31 @@ def test_dropout_is_the_same_forward_and_backward_on_every_implementation(seed, 
     assert float(jnp.mean(results["mosaic"] == 0)) == pytest.approx(rate, abs=0.1)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("shape", [(1, 128), (7, 300), (33, 130), (MOST_PARTIALS + 1, 128)])
+def test_rows_are_added(seed, shape):
+    values = jax.random.normal(jax.random.key(seed), shape)
+    exact = np.asarray(values, np.float64).sum(0)
+    np.testing.assert_allclose(add_rows(values, jnp.float32), exact, atol=1e-5, err_msg=f"seed={seed}")
+    got = add_rows(values, jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=5e-3, atol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize("features", [1, 100, 127, 128, 1000, 1001, 1024, 1152, 4097])
+@pytest.mark.parametrize("rows", [1, 6, 2048, 2**18])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_folded_rows_fit_and_need_fewer_accesses(rows, features, itemsize):
+    times = folded_rows(rows, features, itemsize)
+    assert rows % times == 0 and times * features <= 2**17
+    if features >= 128:
+        before, after = (accesses_a_value(n * features, itemsize) for n in (1, times))
+        assert times == 1 or 1.4 * after < before
+        assert rows < 2**18 or after <= 2 * itemsize / 16
+    elif times == 1:
+        assert rows & -rows < 128 / features  # no power of two makes it fit
+
+
 def test_dropout_needs_a_key_and_a_rate():
     with pytest.raises(ValueError, match=r"pass dropout_key=jax.random.key"):
         bias_activation(jnp.ones((2, 4)), None, dropout_rate=0.5)
@@ -57,13 +84,18 @@ def test_dropout_needs_a_key_and_a_rate():
         ColumnSumConfig(rows=1, warpgroups=2, prefetch=True),
         ColumnSumConfig(rows=2, warpgroups=2, prefetch=False),
         ColumnSumConfig(rows=2, warpgroups=1, prefetch=True),
+        ColumnSumConfig(access_bytes=4, rows=5, warpgroups=2, blocks_per_core=0),
+        ColumnSumConfig(warpgroups=2, steps=2),
+        ColumnSumConfig(access_bytes=8, warpgroups=2, pieces=2, prefetch=True),
+        ColumnSumConfig(access_bytes=4, warpgroups=4, pieces=2, steps=2),
+        ColumnSumConfig(access_bytes=8, warpgroups=1, steps=3),
     ],
 )
 def test_all_backward_configurations_agree(seed, config):
-    x, dy = jax.random.normal(jax.random.key(seed), (2, 10, 256))
-    bias = jax.random.normal(jax.random.key(seed + 1), (256,))
+    x, dy = jax.random.normal(jax.random.key(seed), (2, 10, 512))
+    bias = jax.random.normal(jax.random.key(seed + 1), (512,))
     gelu = ACTIVATIONS["gelu_tanh"]
     expected = jax.vjp(lambda x, bias: gelu.reference(x + bias), x, bias)[1](dy)
     got = bias_activation_backward(x, bias, None, dy, activation=gelu, config=config)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(jax.tree.leaves(got), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"{config} seed={seed}")

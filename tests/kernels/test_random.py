@@ -76,6 +76,37 @@ def test_masks_keep_the_right_share_in_all_rows_and_columns(rate):
     assert spectrum.max() < 6 * np.sqrt((spectrum**2).mean())
 
 
+def test_known_mask():
+    """Nor may another version change which elements a key drops."""
+    mask = np.asarray(array_keep_mask(jax.random.key(0), (2, 8), rate=0.5))
+    assert mask.astype(int).tolist() == [[1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1, 0.01])
+@pytest.mark.parametrize("features", [1024, 1023])  # odd rows: pairs lie across their ends
+def test_elements_that_share_a_word_are_dropped_independently(rate, features):
+    mask = np.asarray(array_keep_mask(jax.random.key(11), (4096, features), rate=rate)).reshape(-1)
+    for first in (0, 1):  # the two of a word, and two of different words
+        pairs = mask[first : first + (mask.size - 1) // 2 * 2].reshape(-1, 2).astype(int)
+        counts = np.bincount(pairs[:, 0] * 2 + pairs[:, 1], minlength=4)
+        shares = np.outer([rate, 1 - rate], [rate, 1 - rate]).reshape(-1)
+        assert deviations(counts, shares, len(pairs)).max() < 5
+
+
+def test_a_mask_compares_all_32_bits():
+    """Rates that differ by 2**-32 differ in the one element whose bits are the threshold, at either half of a word."""
+    words, row, column = mixed_words(key_words(jax.random.key(2))), jnp.uint32(0), jnp.arange(64, dtype=jnp.uint32)
+    word = np.asarray(random_bits(words, row, column // 2, features=64)).astype(np.uint64)
+    bits = np.where(column % 2 == 0, (word >> 16) | ((word & 0xFFFF) << 16), word)
+    for place in (6, 7):
+        below, above = (
+            np.asarray(keep_mask(words, row, column, features=64, rate=float(bits[place] + step) / 2**32))
+            for step in (0, 1)
+        )
+        np.testing.assert_array_equal(below, bits >= bits[place])
+        assert np.flatnonzero(below != above).tolist() == [place]
+
+
 def test_elements_a_whole_period_apart_differ():
     words, column = mixed_words(key_words(jax.random.key(0))), jnp.arange(4096)
     near, far = (np.asarray(random_bits(words, row, column, features=4096)) for row in (3, 3 + 2**20))

@@ -12,7 +12,7 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forwar
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.random import check_rate, key_words
 
@@ -46,9 +46,9 @@ def bias_activation(
         dropout_rate: the share of elements set to zero, 0 <= rate < 1.
         dropout_key: one key of `jax.random.key`; needed for a rate above 0. Under shard_map give each device its own.
         residual: like x, or None.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features, without a bias 128 values), "xla", a sequence of them in order of preference, or None: "mosaic"
-            where it runs, else "xla".
+        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; for which
+            shapes, `config` says), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs,
+            else "xla".
 
     Returns:
         y like x.
@@ -87,8 +87,13 @@ def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:
     for name, array in (("x", x), ("bias", bias)):
         if array is not None and array.dtype.name not in MOSAIC_DTYPES:
             return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
-    features = x.size if bias is None else x.shape[-1]
-    return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
+    if bias is None:
+        rows, features = 1, x.size
+    else:
+        rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
+        fold = folded_rows(rows, features, x.dtype.itemsize)
+        rows, features = rows // fold, features * fold
+    return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()
 
 
 def _check(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> None:

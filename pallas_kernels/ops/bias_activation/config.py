@@ -1,10 +1,15 @@
-"""Launch configurations of the bias and activation's kernels: what may be chosen, and what is chosen untuned."""
+"""Launch configurations of the bias and activation's kernels: what may be chosen, and what is chosen untuned.
+
+The kernels run for any shape of at least 128 features, and for fewer where 2**n rows together have 128 (2**n divides
+the number of rows); without a bias for any array of at least 128 values; everything else is "xla".
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pallas_kernels.primitives.elementwise import access_columns
+from pallas_kernels.primitives.rows import ACCESS_BYTES
 
 FEW_BLOCKS = 1024
 """Below about this many blocks a GPU is not full, and smaller blocks end sooner."""
@@ -25,19 +30,31 @@ class ElementwiseConfig:
 class ColumnSumConfig:
     """How the backward kernel with a bias cuts its work: persistent blocks, each for one strip of columns.
 
-    vectors: accesses of 16 bytes a thread and row; a strip is as wide.
+    vectors: accesses of a thread and row; a strip is as wide. access_bytes: of an access.
     rows: rows that a warpgroup reads at once.
     warpgroups: of a block; they take turns with rows, and their column sums are added in shared memory. Eight leave
         64 registers a thread, enough for a row in hand and the next one under way.
-    blocks_per_core: blocks a streaming multiprocessor. Each writes its column sums.
+    blocks_per_core: blocks a streaming multiprocessor. Each writes its column sums, which a second kernel adds. 0: one
+        block a strip, whose sums are the gradient, and no second kernel.
     prefetch: whether a warpgroup reads its next rows before it works on those that it has.
+    pieces: neighbouring strips of a block, each with `warpgroups / pieces` of its warpgroups; fewer where they do not
+        divide the row. A block then reads more of a row at once, and more blocks have sums to add.
+    steps: rows of x and dy that each warpgroup has under way to shared memory, one at a time, in place of `rows` and
+        `prefetch`; 0, and wherever strips are not all as wide: straight to registers.
     """
 
     vectors: int = 1
+    access_bytes: int = ACCESS_BYTES
     rows: int = 1
     warpgroups: int = 8
     blocks_per_core: int = 1
     prefetch: bool = False
+    pieces: int = 1
+    steps: int = 0
+
+    def columns(self, itemsize: int) -> int:
+        """Of a strip, in values of `itemsize` bytes."""
+        return access_columns(self.vectors, itemsize) * self.access_bytes // ACCESS_BYTES
 
 
 def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool) -> ElementwiseConfig:
@@ -47,9 +64,25 @@ def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bo
     return config if blocks >= FEW_BLOCKS else ElementwiseConfig(vectors=1, rows=1)
 
 
-def default_column_sum(rows: int) -> ColumnSumConfig:
+FEW_ROWS = 64
+"""Up to so many rows one block a strip is enough."""
+
+
+def default_column_sum(rows: int, itemsize: int) -> ColumnSumConfig:
     """The untuned choice of the backward kernel with a bias."""
-    return ColumnSumConfig() if rows >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
+    if rows <= FEW_ROWS:
+        return _few_rows(rows, itemsize)
+    return ColumnSumConfig(prefetch=True) if rows >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
+
+
+def _few_rows(rows: int, itemsize: int, access_bytes: int = 2) -> ColumnSumConfig:
+    warpgroups = next(n for n in (1, 2, 4, 8) if n == 8 or n >= rows)
+    return ColumnSumConfig(
+        access_bytes=max(access_bytes, itemsize),
+        rows=max(1, min(8, rows // warpgroups)),
+        warpgroups=warpgroups,
+        blocks_per_core=0,
+    )
 
 
 def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
@@ -58,15 +91,17 @@ def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
     return {f"{v} vectors {r} rows": ElementwiseConfig(vectors=v, rows=r) for v, r in shapes}
 
 
-def column_sum_candidates() -> dict[str, ColumnSumConfig]:
-    """The configurations worth measuring, by name: rows at once, warpgroups a block, blocks a multiprocessor."""
-    shapes = ((1, 8, 1, True), (1, 8, 1, False), (2, 8, 1, False), (1, 4, 2, True), (2, 4, 1, True), (1, 2, 4, True))
+def column_sum_candidates(rows: int, itemsize: int) -> dict[str, ColumnSumConfig]:
+    """The configurations worth measuring, by name: pieces, rows at once or under way."""
+    if rows <= FEW_ROWS:
+        two_kernels = {"two kernels": ColumnSumConfig(warpgroups=1, blocks_per_core=2)}
+        return {f"{b} bytes": _few_rows(rows, itemsize, b) for b in (2, 4, 8)} | two_kernels
+    registers = ((1, 1, False), (1, 1, True), (2, 1, True), (4, 1, True), (8, 1, True), (8, 2, False))
+    ring = ((1, 4), (4, 4), (8, 4))
     return {
-        f"{r} rows {w} warpgroups {b} blocks{' prefetch' if p else ''}": ColumnSumConfig(
-            rows=r, warpgroups=w, blocks_per_core=b, prefetch=p
-        )
-        for r, w, b, p in shapes
-    }
+        f"{p} pieces {r} rows{' prefetch' if f else ''}": ColumnSumConfig(pieces=p, rows=r, prefetch=f)
+        for p, r, f in registers
+    } | {f"{p} pieces ring of {s}": ColumnSumConfig(pieces=p, steps=s) for p, s in ring}
 
 
 def rows_at_once(wanted: int, rows: int) -> int:

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.ops.bias_activation.config import ElementwiseConfig, default_elementwise, rows_at_once
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns
+from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns, folded_rows
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.random import keep_mask, mixed_words
 
@@ -41,6 +41,8 @@ def bias_activation_forward(
     x, residual: (rows, features) of one floating dtype; one row where there is no bias. bias: (features,).
     words: the dropout key's, (2,) uint32, or None for no dropout at the given rate.
     """
+    shape = x.shape
+    x, bias, residual = fold(x, bias, residual)
     operands = present({"x": x, "bias": bias, "residual": residual, "words": words})
 
     def step(row: jax.Array, part: Part, loaded: Mapping[str, jax.Array], keep: Keep | None):
@@ -49,7 +51,19 @@ def bias_activation_forward(
             y = keep(y, row, part)
         return y + loaded["residual"].astype(jnp.float32) if residual is not None else y
 
-    return elementwise_kernel("bias_activation", operands, step, rate=rate, config=config)
+    return elementwise_kernel("bias_activation", operands, step, rate=rate, config=config).reshape(shape)
+
+
+def fold(x: jax.Array, bias: jax.Array | None, other: jax.Array | None) -> tuple[Any, Any, Any]:
+    """x, the bias, and the other array like x, in rows of wide accesses (see `folded_rows`).
+
+    The places that dropout counts are the same.
+    """
+    times = 1 if bias is None else folded_rows(x.shape[0], x.shape[1], x.dtype.itemsize)
+    if bias is None or times == 1:
+        return x, bias, other
+    shape = (x.shape[0] // times, x.shape[1] * times)
+    return x.reshape(shape), jnp.tile(bias, times), None if other is None else other.reshape(shape)
 
 
 def add_bias(loaded: Mapping[str, jax.Array]) -> jax.Array:
@@ -136,7 +150,7 @@ def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
     words = mixed_words(words_ref)
 
     def keep(value, row, part):
-        column = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=part.segment.layout) + part.columns.start
+        column = part.segment_columns() + part.columns.start
         mask = keep_mask(words, row, column, features=features, rate=rate)
         return jnp.where(mask, value * (1.0 / (1.0 - rate)), jnp.float32(0))
 

@@ -62,6 +62,7 @@ _ARG_SPECS = (
     _call(3, 1001, bias=None, rate=0.5, activation="gelu"),
     _call(1025, bias=None, dtype="float32", residual=True),
     _call(4, 127, tags=("test", "ragged")),
+    _call(16, 100, rate=0.3, residual=True, tags=("test", "ragged")),
     _call(3, 1, dtype="float32", tags=("test", "ragged")),
     _call(2, 512, fill="extreme", tags=("test", "extreme")),
     _call(2, 512, fill="extreme", bias=None, activation="gelu", tags=("test", "extreme")),
@@ -76,6 +77,9 @@ _ARG_SPECS = (
     _call(700, 4100, activation="relu", dtype="float16", residual=True, tags=_GPU),
     _call(1001, 4097, bias=None, rate=0.1, tags=_GPU),
     _call(4, 262144, tags=_GPU),
+    _call(2048, 1001, rate=0.1, residual=True, tags=_GPU),
+    _call(1000, 127, activation="gelu", tags=_GPU),
+    _call(4096, 1, dtype="float32", tags=_GPU),
     _call(8192, 16384, tags=(*_BENCH, "block")),
     _call(32768, 4096, tags=_BENCH),
     _call(8192, 8192, tags=_BENCH),
@@ -83,6 +87,7 @@ _ARG_SPECS = (
     _call(8192, 8192, bias=None, tags=_BENCH),
     _call(8192, 8192, rate=0.1, residual=True, tags=_BENCH),
     _call(16384, 4096, dtype="float32", tags=_BENCH),
+    _call(8192, 4097, tags=_BENCH),
     _call(1, 4096, tags=_BENCH),
     _call(64, 4096, tags=_BENCH),
 )
@@ -108,7 +113,11 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     if phase == "forward":
         configs = elementwise_candidates(has_bias=has_bias)
         return {name: partial(_forward_variant, config=config) for name, config in configs.items()}
-    configs = column_sum_candidates() if has_bias else elementwise_candidates(has_bias=False)
+    if has_bias:
+        x = arguments["x"]
+        configs = column_sum_candidates(x.size // x.shape[-1], x.dtype.itemsize)
+    else:
+        configs = elementwise_candidates(has_bias=False)
     return {name: partial(_backward_variant, config=config) for name, config in configs.items()}
 
 

@@ -1,0 +1,191 @@
+"""The backward kernel with a bias: dx, and its sums down the columns, of which the bias's gradient is made.
+
+Blocks are persistent: each keeps one strip of columns for a group of rows, which its warpgroups share out, walks down
+the rows with the sums in registers, and writes them once. The groups' sums are added in a fixed order by a kernel of
+its own, so results repeat bit for bit. Few rows are one group, and its sums the gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.bias_activation.config import ColumnSumConfig, rows_at_once
+from pallas_kernels.ops.bias_activation.mosaic_gpu import COMPILER_PARAMS, load_bias, load_row_part, make_keep
+from pallas_kernels.primitives.elementwise import Blocks, Part
+from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.rows import LANES
+
+MOST_PARTIALS = 144
+"""So many values of a column a thread can hold at once; more are left to XLA's reduction."""
+
+_STREAMS = ("x", "dy")
+
+
+def column_sum_kernel(
+    operands: Mapping[str, jax.Array],
+    step: Callable[..., jax.Array],
+    *,
+    features: int,
+    rate: float,
+    config: ColumnSumConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns dx, like `operands["x"]`, and the sums of its columns in the dtype of `operands["bias"]`.
+
+    features: of the unfolded rows: as many sums are returned.
+    step: takes a row, a part of it, what was loaded of each operand for it, and how to drop (None: not at all).
+    """
+    x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
+    rows, features = x.shape
+    itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
+    columns = config.columns(itemsize)
+    steps = config.steps if features % columns == 0 else 0
+    pieces = next(n for n in range(config.pieces, 0, -1) if not (warpgroups % n or features % (columns * n)) or n == 1)
+    lanes = warpgroups // pieces
+    at_once = 1 if steps else rows_at_once(config.rows, rows)
+    units = rows // at_once  # what a warpgroup does in one step
+    groups = 1
+    if config.blocks_per_core:
+        strips = max(1, features // (columns * pieces))
+        groups = max(1, min(-(-units // lanes), target_device().core_count * config.blocks_per_core // strips))
+    is_sum = groups * features == sums_wanted  # nothing is left to add
+    blocks = Blocks(rows=groups, features=features, columns=columns, itemsize=itemsize, stride=features)
+
+    def bias_activation_gradient(*all_refs):
+        refs = dict(zip(operands, all_refs, strict=False))
+        dx_ref, partial_ref, sums, done = all_refs[len(operands) : len(operands) + 4]
+        ring, arrived = all_refs[-2:]  # only with steps
+        keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def sum_part(group, part):
+            """Writes dx of all rows of the group in a part of the columns; returns their sums."""
+            first, together = group * lanes + lax.div(warpgroup, pieces), groups * lanes
+            trips = lax.div(units - first + together - 1, together)
+            bias = load_bias(refs, part)
+
+            def finish(i, loaded, total):
+                for j, values in enumerate(loaded):
+                    row = (first + i * together) * at_once + j
+                    dx = step(row, part, {**values, **bias}, keep)
+                    dx_ref[row, part.columns] = dx.astype(dx_ref.dtype)
+                    total += dx
+                return total
+
+            def read(i):
+                # Past the end the last rows are read again, and not used.
+                unit = jnp.minimum(first + i * together, units - 1)
+                return [load_row_part(refs, unit * at_once + j, part) for j in range(at_once)]
+
+            def send(i):
+                slot = lax.rem(i, steps)
+                for s, name in enumerate(_STREAMS):
+                    plgpu.copy_gmem_to_smem(
+                        refs[name].at[first + i * together, part.columns],
+                        ring.at[warpgroup, slot, s],
+                        arrived.at[warpgroup * steps + slot],
+                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                    )
+
+            def receive(i):
+                slot = lax.rem(i, steps)
+                plgpu.barrier_wait(arrived.at[warpgroup * steps + slot])
+                loaded = {
+                    name: plgpu.load(ring.at[warpgroup, slot, s], layout=part.segment.layout, optimized=False)
+                    for s, name in enumerate(_STREAMS)
+                }
+                plgpu.commit_smem()  # the warpgroup has read it: the place is free
+                pl.when(i + steps < trips)(lambda: send(i + steps))
+                return [loaded]
+
+            zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
+            if steps:
+                for i in range(steps):
+                    pl.when(i < trips)(lambda i=i: send(jnp.int32(i)))
+                return lax.fori_loop(0, trips, lambda i, total: finish(i, receive(i), total), zeros)
+            if config.prefetch:
+
+                def prefetching(i, carry):
+                    total, loaded = carry
+                    ahead = read(i + 1)
+                    return finish(i, loaded, total), ahead
+
+                return lax.fori_loop(0, trips, prefetching, (zeros, read(0)))[0]
+            return lax.fori_loop(0, trips, lambda i, total: finish(i, read(i), total), zeros)
+
+        def work(group, parts):
+            for part in parts:
+                sums[warpgroup, _local(part)] = sum_part(group, part)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+
+            @pl.when(warpgroup < pieces)
+            def _():
+                for part in parts:
+                    total = _load_sums(sums, warpgroup, part)
+                    for lane in range(1, lanes):
+                        total += _load_sums(sums, warpgroup + lane * pieces, part)
+                    partial_ref[group, part.columns] = total.astype(partial_ref.dtype)
+
+        blocks.run(lax.axis_index("block") * pieces + lax.rem(warpgroup, pieces), work)
+
+    scratch = [plgpu.SMEM((warpgroups, blocks.widest), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)]
+    if steps:
+        scratch.append(plgpu.SMEM((warpgroups, steps, len(_STREAMS), columns), x.dtype))
+        scratch.append(plgpu.Barrier(num_arrivals=len(_STREAMS), num_barriers=warpgroups * steps))
+    dx, partials = plgpu.kernel(
+        bias_activation_gradient,
+        out_type=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((groups, features), sum_dtype if is_sum else jnp.float32),
+        ),
+        grid=(blocks.count // pieces,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=tuple(scratch),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    dx, partials = (varying_like(output, *operands.values()) for output in (dx, partials))
+    return dx, partials[0] if is_sum else add_rows(partials.reshape(-1, sums_wanted), sum_dtype)
+
+
+def add_rows(partials: jax.Array, dtype: Any) -> jax.Array:
+    """The sum of (rows, features) float32 over the rows, in `dtype`: all of a column's values are read at once."""
+    rows, features = partials.shape
+    if rows > MOST_PARTIALS or features < LANES:
+        return jnp.sum(partials, axis=0).astype(dtype)
+    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=4, stride=features)
+
+    def bias_gradient(partials_ref, sum_ref):
+        def work(_, parts):
+            for part in parts:
+                places = (partials_ref.at[row, part.columns] for row in range(rows))
+                first, *others = [plgpu.load(place, layout=part.segment.layout, optimized=False) for place in places]
+                sum_ref[part.columns] = sum(others, start=first).astype(sum_ref.dtype)
+
+        blocks.run(lax.axis_index("block"), work)
+
+    total = plgpu.kernel(
+        bias_gradient,
+        out_type=jax.ShapeDtypeStruct((features,), dtype),
+        grid=(blocks.count,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(partials)
+    return varying_like(total, partials)
+
+
+def _local(part: Part) -> pl.Slice:
+    return pl.ds(part.start, part.segment.size)
+
+
+def _load_sums(sums, warpgroup, part: Part) -> jax.Array:
+    return plgpu.load(sums.at[warpgroup, _local(part)], layout=part.segment.layout, optimized=False)
