@@ -13,7 +13,11 @@ import pallas_kernels
 from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench import kernels, peers, timing
+from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import NoGpuError, Settings, bench_operation, bench_shape, check_close, require_gpu
+from xlafuse.bench.lines import result_lines
+from xlafuse.bench.results import Results, Run, rivals
+from xlafuse.bench.table import markdown
 from xlafuse.bench.timing import Candidate
 
 SETTINGS = Settings(rounds=1, calls=2)
@@ -111,6 +115,39 @@ def test_a_peer_that_fails_is_replaced_once(spec, monkeypatch):
     result = bench_shape(get_op("rms_norm"), spec, "forward", settings)
     assert tried == ["torch_compile", "torch_max_autotune", "liger", "torch_eager"]
     assert [p.candidate for p in result.problems[1:]] == tried
+
+
+@pytest.mark.usefixtures("interpreter", "invented_times")
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_jax_triton_is_the_operations_own_triton_kernel(phase, spec):
+    """Timed in turns with ours where the peer is asked for, and a column of lines and table."""
+    op = get_op("rms_norm")
+    asked = []
+
+    def function(*, implementation, **arguments):
+        asked.append(implementation)
+        return op.function(**arguments, implementation="xla" if implementation == "triton" else implementation)
+
+    def backward(implementation, arguments, cotangents):
+        asked.append(implementation)
+        return op.backward("xla" if implementation == "triton" else implementation, arguments, cotangents)
+
+    stand_in = dataclasses.replace(op, function=function, backward=backward)
+    result = bench_shape(stand_in, spec, phase, dataclasses.replace(SETTINGS, peers=("jax_triton",)))
+    assert result.problems == ()
+    assert [c.name for c in result.of_kind("implementation")] == ["xla", "mosaic", "triton"]
+    assert rivals(result) == ("triton",)
+    assert "triton 1.00" in result_lines(result)[0]
+    run = Run(started="2026-01-01T00:00", environment=environment(), settings={}, shapes=(result,))
+    assert "× jax-triton" in markdown(Results(runs=(dataclasses.replace(run, shapes=(big(result),)),)))
+    asked.clear()
+    bench_shape(stand_in, spec, phase, SETTINGS)
+    assert "triton" not in asked
+
+
+def big(result):
+    """As if it had moved a gigabyte: small calls have no columns of peers."""
+    return dataclasses.replace(result, bytes=10**9)
 
 
 def test_xla_failing_is_a_problem_of_the_shape(spec):
