@@ -44,6 +44,10 @@ def test_sanitizer_is_told_by_tool_without_the_planted_fault():
     text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": outcomes})
     assert "on one unnamed GPU, 2026-01-01: memcheck over 4 forward and backward calls of 2 operations clean;" in text
     assert "racecheck over 2 forward and backward calls of 1 operations not clean for `softmax` (faults)" in text
+    assert "did not see" not in text
+    blind = [outcome("planted fault", "racecheck", "clean"), outcome("rope", "racecheck", "clean")]
+    text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": blind})
+    assert "of 1 operations clean, but it did not see the planted fault. Racecheck sees races within a" in text
     assert checks.markdown(None, None) == "Not run yet."
 
 

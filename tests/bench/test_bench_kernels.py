@@ -169,8 +169,9 @@ def test_time_runs_out_between_shapes(spec):
         "rms_norm forward 4x256: not begun within 0 s",
         "rms_norm forward other: not begun within 0 s",
     ]
-    results = list(bench_operation(op, dataclasses.replace(SETTINGS, match="other", phases=("forward",))))
-    assert [result.spec for result in results if not isinstance(result, str)] == ["other"]
+    for match, found in (("other", ["other"]), ("8x8,oth", ["other"]), ("4x,other", ["4x256", "other"])):
+        results = list(bench_operation(op, dataclasses.replace(SETTINGS, match=match, phases=("forward",))))
+        assert [result.spec for result in results if not isinstance(result, str)] == found
 
 
 def test_backward_alone_is_the_gradient(spec):

@@ -96,6 +96,8 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:
         parts.append(f"`compute-sanitizer` on one {_stamp(sanitizer)}: {_verdicts(sanitizer)}.")
+        if any(outcome["tool"] == "racecheck" for outcome in sanitizer["outcomes"]):
+            parts.append("Racecheck sees races within a warpgroup alone; the interpreter's detector sees the others.")
     return " ".join(parts) or "Not run yet."
 
 
@@ -111,5 +113,8 @@ def _verdicts(sanitizer: Mapping[str, Any]) -> str:
         calls = sum(len(outcome["cases"]) for outcome in outcomes)
         bad = [f"`{o['operation']}` ({o['status']})" for o in outcomes if o["status"] != "clean"]
         text = f"{tool} over {calls} forward and backward calls of {len(outcomes)} operations "
-        told.append(text + (f"not clean for {', '.join(bad)}" if bad else "clean"))
+        text += f"not clean for {', '.join(bad)}" if bad else "clean"
+        planted = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] == _PLANTED]
+        is_blind = any(o["status"] != "faults" for o in planted)
+        told.append(text + (", but it did not see the planted fault" if is_blind else ""))
     return "; ".join(told)

@@ -37,6 +37,7 @@ class NoGpuError(XlafuseError, RuntimeError):
 class Settings:
     """How to measure.
 
+    match: only shapes whose name holds this; several, comma between, any of which will do.
     peers: see `xlafuse.bench.peers.PEERS`.
     peer_bytes: peers are timed on shapes that move at least so much; compiling them takes seconds a shape.
     seconds: no new shape is begun after so many of them.
@@ -68,7 +69,7 @@ def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = No
     """Measures an operation's shapes one by one; a str names a shape left out for lack of time."""
     deadline = time.monotonic() + settings.seconds
     for spec in op.tagged("bench"):
-        if settings.match not in spec.name:
+        if not any(part in spec.name for part in settings.match.split(",")):
             continue
         for phase in settings.phases:
             if time.monotonic() > deadline:

@@ -181,7 +181,9 @@ def kernels(
     phase: Annotated[
         list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Both by default.")
     ] = None,
-    match: Annotated[str, typer.Option(metavar="TEXT", help="Only shapes whose name holds this, as 8192x4096.")] = "",
+    match: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192x4096.")
+    ] = "",
     peers: Annotated[
         str | None,
         typer.Option(
