@@ -74,7 +74,9 @@ def test_table_has_what_misses_with_its_counters(tmp_path):
     read = {"schema_version": 1, "read_at": "2026-01-02T03:04Z", "commit": "abc"}
     path.write_text(json.dumps({**read, "launches": [{**LAUNCH, "us": 5.0}, LAUNCH]}))
     kept = results(timed(90.0, 200.0, 100.0), timed(97.0, 120.0, 100.0, spec="16384x4096-float32"))
+    in_reach = timed(97.0, 138.0, 100.0, spec="32768x4096-bfloat16")
     assert limits.missed(kept) == [LAUNCH["case"]]
+    assert limits.missed(results(in_reach)) == ["rms_norm:forward:32768x4096-bfloat16"]
     text = limits.markdown(kept, limits.load_counters(path))
     assert "Of 2 measured shapes with a bar 0 meet it" in text
     why = "latency: warps wait for barriers (barrier 4.0), 20 % of them fit (168 registers); DRAM 70 %"

@@ -93,6 +93,11 @@ class Verdict:
         return self.asks_over_xla and not round(self.over_xla, 2) >= self.bar.over_xla
 
     @property
+    def is_out_of_reach(self) -> bool:
+        """Whether not even a kernel as fast as the copy would have the ratio to XLA."""
+        return self.misses_over_xla and self.most_over_xla < self.bar.over_xla
+
+    @property
     def is_met(self) -> bool:
         """Both."""
         return not self.misses_share and not self.misses_over_xla

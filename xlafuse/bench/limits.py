@@ -65,9 +65,9 @@ def case_name(row: Row) -> str:
 
 
 def missed(results: Results) -> list[str]:
-    """The cases whose counters are worth reading: shapes that miss their share of the ceiling, and slow small calls."""
+    """The cases whose counters are worth reading: all that miss a bar within a copy's reach, and slow small calls."""
     table = rows(results)
-    late = [verdict.row for verdict in verdicts(table) if verdict.misses_share]
+    late = [v.row for v in verdicts(table) if v.misses_share or (v.misses_over_xla and not v.is_out_of_reach)]
     return list(dict.fromkeys(case_name(row) for row in (*late, *slow_small_calls(table))))
 
 
@@ -98,8 +98,7 @@ def markdown(results: Results, counters: Counters) -> str:
 
 def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
     row, bar = verdict.row, verdict.bar
-    is_out_of_reach = verdict.misses_over_xla and verdict.most_over_xla < bar.over_xla
-    why = [_words(row, counters)] if verdict.misses_share or not is_out_of_reach else []
+    why = [_words(row, counters)] if verdict.misses_share or not verdict.is_out_of_reach else []
     return [
         f"`{row.main.op}`",
         row.main.phase,
@@ -109,7 +108,7 @@ def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
         _marked(f"{verdict.over_xla:.2f}", verdict.misses_over_xla),
         f"{bar.over_xla:.1f}" if verdict.asks_over_xla else "–",
         f"{verdict.most_over_xla:.2f}",
-        "; ".join([*(["not even the copy has the bar's × XLA"] if is_out_of_reach else []), *why]),
+        "; ".join([*(["not even the copy has the bar's × XLA"] if verdict.is_out_of_reach else []), *why]),
     ]
 
 
