@@ -22,8 +22,9 @@ MAX_FOLDED = 2**16
 """Values of the longest row that shorter ones are folded to."""
 FOLD_ELEMENTS = 2**20
 """Of an array for which the launch that repeats the bias is worth it."""
-FOLD_FROM = 1.5
-"""How many times the accesses of folded rows unfolded ones must need."""
+FOLD_FROM = 6.0
+"""How many times the accesses of folded rows unfolded ones must need: rows of 4097 are faster folded, of 1000 and 1152
+the forward pass is not (see bias_activation/TUNING.md)."""
 MAX_ELEMENTS = 2**31 - 1
 """Of a row: columns are counted in int32."""
 
