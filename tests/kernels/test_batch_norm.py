@@ -10,6 +10,9 @@ import pytest
 from pallas_kernels import batch_norm
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
+from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
+from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
+from pallas_kernels.ops.batch_norm.split import RowSplit
 
 
 def test_known_values():
@@ -19,14 +22,47 @@ def test_known_values():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_nothing_cancels_far_from_zero(seed):
+@pytest.mark.parametrize("config", [None, BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)], ids=["few", "many"])
+def test_nothing_cancels_far_from_zero(seed, config):
     """Sums of squares of values around 4000 would leave no digit of a variance of 1e-4."""
-    x = 4000.0 + 0.01 * jax.random.normal(jax.random.key(seed), (12, 128))
-    config = BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)
+    x = 4000.0 + 0.01 * jax.random.normal(jax.random.key(seed), (24, 128))
     _, mean, variance = batch_norm_forward(x, jnp.ones(128), jnp.zeros(128), epsilon=1e-5, config=config)
     exact = np.asarray(x, np.float64)
     np.testing.assert_allclose(mean, exact.mean(0), rtol=2e-7, err_msg=f"seed={seed}")
     np.testing.assert_allclose(variance, exact.var(0), rtol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("rows", [40, 33])
+def test_launches_of_many_and_of_few_rows_agree(seed, rows):
+    """Values and gradients; with groups of unlike size and warpgroups without rows."""
+    x, dy = (jax.random.normal(jax.random.key(seed + i), (rows, 300)) for i in range(2))
+    scale, bias = jnp.linspace(0.5, 2, 300), jnp.linspace(-1, 1, 300)
+    config = BatchNormConfig(rows=1, warpgroups=4, blocks_per_core=6, apply_rows=1)
+    found = []
+    for chosen in (None, config):
+        y, mean, variance = batch_norm_forward(x, scale, bias, epsilon=1e-5, config=chosen)
+        gradients = batch_norm_backward(x, scale, mean, variance, dy, None, None, epsilon=1e-5, config=chosen)
+        found.append((y, mean, variance, *gradients))
+    for few, many in zip(*found, strict=True):
+        np.testing.assert_allclose(many, few, atol=1e-5, err_msg=f"seed={seed}")
+    expected, pullback = jax.vjp(lambda *arguments: batch_norm_reference(*arguments)[0], x, scale, bias)
+    np.testing.assert_allclose(found[0][0], expected, atol=2e-6, err_msg=f"seed={seed}")
+    for value, want in zip(found[0][3:], pullback(dy), strict=True):
+        np.testing.assert_allclose(value, want, atol=2e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("rows", "at_once", "groups", "lanes"), [(36, 2, 3, 2), (5, 1, 4, 1), (7, 1, 2, 4)])
+def test_every_row_is_taken_once(rows, at_once, groups, lanes):
+    split = RowSplit(units=rows // at_once, at_once=at_once, groups=groups, lanes=lanes)
+    taken, counts = [], []
+    for group in range(groups):
+        units = [split.unit(group, lane, i) for lane in range(lanes) for i in range(int(split.trips(group, lane)))]
+        taken += units
+        counts.append(len(units) * at_once)
+        assert split.count(jnp.int32(group)) == counts[-1]
+    assert sorted(taken) == list(range(split.units))
+    assert sum(counts) == rows
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -36,8 +36,9 @@ def batch_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype.
         epsilon: added to the variance.
-        implementation: "mosaic" (two Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+        implementation: "mosaic" (Mosaic GPU kernels: one for up to 64 rows, else three; Hopper GPUs, or
+            `plgpu.force_gpu_interpret_mode`; at least 128 features), "xla", a sequence of them in order of preference,
+            or None: "mosaic" where it runs, else "xla".
 
     Returns:
         y like x; mean and (biased) variance, (features,) float32. Under shard_map they are each device's own.

@@ -10,10 +10,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig, rows_at_once
+from pallas_kernels.ops.batch_norm.split import RowSplit
 from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -28,14 +28,14 @@ COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math
 
 @dataclass(frozen=True, kw_only=True)
 class Partials:
-    """What the blocks of a reduction found: `sums`, each (groups, features) float32, over `counts` rows a group.
+    """What the blocks of a reduction found: `sums`, each (groups, features) float32, of the rows of each group.
 
     shift: what was subtracted from an array, (groups, features), or None.
     """
 
-    sums: tuple[jax.Array, ...]
+    sums: tuple[jax.Array, jax.Array]
     shift: jax.Array | None
-    counts: np.ndarray
+    split: RowSplit
 
 
 def sum_columns(
@@ -51,7 +51,7 @@ def sum_columns(
 
     Blocks are persistent: each keeps a strip of columns for a group of rows, which its warpgroups share out.
 
-    arrays: (rows, features), the first of them the widest in bytes. columns: (features,).
+    arrays: (rows, features), of one dtype. columns: (features,).
     terms: what a row adds, from its and the columns' values.
     shifted: an array from which each block first subtracts the mean of a few of its rows, so that sums of squares do
         not cancel.
@@ -64,7 +64,7 @@ def sum_columns(
     width = access_columns(1, itemsize)
     strips = max(1, features // width)
     groups = max(1, min(-(-units // warpgroups), target_device().core_count * config.blocks_per_core // strips))
-    together = groups * warpgroups
+    split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
     blocks = Blocks(rows=groups, features=features, columns=width, itemsize=itemsize, stride=features)
     operands = {**arrays, **columns}
     results = 3 if shifted else 2
@@ -76,20 +76,19 @@ def sum_columns(
 
         def block_shift(group, part, shifted):
             """The same in all warpgroups of a block."""
-            first = group * warpgroups * at_once
+            first = group * (warpgroups * at_once)
             few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
             values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
             return sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS)
 
         def work(group, parts):
-            first = group * warpgroups + warpgroup
-            trips = lax.div(units - first + together - 1, together)
+            trips = split.trips(group, warpgroup)
             for part in parts:
                 shift = block_shift(group, part, shifted) if shifted else None
                 column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
 
-                def unit(i, total, part=part, shift=shift, column_values=column_values):
-                    unit_rows = [(i * together + first) * at_once + j for j in range(at_once)]
+                def add(trip, total, part=part, shift=shift, column_values=column_values):
+                    unit_rows = [split.unit(group, warpgroup, trip) * at_once + j for j in range(at_once)]
                     loaded = [
                         _load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in unit_rows
                     ]
@@ -100,7 +99,7 @@ def sum_columns(
                     return total
 
                 zero = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
-                for s, value in enumerate(lax.fori_loop(0, trips, unit, (zero, zero))):
+                for s, value in enumerate(lax.fori_loop(0, trips, add, (zero, zero))):
                     sums[warpgroup, s, _local(part)] = value
                 if shift is not None:
                     pl.when(warpgroup == 0)(lambda part=part, shift=shift: _store(partial_refs[2], group, part, shift))
@@ -132,8 +131,7 @@ def sum_columns(
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
     first, second, *shift = (varying_like(value, *operands.values()) for value in partials)
-    counts = np.bincount(np.arange(units) % together // warpgroups, minlength=groups) * at_once
-    return Partials(sums=(first, second), shift=shift[0] if shift else None, counts=counts)
+    return Partials(sums=(first, second), shift=shift[0] if shift else None, split=split)
 
 
 def apply_columns(
@@ -144,7 +142,10 @@ def apply_columns(
     *,
     config: BatchNormConfig,
 ) -> jax.Array:
-    """`step` of every row of `arrays` and the values of `columns`; the result is like the first array."""
+    """`step` of every row of `arrays` and the values of `columns`; the result is like the first array.
+
+    Goes through the rows backwards: those that a reduction read last are in the L2 cache yet.
+    """
     first_array = next(iter(arrays.values()))
     rows, features = first_array.shape
     itemsize = first_array.dtype.itemsize
@@ -162,8 +163,9 @@ def apply_columns(
         refs, result_ref = dict(zip(operands, all_refs, strict=False)), all_refs[-1]
 
         def work(group, parts):
+            first = (blocks.rows - 1 - group) * at_once
             for part in parts:
-                mine = [group * at_once + i for i in range(at_once)]
+                mine = [first + i for i in range(at_once)]
                 loaded = [_load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in mine]
                 column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
                 for row, values in zip(mine, loaded, strict=True):

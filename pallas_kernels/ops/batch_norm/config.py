@@ -20,23 +20,23 @@ class BatchNormConfig:
         them.
     """
 
-    rows: int = 2
+    rows: int = 4
     warpgroups: int = 8
     blocks_per_core: int = 1
     apply_rows: int = 4
 
 
-def default_config(rows: int, features: int, itemsize: int) -> BatchNormConfig:
-    """The untuned choice, in both phases."""
+def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) -> BatchNormConfig:
+    """The untuned choice for a reduction over so many arrays: forward one, backward two."""
     if rows < 1024:
         return BatchNormConfig(rows=1, warpgroups=1, blocks_per_core=2, apply_rows=1)
     blocks = rows * features // (4 * access_columns(1, itemsize))
-    return BatchNormConfig(apply_rows=4 if blocks >= FEW_BLOCKS else 1)
+    return BatchNormConfig(rows=4 // arrays, apply_rows=4 if blocks >= FEW_BLOCKS else 1)
 
 
 def candidates() -> dict[str, BatchNormConfig]:
     """The configurations worth measuring, by name, in both phases."""
-    shapes = ((2, 8, 4), (4, 8, 2), (4, 4, 4), (1, 8, 8))
+    shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 4, 4), (8, 4, 4))
     return {
         f"{r} rows {w} warpgroups, {a} rows": BatchNormConfig(rows=r, warpgroups=w, apply_rows=a) for r, w, a in shapes
     }

@@ -1,55 +1,83 @@
-"""Batch normalisation forward on Mosaic GPU: one launch for the statistics, one to normalise.
+"""Batch normalisation forward on Mosaic GPU: one launch for the statistics, a small one to join them, one to normalise.
 
 The statistics need every row before the first result can be written, so x is read twice. Each block sums x and x**2
-after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero; XLA
-merges the blocks' means and squared deviations (Chan), some hundred rows of them, in a fixed order.
+after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero; a small
+kernel in between joins what the blocks found, in a fixed order, and moves their squares to the common mean. The second
+pass goes through the rows backwards, since those read last are in the L2 cache yet. Few rows need one launch.
 
-Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979,
-http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
+Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance: analysis and recommendations", 1983,
+https://doi.org/10.1080/00031305.1983.10483115
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.ops.batch_norm.columns import Partials, apply_columns, sum_columns
+from pallas_kernels.ops.batch_norm.columns import apply_columns, sum_columns
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig, default_config
+from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS, sum_few_rows
 
 
 def batch_norm_forward(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, config: BatchNormConfig | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (y, mean, variance). x: (rows, features), features >= 128. scale, bias: (features,)."""
-    config = config or default_config(x.shape[0], x.shape[1], x.dtype.itemsize)
-    partials = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
-    mean, variance = _merge_blocks(partials)
-    columns = {
-        "mean": mean,
-        "slope": jax.lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32),
-        "bias": bias.astype(jnp.float32),
-    }
+    rows = x.shape[0]
 
     def normalise(values):
         return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
 
-    return apply_columns("batch_norm", {"x": x}, columns, normalise, config=config), mean, variance
+    def finish(sums, columns):
+        """The sums are of x, counted from `first`, and of squared deviations."""
+        mean, variance = columns["first"] + sums[0] / rows, jnp.maximum(sums[1] / rows, 0.0)
+        slope = lax.rsqrt(variance + epsilon) * columns["scale"]
+        return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
+
+    parameters = {"scale": scale, "bias": bias}
+    if config is None and rows <= HELD_ROWS:
+        found = sum_few_rows(
+            "batch_norm_few_rows",
+            {"x": x},
+            parameters,
+            passes=(
+                lambda values, sums: (values["x"] - values["first"],),
+                lambda values, sums: (jnp.square(values["x"] - values["first"] - sums[0] / rows),),
+            ),
+            first_of="x",
+            finish=finish,
+            step=normalise,
+            out_types=dict.fromkeys(("mean", "variance"), jnp.float32),
+        )
+        return found["result"], found["mean"], found["variance"]
+
+    config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
+    partials = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
+    assert partials.shift is not None
+
+    def group_total(values, sums):
+        return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
+
+    def group_squares(values, sums):
+        """Squares of distances from the mean, of those from the group's shift."""
+        away = (values["shift"] - values["first"]) - sums[0] / rows
+        return (values["squares"] + away * (2.0 * values["sums"] + values["count"] * away),)
+
+    found = sum_few_rows(
+        "batch_norm_merge",
+        {"sums": partials.sums[0], "squares": partials.sums[1], "shift": partials.shift},
+        parameters,
+        passes=(group_total, group_squares),
+        finish=finish,
+        out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
+        count_of=partials.split.count,
+        first_of="shift",
+    )
+    columns = {name: found[name] for name in ("mean", "slope", "bias")}
+    y = apply_columns("batch_norm", {"x": x}, columns, normalise, config=config)
+    return y, found["mean"], found["variance"]
 
 
 def _moments(values):
     return values["x"], jnp.square(values["x"])
-
-
-def _merge_blocks(partials: Partials) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of all rows."""
-    sums, squares = partials.sums
-    assert partials.shift is not None
-    counts = jnp.asarray(partials.counts[:, None], jnp.float32)
-    rows = float(partials.counts.sum())
-    # Relative to the first block's shift: differences of shifts are exact where the shifts themselves are large.
-    base = partials.shift[0]
-    means = (partials.shift - base) + sums / counts
-    mean = jnp.sum(means * counts, axis=0) / rows
-    deviations = squares - sums * (sums / counts)
-    variance = jnp.sum(deviations + jnp.square(means - mean) * counts, axis=0) / rows
-    return base + mean, jnp.maximum(variance, 0.0)

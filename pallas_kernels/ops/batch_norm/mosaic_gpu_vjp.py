@@ -1,4 +1,5 @@
-"""Batch normalisation backward on Mosaic GPU: one launch for the column sums, one for dx.
+"""Batch normalisation backward on Mosaic GPU: one launch for the column sums, a small one to join them, one for
+dx.
 
 With v = (x - mean) / deviation, deviation = sqrt(variance + epsilon) and n rows,
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.ops.batch_norm.columns import apply_columns, sum_columns
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig, default_config
+from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS, sum_few_rows
 
 
 def batch_norm_backward(
@@ -31,25 +34,52 @@ def batch_norm_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dx, dscale, dbias in float32). x, dy: (rows, features); the others (features,)."""
     rows = x.shape[0]
-    config = config or default_config(x.shape[0], x.shape[1], x.dtype.itemsize)
     arrays = {"x": x, "dy": dy}
-    partials = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
-    dbias, products = (jnp.sum(value, axis=0) for value in partials.sums)
-    inverse = jax.lax.rsqrt(variance + epsilon)
-    dscale = products * inverse
-    slope = inverse * scale.astype(jnp.float32)
-    across, offset = -slope * dscale * inverse, -slope * dbias
-    if dvariance is not None:
-        across += 2.0 * dvariance
-    if dmean is not None:
-        offset += dmean
-    columns = {"mean": mean, "slope": slope, "across": across * (1.0 / rows), "offset": offset * (1.0 / rows)}
+
+    def finish(state, columns):
+        dbias, products = state
+        inverse = lax.rsqrt(columns["variance"] + epsilon)
+        dscale = products * inverse
+        slope = inverse * columns["scale"]
+        across, offset = -slope * dscale * inverse, -slope * dbias
+        if dvariance is not None:
+            across += 2.0 * columns["dvariance"]
+        if dmean is not None:
+            offset += columns["dmean"]
+        across, offset = across * (1.0 / rows), offset * (1.0 / rows)
+        return {"dscale": dscale, "dbias": dbias, "slope": slope, "across": across, "offset": offset}
 
     def differentiate(values):
         return values["slope"] * values["dy"] + values["across"] * (values["x"] - values["mean"]) + values["offset"]
 
+    columns = {"scale": scale, "variance": variance, "dmean": dmean, "dvariance": dvariance}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    out_types = {"dscale": scale.dtype, "dbias": jnp.float32}
+    if config is None and rows <= HELD_ROWS:
+        found = sum_few_rows(
+            "batch_norm_gradient_few_rows",
+            arrays,
+            {"mean": mean, **columns},
+            passes=(lambda values, _: _products(values),),
+            finish=finish,
+            step=differentiate,
+            out_types=out_types,
+        )
+        return found["result"], found["dscale"], found["dbias"]
+    config = config or default_config(rows, x.shape[1], x.dtype.itemsize, arrays=2)
+    partials = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
+    found = sum_few_rows(
+        "batch_norm_gradient_merge",
+        {"dy": partials.sums[0], "products": partials.sums[1]},
+        columns,
+        passes=(lambda values, _: (values["dy"], values["products"]),),
+        finish=finish,
+        out_types={**out_types, **dict.fromkeys(("slope", "across", "offset"), jnp.float32)},
+    )
+    columns = {"mean": mean, **{name: found[name] for name in ("slope", "across", "offset")}}
+
     dx = apply_columns("batch_norm_gradient", arrays, columns, differentiate, config=config)
-    return dx, dscale.astype(scale.dtype), dbias
+    return dx, found["dscale"], found["dbias"]
 
 
 def _products(values):

@@ -1,0 +1,175 @@
+"""Sums down the columns of few rows, in one launch: of a short x itself, or of what the blocks of a long one found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.elementwise import Blocks, Part
+from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.rows import LANES
+
+WARPGROUPS = 8
+"""Of a block, which share out the rows of its 128 columns."""
+HELD_ROWS = 64
+"""Of so many a block holds all: 8 rows a warpgroup, in half of its registers where there are two arrays."""
+_TERMS = 2
+"""Of a pass, at most."""
+_AT_ONCE = 3
+"""Rows that a warpgroup reads at once where they are not held."""
+
+Values = Mapping[str, jax.Array]
+Sums = tuple[jax.Array, ...]
+"""What has been summed over all rows so far, one value a column each, float32."""
+
+
+def sum_few_rows(
+    name: str,
+    arrays: Mapping[str, jax.Array],
+    columns: Mapping[str, jax.Array],
+    *,
+    passes: Sequence[Callable[[Values, Sums], Sums]],
+    finish: Callable[[Sums, Values], Values],
+    out_types: Mapping[str, jax.typing.DTypeLike],
+    step: Callable[[Values], jax.Array] | None = None,
+    count_of: Callable[[jax.Array], jax.Array] | None = None,
+    first_of: str | None = None,
+) -> dict[str, jax.Array]:
+    """Sums terms of every row down the columns, in a fixed order, and derives numbers of each column.
+
+    arrays: (rows, features). columns: (features,). All are seen as float32.
+    passes: each gives terms of a row, from its values, the columns' and the sums of the passes before.
+    finish: columns' numbers from the sums; those named in `out_types` are returned, (features,).
+    step: a row of a result like the first array, from its values and all columns'; returned as "result". Needs all
+        rows to be held.
+    count_of: a row's "count" among its values, an integer.
+    first_of: the array whose first row is the columns' value "first".
+    """
+    first_array = next(iter(arrays.values()))
+    rows, features = first_array.shape
+    warpgroups = min(WARPGROUPS, rows)
+    turns = -(-rows // warpgroups)
+    is_held = rows <= HELD_ROWS and len(arrays) <= 2
+    if step is not None and not is_held:
+        raise ValueError(f"{rows} rows of {len(arrays)} arrays are too many for one launch, which holds {HELD_ROWS}.")
+    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=first_array.dtype.itemsize, stride=features)
+    operands = {**arrays, **columns}
+    results = {} if step is None else {"result": jax.ShapeDtypeStruct(first_array.shape, first_array.dtype)}
+    results |= {key: jax.ShapeDtypeStruct((features,), dtype) for key, dtype in out_types.items()}
+
+    def kernel(*all_refs):
+        refs = dict(zip(operands, all_refs, strict=False))
+        out_refs = dict(zip(results, all_refs[len(operands) :], strict=False))
+        held, done = all_refs[-2:]
+        warpgroup = lax.axis_index("warpgroup")
+
+        def load(ref, part):
+            return plgpu.load(ref, layout=part.segment.layout, optimized=False).astype(jnp.float32)
+
+        def row_of(turn):
+            return turn * warpgroups + warpgroup
+
+        def load_row(turn, part):
+            there = jnp.minimum(row_of(turn), rows - 1)
+            values = {key: load(refs[key].at[there, part.columns], part) for key in arrays}
+            return values if count_of is None else {**values, "count": count_of(there).astype(jnp.float32)}
+
+        def is_surely_there(turn):
+            return isinstance(turn, int) and (turn + 1) * warpgroups <= rows
+
+        def sum_turns(first_turn, row_values, terms, totals):
+            """Adds the terms of some turns' rows to the totals."""
+            for turn, values in enumerate(row_values):
+                found = terms(values)
+                if not is_surely_there(first_turn + turn):
+                    there = jnp.where(row_of(first_turn + turn) < rows, jnp.float32(1), jnp.float32(0))
+                    found = tuple(value * there for value in found)
+                totals = found if not totals else tuple(a + b for a, b in zip(totals, found, strict=True))
+            return totals
+
+        def sum_own_rows(part, row_values, terms):
+            if is_held:
+                return sum_turns(0, row_values, terms, ())
+
+            def some(i, totals):
+                first = i * _AT_ONCE
+                return sum_turns(first, [load_row(first + j, part) for j in range(_AT_ONCE)], terms, totals)
+
+            first = sum_turns(0, [load_row(j, part) for j in range(_AT_ONCE)], terms, ())
+            return lax.fori_loop(1, -(-turns // _AT_ONCE), some, first)
+
+        def work(_, parts: tuple[Part, ...]):
+            row_values = [[load_row(turn, part) for turn in range(turns) if is_held] for part in parts]
+            column_values = [{key: load(refs[key].at[part.columns], part) for key in columns} for part in parts]
+            if first_of is not None:
+                for values, part in zip(column_values, parts, strict=True):
+                    values["first"] = load(refs[first_of].at[0, part.columns], part)
+            sums: list[Sums] = [() for _ in parts]
+            for p, terms in enumerate(passes):
+                counts = []
+                for i, part in enumerate(parts):
+
+                    def terms_of(values, i=i, terms=terms):
+                        return terms({**values, **column_values[i]}, sums[i])
+
+                    found = sum_own_rows(part, row_values[i], terms_of)
+                    counts.append(len(found))
+                    for t, value in enumerate(found):
+                        held[p, warpgroup, t, _local(part)] = value
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(done)
+                plgpu.barrier_wait(done)
+                for i, part in enumerate(parts):
+                    for t in range(counts[i]):
+                        every = [load(held.at[p, other, t, _local(part)], part) for other in range(warpgroups)]
+                        sums[i] += (sum(every[1:], start=every[0]),)
+            for i, part in enumerate(parts):
+                numbers = finish(sums[i], column_values[i])
+
+                @pl.when(warpgroup == 0)
+                def _(part=part, numbers=numbers):
+                    for key in out_types:
+                        out_refs[key][part.columns] = numbers[key].astype(out_refs[key].dtype)
+
+                if step is not None:
+                    write_rows(part, row_values[i], {**column_values[i], **numbers}, step)
+
+        def write_rows(part, row_values, numbers, step):
+            for turn, values in enumerate(row_values):
+                result = step({**numbers, **values}).astype(first_array.dtype)
+
+                def write(turn=turn, result=result):
+                    out_refs["result"][row_of(turn), part.columns] = result
+
+                if is_surely_there(turn):
+                    write()
+                else:
+                    pl.when(row_of(turn) < rows)(write)
+
+        blocks.run(lax.axis_index("block"), work)
+
+    kernel.__name__ = name
+    outputs: Any = plgpu.kernel(
+        kernel,
+        out_type=tuple(results.values()),
+        grid=(blocks.count,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((len(passes), warpgroups, _TERMS, blocks.widest), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=512),
+    )(*operands.values())
+    return {key: varying_like(value, *operands.values()) for key, value in zip(results, outputs, strict=True)}
+
+
+def _local(part: Part) -> pl.Slice:
+    return pl.ds(part.start, part.segment.size)
