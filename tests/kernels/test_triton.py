@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -50,7 +51,7 @@ def interpreted(monkeypatch):
     # Triton decides when it is first imported whether its own functions are interpreted.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     triton = pytest.importorskip("triton", exc_type=ImportError)
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     if not isinstance(triton.language.sum, interpreter.InterpretedFunction):
         pytest.skip("Triton is already imported, to compile")
@@ -75,6 +76,8 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", jax_triton)
     for module in ("pallas_kernels.ops._norms.triton", "pallas_kernels.ops.softmax.triton"):
         monkeypatch.delitem(sys.modules, module, raising=False)
+    libdevice = importlib.import_module("triton.language.extra.cuda.libdevice")
+    monkeypatch.setattr(libdevice, "exp", lambda x: triton.language.exp(x))  # the interpreter has no device library
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda _, operands, named: (operands, named))
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
     monkeypatch.setattr(triton_calls, "find_spec", lambda _: object())

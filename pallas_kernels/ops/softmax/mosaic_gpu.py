@@ -18,6 +18,8 @@ from jax import lax
 
 from pallas_kernels.ops.softmax.config import RowConfig, default_forward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
+from pallas_kernels.ops.softmax.rounding import normalise
+from pallas_kernels.ops.softmax.rounding import online_add as exact_online_add
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     LOWEST,
@@ -81,6 +83,7 @@ def inverse_or_zero(total: jax.Array) -> jax.Array:
 
 def _whole_row_body(x, masking, config):
     del config
+    is_exact = x.dtype.itemsize == 4
     segments = whole_row_segments(x.shape[1], x.dtype.itemsize, masking)
 
     def body(row, x_ref, mask_row, y_ref):
@@ -90,14 +93,15 @@ def _whole_row_body(x, masking, config):
         scores = masking.apply(values, mask, columns, row)
         maximum = jnp.maximum(row_max(scores), LOWEST)
         weights = map_row(lambda v: jnp.exp(v - maximum), scores)
-        inverse = inverse_or_zero(row_sum(weights, segments))
-        store_row(y_ref.at[row], map_row(lambda w: w * inverse, weights), segments)
+        store_row(y_ref.at[row], normalise(weights, row_sum(weights, segments), is_exact=is_exact), segments)
 
     return body
 
 
 def _online_body(x, masking, config):
     features, itemsize = x.shape[1], x.dtype.itemsize
+    is_exact = itemsize == 4
+    add = exact_online_add if is_exact else online_add
     chunk = min(config.chunk, features)
     trips = features // chunk
     segments = split_row(chunk, itemsize, stride=features)
@@ -115,7 +119,7 @@ def _online_body(x, masking, config):
         needed = trips if masking.queries is None else jnp.minimum(trips, masking.query(row) // chunk + 1)
 
         def accumulate(i, state):
-            return online_add(state, scores(i * chunk, pieces))
+            return add(state, scores(i * chunk, pieces))
 
         highest, totals = lax.fori_loop(
             0, needed, accumulate, (full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0])
@@ -126,18 +130,18 @@ def _online_body(x, masking, config):
             maximum = jnp.maximum(maximum, row_max(tail))
         total = jnp.sum(totals * jnp.exp(highest - maximum))
         if rest:
-            total += row_sum(_weights(tail, maximum), rest)
-        inverse = inverse_or_zero(total)
+            total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)
 
         def write(columns, segments: tuple[Segment, ...], values: RowValues):
-            store_row(y_ref.at[row, columns], map_row(lambda w: w * inverse, values), segments)
+            values = map_row(lambda v: jnp.exp(v - maximum), values)
+            store_row(y_ref.at[row, columns], normalise(values, total, is_exact=is_exact), segments)
 
         if rest:
-            write(pl.ds(0, features), rest, _weights(tail, maximum))
+            write(pl.ds(0, features), rest, tail)
 
         @pl.loop(0, needed)
         def _(i):
-            write(pl.ds(i * chunk, chunk), segments, _weights(scores(i * chunk, segments), maximum))
+            write(pl.ds(i * chunk, chunk), segments, scores(i * chunk, segments))
 
         if masking.queries is not None:
 
@@ -146,7 +150,3 @@ def _online_body(x, masking, config):
                 store_row(y_ref.at[row, pl.ds(i * chunk, chunk)], zeros_row(segments), segments)
 
     return body
-
-
-def _weights(scores: RowValues, maximum: jax.Array) -> RowValues:
-    return map_row(lambda v: jnp.exp(v - maximum), scores)
