@@ -76,11 +76,6 @@ def softmax_forward(
     return varying_like(y, *operands)
 
 
-def inverse_or_zero(total: jax.Array) -> jax.Array:
-    """1 / total, or 0 for the sum of a row that is masked throughout."""
-    return jnp.where(total == 0, jnp.float32(0), 1 / total)
-
-
 def _whole_row_body(x, masking, config):
     del config
     is_exact = x.dtype.itemsize == 4

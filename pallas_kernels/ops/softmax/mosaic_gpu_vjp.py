@@ -19,7 +19,8 @@ from jax import lax
 
 from pallas_kernels.ops.softmax.config import RowConfig, default_backward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, inverse_or_zero
+from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.ops.softmax.rounding import quotient
 from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory, shared_row_gradient
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
@@ -76,7 +77,7 @@ def _whole_row_body(weights, masking, config):
             return masking.limit(to_float32(p), columns, row, 0.0), to_float32(dy)
 
         p, dy = load(row)
-        product = row_sum(map_row(jnp.multiply, p, dy), segments) * inverse_or_zero(row_sum(p, segments))
+        product = quotient(row_sum(map_row(jnp.multiply, p, dy), segments), row_sum(p, segments))
         if config.second_read == "reload":
             # A row the compiler cannot see through; else it keeps the first read's values in registers.
             p, dy = load(lax.optimization_barrier(row))
@@ -108,7 +109,7 @@ def _chunked_body(weights, masking, config):
         if rest:
             p, dy = load(whole, rest)
             product, total = product + row_sum(map_row(jnp.multiply, p, dy), rest), total + row_sum(p, rest)
-        product *= inverse_or_zero(total)
+        product = quotient(product, total)
 
         def write(columns, segments):
             dx = map_row(lambda p, d: _gradient(p, d, product, masking.scale), *load(columns, segments))

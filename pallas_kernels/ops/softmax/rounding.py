@@ -26,6 +26,11 @@ def normalise(weights: RowValues, total: jax.Array, *, is_exact: bool) -> RowVal
     return map_row(lambda weight: weight * inverse + weight * rest, weights)
 
 
+def quotient(product: jax.Array, total: jax.Array) -> jax.Array:
+    """product / total, and 0 for a row that is masked throughout, of which both are 0."""
+    return product / jnp.where(total == 0, jnp.float32(1), total)
+
+
 def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[jax.Array, jax.Array]:
     """`rows.online_add`, with a step's exponentials added up in pairs before they join the sums."""
     before, totals = state

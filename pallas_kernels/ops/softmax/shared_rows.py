@@ -14,7 +14,8 @@ from jax import lax
 
 from pallas_kernels.ops.softmax.config import SHARED_BYTES, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, inverse_or_zero
+from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.ops.softmax.rounding import quotient
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
@@ -73,7 +74,7 @@ def shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, 
         plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(summed)
         product, total = (_pairwise([sums[s, g, w] for g in range(warpgroups) for w in range(WARPS)]) for s in range(2))
-        product *= inverse_or_zero(total)
+        product = quotient(product, total)
         scale = jnp.float32(1.0 if masking.scale is None else masking.scale)
 
         @pl.loop(0, line // columns)
