@@ -22,10 +22,8 @@ from pallas_kernels.primitives.elementwise import Blocks, Part
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import LANES
 
-MOST_PARTIALS = 144
+MOST_PARTIALS = 72
 """So many values of a column a thread can hold at once; more are left to XLA's reduction."""
-
-_STREAMS = ("x", "dy")
 
 
 def column_sum_kernel(
@@ -45,28 +43,24 @@ def column_sum_kernel(
     rows, features = x.shape
     itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
     columns = config.columns(itemsize)
-    steps = config.steps if features % columns == 0 else 0
-    pieces = next(n for n in range(config.pieces, 0, -1) if not (warpgroups % n or features % (columns * n)) or n == 1)
-    lanes = warpgroups // pieces
-    at_once = 1 if steps else rows_at_once(config.rows, rows)
+    at_once = rows_at_once(config.rows, rows)
     units = rows // at_once  # what a warpgroup does in one step
     groups = 1
     if config.blocks_per_core:
-        strips = max(1, features // (columns * pieces))
-        groups = max(1, min(-(-units // lanes), target_device().core_count * config.blocks_per_core // strips))
+        strips = max(1, features // columns)
+        groups = max(1, min(-(-units // warpgroups), target_device().core_count * config.blocks_per_core // strips))
     is_sum = groups * features == sums_wanted  # nothing is left to add
     blocks = Blocks(rows=groups, features=features, columns=columns, itemsize=itemsize, stride=features)
 
     def bias_activation_gradient(*all_refs):
         refs = dict(zip(operands, all_refs, strict=False))
-        dx_ref, partial_ref, sums, done = all_refs[len(operands) : len(operands) + 4]
-        ring, arrived = all_refs[-2:]  # only with steps
+        dx_ref, partial_ref, sums, done = all_refs[len(operands) :]
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)
         warpgroup = lax.axis_index("warpgroup")
 
         def sum_part(group, part):
             """Writes dx of all rows of the group in a part of the columns; returns their sums."""
-            first, together = group * lanes + lax.div(warpgroup, pieces), groups * lanes
+            first, together = group * warpgroups + warpgroup, groups * warpgroups
             trips = lax.div(units - first + together - 1, together)
             bias = load_bias(refs, part)
 
@@ -83,32 +77,7 @@ def column_sum_kernel(
                 unit = jnp.minimum(first + i * together, units - 1)
                 return [load_row_part(refs, unit * at_once + j, part) for j in range(at_once)]
 
-            def send(i):
-                slot = lax.rem(i, steps)
-                for s, name in enumerate(_STREAMS):
-                    plgpu.copy_gmem_to_smem(
-                        refs[name].at[first + i * together, part.columns],
-                        ring.at[warpgroup, slot, s],
-                        arrived.at[warpgroup * steps + slot],
-                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                    )
-
-            def receive(i):
-                slot = lax.rem(i, steps)
-                plgpu.barrier_wait(arrived.at[warpgroup * steps + slot])
-                loaded = {
-                    name: plgpu.load(ring.at[warpgroup, slot, s], layout=part.segment.layout, optimized=False)
-                    for s, name in enumerate(_STREAMS)
-                }
-                plgpu.commit_smem()  # the warpgroup has read it: the place is free
-                pl.when(i + steps < trips)(lambda: send(i + steps))
-                return [loaded]
-
             zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
-            if steps:
-                for i in range(steps):
-                    pl.when(i < trips)(lambda i=i: send(jnp.int32(i)))
-                return lax.fori_loop(0, trips, lambda i, total: finish(i, receive(i), total), zeros)
             if config.prefetch:
 
                 def prefetching(i, carry):
@@ -126,31 +95,30 @@ def column_sum_kernel(
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
 
-            @pl.when(warpgroup < pieces)
+            @pl.when(warpgroup == 0)
             def _():
                 for part in parts:
-                    total = _load_sums(sums, warpgroup, part)
-                    for lane in range(1, lanes):
-                        total += _load_sums(sums, warpgroup + lane * pieces, part)
+                    total = _load_sums(sums, 0, part)
+                    for other in range(1, warpgroups):
+                        total += _load_sums(sums, other, part)
                     partial_ref[group, part.columns] = total.astype(partial_ref.dtype)
 
-        blocks.run(lax.axis_index("block") * pieces + lax.rem(warpgroup, pieces), work)
+        blocks.run(lax.axis_index("block"), work)
 
-    scratch = [plgpu.SMEM((warpgroups, blocks.widest), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)]
-    if steps:
-        scratch.append(plgpu.SMEM((warpgroups, steps, len(_STREAMS), columns), x.dtype))
-        scratch.append(plgpu.Barrier(num_arrivals=len(_STREAMS), num_barriers=warpgroups * steps))
     dx, partials = plgpu.kernel(
         bias_activation_gradient,
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((groups, features), sum_dtype if is_sum else jnp.float32),
         ),
-        grid=(blocks.count // pieces,),
+        grid=(blocks.count,),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=tuple(scratch),
+        scratch_types=(
+            plgpu.SMEM((warpgroups, blocks.widest), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
     dx, partials = (varying_like(output, *operands.values()) for output in (dx, partials))
@@ -187,5 +155,5 @@ def _local(part: Part) -> pl.Slice:
     return pl.ds(part.start, part.segment.size)
 
 
-def _load_sums(sums, warpgroup, part: Part) -> jax.Array:
+def _load_sums(sums, warpgroup: int, part: Part) -> jax.Array:
     return plgpu.load(sums.at[warpgroup, _local(part)], layout=part.segment.layout, optimized=False)

@@ -37,10 +37,6 @@ class ColumnSumConfig:
     blocks_per_core: blocks a streaming multiprocessor. Each writes its column sums, which a second kernel adds. 0: one
         block a strip, whose sums are the gradient, and no second kernel.
     prefetch: whether a warpgroup reads its next rows before it works on those that it has.
-    pieces: neighbouring strips of a block, each with `warpgroups / pieces` of its warpgroups; fewer where they do not
-        divide the row. A block then reads more of a row at once, and more blocks have sums to add.
-    steps: rows of x and dy that each warpgroup has under way to shared memory, one at a time, in place of `rows` and
-        `prefetch`; 0, and wherever strips are not all as wide: straight to registers.
     """
 
     vectors: int = 1
@@ -49,8 +45,6 @@ class ColumnSumConfig:
     warpgroups: int = 8
     blocks_per_core: int = 1
     prefetch: bool = False
-    pieces: int = 1
-    steps: int = 0
 
     def columns(self, itemsize: int) -> int:
         """Of a strip, in values of `itemsize` bytes."""
@@ -72,7 +66,9 @@ def default_column_sum(rows: int, itemsize: int) -> ColumnSumConfig:
     """The untuned choice of the backward kernel with a bias."""
     if rows <= FEW_ROWS:
         return _few_rows(rows, itemsize)
-    return ColumnSumConfig(prefetch=True) if rows >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
+    if rows < 1024:
+        return ColumnSumConfig(warpgroups=1, blocks_per_core=2)
+    return ColumnSumConfig(prefetch=itemsize == 2)  # reading ahead is not measured for float32
 
 
 def _few_rows(rows: int, itemsize: int, access_bytes: int = 2) -> ColumnSumConfig:
@@ -92,16 +88,17 @@ def elementwise_candidates(*, has_bias: bool) -> dict[str, ElementwiseConfig]:
 
 
 def column_sum_candidates(rows: int, itemsize: int) -> dict[str, ColumnSumConfig]:
-    """The configurations worth measuring, by name: pieces, rows at once or under way."""
+    """The configurations worth measuring, by name: accesses a row, rows at once, warpgroups a block."""
     if rows <= FEW_ROWS:
         two_kernels = {"two kernels": ColumnSumConfig(warpgroups=1, blocks_per_core=2)}
         return {f"{b} bytes": _few_rows(rows, itemsize, b) for b in (2, 4, 8)} | two_kernels
-    registers = ((1, 1, False), (1, 1, True), (2, 1, True), (4, 1, True), (8, 1, True), (8, 2, False))
-    ring = ((1, 4), (4, 4), (8, 4))
+    shapes = ((1, 1, 8, False), (1, 1, 8, True), (1, 2, 8, False), (1, 2, 4, True), (2, 1, 4, True))
     return {
-        f"{p} pieces {r} rows{' prefetch' if f else ''}": ColumnSumConfig(pieces=p, rows=r, prefetch=f)
-        for p, r, f in registers
-    } | {f"{p} pieces ring of {s}": ColumnSumConfig(pieces=p, steps=s) for p, s in ring}
+        f"{v} vectors {r} rows {w} warpgroups{' prefetch' if p else ''}": ColumnSumConfig(
+            vectors=v, rows=r, warpgroups=w, prefetch=p
+        )
+        for v, r, w, p in shapes
+    }
 
 
 def rows_at_once(wanted: int, rows: int) -> int:
