@@ -16,11 +16,11 @@ from pallas_kernels import cross_entropy
 from pallas_kernels.ops.cross_entropy.config import (
     ForwardConfig,
     GradientConfig,
+    RowPlan,
     default_forward,
     forward_candidates,
-    line_length,
 )
-from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.formula import Terms, logarithm
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
@@ -84,27 +84,26 @@ RING = ForwardConfig(loads="ring", warpgroups=2, chunk_lines=4, slots=3)
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "config", "options"),
     [
-        (9 * 256, "bfloat16", replace(RING, slots=2), {}),  # most of a row comes twice
-        (
-            10 * 256 + 192,
-            "bfloat16",
-            RING,
-            OPTIONS,
-        ),  # lines of 64, 3 lines behind the last chunk, and an odd number of chunks
-        (9 * 256, "bfloat16", replace(RING, slots=9), {}),  # all of a row stays, and the next one begins to come
-        (11 * 1024 + 640, "float32", replace(RING, warpgroups=3, chunk_lines=8), OPTIONS),  # 5 lines behind
-        (5 * 1024, "bfloat16", replace(RING, slots=2, held=1), {}),  # all of a row stays, some in registers
-        (10 * 1024 + 256, "bfloat16", replace(RING, slots=2, held=2), OPTIONS),  # and some comes twice
+        (9 * 256, "bfloat16", replace(RING, slots=2), {}),  # some of a row comes twice
+        (10 * 256 + 200, "bfloat16", RING, OPTIONS),  # parts of two lengths, neither of them whole chunks
+        (9 * 256, "bfloat16", replace(RING, slots=9), {}),  # all of a row stays, and two more begin to come
+        (11 * 1024 + 652, "float32", replace(RING, warpgroups=3, chunk_lines=8), OPTIONS),
+        (5 * 1024, "bfloat16", replace(RING, slots=2, held=1, rows_at_once=2), {}),  # a row for each warpgroup
+        (10 * 1024 + 256, "bfloat16", replace(RING, slots=2, held=2), OPTIONS),  # some in registers, some comes twice
+        (4101, "float32", ForwardConfig(loads="split", chunk=1024), OPTIONS),
+        (4096, "bfloat16", ForwardConfig(loads="split", chunk=1024), {}),
         (1000, "float32", ForwardConfig(loads="registers"), OPTIONS),
     ],
 )
-def test_loss_and_gradient_in_one_launch(seed, vocabulary, dtype, config, options):
+def test_loss_and_gradient_together(seed, vocabulary, dtype, config, options):
     logits, labels, weights = case(seed, 3, vocabulary, dtype)
     labels = labels.at[0].set(vocabulary - 1).at[1].set(0)
     terms = Terms(vocabulary=vocabulary, **options)
-    loss, (maximum, total), gradient = cross_entropy_forward(logits, labels, weights, terms=terms, config=config)
+    loss, (maximum, total), gradient = cross_entropy_forward(
+        logits, labels, weights, terms=terms, with_gradient=True, config=config
+    )
     expected, pullback = jax.vjp(lambda z: cross_entropy_reference(z, labels, **options), logits)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(loss, expected * weights, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
     np.testing.assert_allclose(maximum + jnp.log(total), jax.nn.logsumexp(logits.astype("float32"), -1), rtol=1e-5)
     rtol, atol = (1e-2, 1e-5) if dtype == "bfloat16" else (1e-4, 1e-7)
     expected = pullback(weights)[0].astype("float32")
@@ -114,10 +113,9 @@ def test_loss_and_gradient_in_one_launch(seed, vocabulary, dtype, config, option
 
 @pytest.mark.usefixtures("interpreter")
 def test_loss_alone_from_the_ring(seed):
-    logits, labels, _ = case(seed, 5, 10 * 256 + 192, "bfloat16")
-    loss, _, gradient = cross_entropy_forward(
-        logits, labels, None, terms=Terms(vocabulary=logits.shape[1], **OPTIONS), config=RING
-    )
+    logits, labels, _ = case(seed, 5, 10 * 256 + 200, "bfloat16")
+    terms = Terms(vocabulary=logits.shape[1], **OPTIONS)
+    loss, _, gradient = cross_entropy_forward(logits, labels, None, terms=terms, with_gradient=False, config=RING)
     assert gradient is None
     expected = cross_entropy_reference(logits, labels, **OPTIONS)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"seed={seed}")
@@ -130,7 +128,7 @@ def test_two_launches(seed, vocabulary):
     logits, labels, weights = case(seed, 2, vocabulary)
     terms = Terms(vocabulary=vocabulary, **OPTIONS)
     loss, statistics, _ = cross_entropy_forward(
-        logits, labels, None, terms=terms, config=ForwardConfig(loads="chunked", chunk=512)
+        logits, labels, None, terms=terms, with_gradient=False, config=ForwardConfig(loads="chunked", chunk=512)
     )
     gradient = cross_entropy_backward(
         logits, labels, weights, statistics, terms=terms, config=GradientConfig(chunk=512)
@@ -195,27 +193,51 @@ def test_reduced_losses_under_shard_map(seed, check_vma):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "itemsize", "line"),
-    [(128256, 2, 256), (128256, 4, 128), (50304, 2, 128), (262144, 2, 256), (50257, 2, None), (30522, 4, None)],
-)
-def test_lines_divide_rows(vocabulary, itemsize, line):
-    assert line_length(vocabulary, itemsize) == line
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("labels", [np.array([7, 300, 255, 1], "uint16"), np.array([7, -100, -3, 127], "int8")])
+def test_labels_of_other_types(labels):
+    logits, _, _ = case(5, 4, 256)
+    ignore_index = -100 if labels.dtype == np.int8 else 1
+
+    def losses(implementation):
+        return cross_entropy(logits, labels, ignore_index=ignore_index, implementation=implementation)
+
+    np.testing.assert_allclose(losses("mosaic"), losses("xla"), rtol=1e-5)
+
+
+def test_logarithms_are_exact(seed):
+    draws = np.random.default_rng(seed).random(20000)
+    numbers = np.concatenate([1 + 3 * draws, np.exp(13 * draws), 1 + 1e-3 * draws]).astype("float32")
+    exact = np.log(numbers.astype("float64"))
+    error = np.abs(jax.jit(logarithm)(numbers) - exact) / np.spacing(np.maximum(exact, 1e-10).astype("float32"))
+    assert error.max() < 1.5, f"seed={seed}"
+    assert np.isnan(logarithm(jnp.array([0, np.nan, np.inf]))).all()
 
 
 @pytest.mark.parametrize("vocabulary", [12289, 12416, 16384, 32000, 50257, 50304, 128256, 151936, 262144])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_rings_fit(vocabulary, itemsize):
-    configs = [default_forward(8192, vocabulary, itemsize, with_gradient=True)]
-    configs += forward_candidates(vocabulary, itemsize, with_gradient=True).values()
-    line = line_length(vocabulary, itemsize)
-    assert (configs[0].loads == "ring") == (line is not None)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_rings_fit(vocabulary, itemsize, with_gradient):
+    configs = [default_forward(rows, vocabulary, itemsize, with_gradient=with_gradient) for rows in (100, 8192)]
+    configs += forward_candidates(vocabulary, itemsize, with_gradient=with_gradient).values()
+    assert (configs[0].loads == "ring") == (vocabulary * itemsize % 16 == 0)
     for config in configs:
         if config.loads == "ring":
-            assert line is not None
-            assert config.warpgroups * config.slots * config.chunk_lines * line * itemsize <= 223 * 1024
+            assert config.warpgroups * config.slots * config.chunk_lines * 512 <= 223 * 1024
             assert config.warpgroups * config.slots <= 32
-            assert config.warpgroups <= vocabulary // line // config.chunk_lines
+            plan = RowPlan.make(vocabulary, itemsize, config, with_gradient=with_gradient)
+            # The parts are the row, and what a warpgroup reads begins and ends in its part.
+            begins = [plan.part(sharer) for sharer in range(plan.sharers)]
+            ends = [int(begin + plan.own * plan.chunk - repeated) for begin, repeated in begins]
+            assert [int(begin) for begin, _ in begins] == [0, *ends[:-1]]
+            assert ends[-1] * 16 == vocabulary * itemsize
+            assert all(0 <= int(repeated) <= plan.most_repeated for _, repeated in begins)
+            assert plan.most_repeated < plan.chunk + 8
+            assert plan.own > 1 or not plan.most_repeated
+            again = [int(plan.chunk_at(position)) for position in range(plan.loads)]
+            stays = [*range(plan.held), *range(plan.own - plan.kept, plan.own)] if with_gradient else []
+            assert again[: plan.own] == list(range(plan.own))
+            assert sorted(again[plan.own :] + stays) == (list(range(plan.own)) if with_gradient else [])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, has_one_launch
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, gives_gradient
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
-from pallas_kernels.ops.cross_entropy.reference import (
-    cross_entropy_reference,
-    label_kinds,
-    mean_factor,
-)
+from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
 
@@ -53,7 +49,7 @@ def cross_entropy(
     * "none", and float16 (whose loss scale must come before the rounding): 2n read, n written. The backward pass
       computes the gradient from the logits and two saved numbers a row.
 
-    The former holds up to a vocabulary of 12288, and above it for multiples of 64 (32 in float32): pad odd ones.
+    The former holds up to a vocabulary of 12288, and above it for multiples of 8 (4 in float32): pad odd ones.
 
     Args:
         logits: (..., vocabulary), floating.
@@ -86,19 +82,23 @@ def cross_entropy(
     vocabulary = logits.shape[-1]
     rows = varying_like(logits.reshape(-1, vocabulary), labels)
     flat_labels = varying_like(labels.reshape(-1), rows)
-    is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
+    weights = None
+    if reduction == "mean":
+        weights = jnp.sum(flat_labels != ignore_index, dtype=jnp.int32).reshape(1)
+    if labels.dtype != jnp.int32:
+        is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
+        flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, -1, -2))
+        ignore_index = -1
     call = _Call(
-        terms=Terms(vocabulary=vocabulary, label_smoothing=float(label_smoothing), z_loss=float(z_loss)),
+        terms=Terms(
+            vocabulary=vocabulary,
+            label_smoothing=float(label_smoothing),
+            z_loss=float(z_loss),
+            ignore_index=int(ignore_index),
+        ),
         is_reduced=reduction != "none",
     )
-    # Multiplies a token's loss; the kernel is given a label it can look up for those that have none.
-    weights = is_valid.astype(jnp.float32)
-    if reduction == "mean":
-        weights *= mean_factor(is_ignored, jnp.float32)
-    safe_labels = jnp.where(is_valid, flat_labels, 0).astype(jnp.int32)
-    # Added to the loss and not multiplied with it, so that the gradient of a label that is no token stays zero.
-    offsets = jnp.where(is_valid | is_ignored, 0, jnp.nan).astype(jnp.float32)
-    loss: jax.Array = _cross_entropy_mosaic(call, rows, safe_labels, weights, offsets)  # pyright: ignore
+    loss: jax.Array = _cross_entropy_mosaic(call, rows, flat_labels, weights)  # pyright: ignore
     return loss.reshape(labels.shape) if reduction == "none" else loss
 
 
@@ -133,43 +133,41 @@ class _Call:
     terms: Terms
     is_reduced: bool
 
-    def result(self, losses: jax.Array, weights: jax.Array, offsets: jax.Array) -> jax.Array:
-        weighted = losses * weights + offsets
-        return jnp.sum(weighted) if self.is_reduced else weighted
+    def result(self, losses: jax.Array) -> jax.Array:
+        return jnp.sum(losses) if self.is_reduced else losses
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy_mosaic(
-    call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array, offsets: jax.Array
-) -> jax.Array:
-    """Losses times weights plus offsets, or their sum. logits: (rows, vocabulary); the others: (rows,)."""
-    losses, _, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
-    return call.result(losses, weights, offsets)
+def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Weighted losses, or their sum. logits: (rows, vocabulary). labels: (rows,). weights: (1,) int32, or None."""
+    losses, _, _ = cross_entropy_forward(logits, labels, weights, terms=call.terms, with_gradient=False)
+    return call.result(losses)
 
 
 def gradient_in_forward(logits: jax.Array) -> bool:
     """Whether a forward pass with a reduction also writes the gradient."""
-    return logits.dtype != jnp.float16 and has_one_launch(logits.shape[1], logits.dtype.itemsize)
+    rows, vocabulary = logits.shape
+    return logits.dtype != jnp.float16 and gives_gradient(rows, vocabulary, logits.dtype.itemsize)
 
 
-def _mosaic_fwd(call, logits, labels, weights, offsets):
-    logits, labels, weights, offsets = logits.value, labels.value, weights.value, offsets.value
-    if call.is_reduced and gradient_in_forward(logits):
-        losses, _, gradient = cross_entropy_forward(logits, labels, weights, terms=call.terms)
-        return call.result(losses, weights, offsets), (gradient, None)
-    losses, statistics, _ = cross_entropy_forward(logits, labels, None, terms=call.terms)
-    return call.result(losses, weights, offsets), (None, (logits, labels, weights, statistics))
+def _mosaic_fwd(call, logits, labels, weights):
+    logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
+    with_gradient = call.is_reduced and gradient_in_forward(logits)
+    losses, statistics, gradient = cross_entropy_forward(
+        logits, labels, weights, terms=call.terms, with_gradient=with_gradient
+    )
+    return call.result(losses), (gradient, None if with_gradient else (logits, labels, weights, statistics))
 
 
 def _mosaic_bwd(call, saved, cotangent):
     gradient, inputs = saved
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None, None
+        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None
     if inputs is None:
-        return scale_in_place(gradient, cotangent), None, None, None
+        return scale_in_place(gradient, cotangent), None, None
     logits, labels, weights, statistics = inputs
-    gradient = cross_entropy_backward(logits, labels, weights * cotangent, statistics, terms=call.terms)
-    return gradient, None, None, None
+    weights = cotangent.reshape(-1) if weights is None else cotangent / jnp.maximum(weights, 1)
+    return cross_entropy_backward(logits, labels, weights, statistics, terms=call.terms), None, None
 
 
 _cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)

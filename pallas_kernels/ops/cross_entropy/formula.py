@@ -6,7 +6,9 @@ With z the logits of a row, t its label, V the vocabulary, s the label smoothing
     dz_j = exp(z_j - lse) (1 + 2 c lse) - (1 - s) [j = t] - s / V
 
 Nothing is computed from lse itself where the maximum can be kept apart: at logits of 1e4 its float32 rounding alone is
-a relative error of 5e-4 in every probability.
+a relative error of 5e-4 in every probability. For the same reason an exponential for 16-bit logits, which is a power of
+2 to the machine, is 2^(z log2(e) - shift) in one fused multiplication and one power, with the *same* rounded shift
+throughout a row: what a shift's rounding adds to every power, their quotients do not see.
 """
 
 from __future__ import annotations
@@ -16,6 +18,84 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+LOG2_E = 1.4426950408889634
+LOWEST_LOGIT = -1e38
+"""Where a running maximum begins: finite, and so are its multiples. A row needs one logit above it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential:
+    """exp(logit - maximum), from a shift that stands for the maximum.
+
+    is_binary: the shift is log2(e) times the maximum, rounded, and the powers are of 2; else it is the maximum.
+    """
+
+    is_binary: bool
+
+    def shift(self, maximum):
+        """The shift that belongs to a maximum; the greatest shift belongs to the greatest maximum."""
+        return maximum * LOG2_E if self.is_binary else maximum
+
+    def __call__(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
+        """The exponentials of float32 logits."""
+        return jnp.exp2(logits * LOG2_E - shift) if self.is_binary else jnp.exp(logits - shift)
+
+    def ratio(self, before: jax.Array, after: jax.Array) -> jax.Array:
+        """What turns exponentials under one shift into those under another."""
+        return jnp.exp2(before - after) if self.is_binary else jnp.exp(before - after)
+
+    def total(self, total: jax.Array, shift: jax.Array, maximum: jax.Array) -> jax.Array:
+        """A sum under a shift as the sum of exp(logit - maximum): rid of the shift's rounding."""
+        return total * jnp.exp2(shift - maximum * LOG2_E) if self.is_binary else total
+
+
+NATURAL = Exponential(is_binary=False)
+
+
+def logarithm(x: jax.Array) -> jax.Array:
+    """log(x) of a float32 scalar from 1/2 on, to an ulp: what a kernel has is approximate for 16-bit types.
+
+    NaN for 0 and what is not finite. Source of the polynomial, in s = f / (2 + f) for x = 2^k (1 + f) with 1 + f from
+    sqrt(1/2) to sqrt(2): fdlibm, e_logf.c of FreeBSD, https://www.netlib.org/fdlibm/
+    """
+    k = (jnp.log(x) * LOG2_E + 0.5).astype(jnp.int32).astype(jnp.float32)
+    f = x * jnp.exp2(-k) - 1
+    s = f / (2 + f)
+    z = s * s
+    polynomial = z * (0.66666662693 + z * (0.40000972152 + z * (0.28498786688 + z * 0.24279078841)))
+    half = 0.5 * f * f
+    return k * 6.9313812256e-01 - ((half - (s * (half + polynomial) + k * 9.0580006145e-06)) - f)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """A row's label, the loss of which is multiplied with `weight`.
+
+    label: in range, if need be a stand-in. is_valid: it names a token. offset: the loss where it does not. weight: 0
+    there.
+    """
+
+    label: jax.Array
+    is_valid: jax.Array
+    weight: jax.Array
+    offset: jax.Array
+
+
+def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
+    """What a row's loss is multiplied with.
+
+    weights_ref: a sequence of no reference for 1, or one reference of (rows,) or (1,) weights, or of (1,) int32, over
+    how many tokens the mean is taken.
+    """
+    if not weights_ref:
+        return 1.0
+    (ref,) = weights_ref
+    if jnp.issubdtype(ref.dtype, jnp.integer):
+        count = jnp.maximum(ref[0], 1).astype(jnp.float32)
+        weight = 1 / count
+        return weight + weight * (1 - count * weight)  # exact, though a kernel's division is not
+    return ref[row] if ref.shape[0] > 1 else ref[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
@@ -24,35 +104,51 @@ class Terms:
     vocabulary: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    ignore_index: int = -1
 
-    def score(self, maximum: jax.Array, target: jax.Array, logit_sum: jax.Array | None) -> jax.Array:
-        """The part of a row's loss that its label decides, which a kernel returns beside maximum and total.
+    def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
+        """What an int32 label stands for."""
+        is_ignored = label == self.ignore_index
+        is_valid = jnp.logical_not(is_ignored) & (label >= 0) & (label < self.vocabulary)
+        return Token(
+            label=jnp.where(is_valid, label, 0),
+            is_valid=is_valid,
+            weight=jnp.where(is_valid, jnp.asarray(weight, jnp.float32), jnp.float32(0)),
+            offset=jnp.where(is_ignored, jnp.float32(0), jnp.float32(jnp.nan)),
+        )
 
-        target: the label's logit. logit_sum: of all logits, given where there is label smoothing. All float32.
+    def loss(
+        self, token: Token, maximum: jax.Array, total: jax.Array, target: jax.Array, logit_sum: jax.Array | None
+    ) -> jax.Array:
+        """The loss of a row, times its weight.
+
+        maximum: of the row's logits. total: sum(exp(logit - maximum)). target: the label's logit. logit_sum: of all
+        logits, given where there is label smoothing. All float32 scalars.
         """
-        score = (1 - self.label_smoothing) * (target - maximum)
+        log_sum = logarithm(total)
+        loss = log_sum - (1 - self.label_smoothing) * (target - maximum)
         if logit_sum is not None:
-            score += self.label_smoothing * (logit_sum * (1 / self.vocabulary) - maximum)
-        return score
-
-    def loss(self, score: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
-        """The loss of a row, for XLA to compute: its logarithm is exact, a kernel's in 16-bit types approximate.
-
-        maximum: of the row's logits. total: sum(exp(logit - maximum)).
-        """
-        log_sum = jnp.log(total)
-        loss = log_sum - score
+            loss -= self.label_smoothing * (logit_sum * (1 / self.vocabulary) - maximum)
         if self.z_loss:
-            loss += self.z_loss * jnp.square(maximum + log_sum)
-        return loss
+            loss += self.z_loss * (maximum + log_sum) * (maximum + log_sum)
+        return jnp.where(token.is_valid, loss * token.weight, token.offset)
 
-    def slope(self, maximum: jax.Array, total: jax.Array, weight: jax.Array) -> Slope:
-        """What the gradient of a row needs, times `weight`."""
-        factor = weight / total
+    def slope(
+        self,
+        maximum: jax.Array,
+        total: jax.Array,
+        token: Token,
+        *,
+        exponential: Exponential = NATURAL,
+        shift: jax.Array | None = None,
+    ) -> Slope:
+        """What the gradient of a row needs, times its weight. total: under the shift, where one is given."""
+        factor, weight = token.weight / total, token.weight
         if self.z_loss:
-            factor *= 1 + 2 * self.z_loss * (maximum + jnp.log(total))
+            factor *= 1 + 2 * self.z_loss * (maximum + logarithm(total))
         return Slope(
-            maximum=maximum,
+            exponential=exponential,
+            shift=maximum if shift is None else shift,
             factor=factor,
             everywhere=weight * (self.label_smoothing / self.vocabulary) if self.label_smoothing else None,
             at_label=weight * (1 - self.label_smoothing),
@@ -63,14 +159,15 @@ class Terms:
 class Slope:
     """Gradients: factor * exp(logit - maximum) - everywhere - (at the label) at_label."""
 
-    maximum: jax.Array
+    exponential: Exponential
+    shift: jax.Array
     factor: jax.Array
     everywhere: jax.Array | None
     at_label: jax.Array
 
     def __call__(self, logits: jax.Array, is_label: jax.Array | None = None) -> jax.Array:
         """The float32 gradients of some logits of the row. is_label: None where the label is not among them."""
-        gradient = jnp.exp(logits - self.maximum) * self.factor
+        gradient = self.exponential(logits, self.shift) * self.factor
         if self.everywhere is not None:
             gradient -= self.everywhere
         return gradient if is_label is None else jnp.where(is_label, gradient - self.at_label, gradient)

@@ -5,6 +5,10 @@ From each row's maximum and sum the gradient is elementwise, so that a block tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import GradientConfig
-from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import (
@@ -29,6 +33,49 @@ from pallas_kernels.primitives.rows import (
 _SCALE_BLOCKS_PER_CORE = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A row in parts for one warpgroup each: `chunks` of `chunk` columns, with their segments, and a rest.
+
+    No segment of the rest repeats columns of a chunk, which another block may be writing, or has written in place.
+    """
+
+    vocabulary: int
+    chunk: int
+    chunks: int
+    segments: tuple[Segment, ...]
+    rest: tuple[Segment, ...]
+
+    @classmethod
+    def make(cls, vocabulary: int, itemsize: int, chunk: int) -> Cut:
+        """Chunks of `chunk` columns, or of the whole row where it is shorter."""
+        chunk = min(chunk, vocabulary)
+        chunks, tail = divmod(vocabulary, chunk)
+        if 0 < tail < LANES:
+            chunks -= 1
+        segments = split_row(chunk, itemsize, stride=vocabulary)
+        end = chunks * chunk
+        rest = split_row(vocabulary - end, itemsize, offset=end, stride=vocabulary)
+        return cls(vocabulary=vocabulary, chunk=chunk, chunks=chunks, segments=segments, rest=rest)
+
+    @property
+    def parts(self) -> int:
+        """How many blocks share a row."""
+        return self.chunks + bool(self.rest)
+
+    def run(self, part: jax.Array, function: Callable[[Any, pl.Slice, tuple[Segment, ...]], None]) -> None:
+        """Calls function(first column, columns, segments in them) for a part."""
+
+        def whole_chunk():
+            function(part * self.chunk, pl.ds(part * self.chunk, self.chunk), self.segments)
+
+        if not self.rest:
+            whole_chunk()
+        else:
+            pl.when(part < self.chunks)(whole_chunk)
+            pl.when(part == self.chunks)(lambda: function(0, pl.ds(0, self.vocabulary), self.rest))
+
+
 def cross_entropy_backward(
     logits: jax.Array,
     labels: jax.Array,
@@ -40,39 +87,37 @@ def cross_entropy_backward(
 ) -> jax.Array:
     """Returns the gradient of sum(weights * losses), like logits.
 
-    statistics: what `cross_entropy_forward` returned. The other arguments are as there.
+    weights: (rows,) or (1,). statistics: what `cross_entropy_forward` returned. The other arguments are as there.
     """
     config = config or GradientConfig()
     rows, vocabulary = logits.shape
-    chunk, chunks, segments, rest = _cut(vocabulary, logits.dtype.itemsize, config.chunk)
+    cut = Cut.make(vocabulary, logits.dtype.itemsize, config.chunk)
 
     def cross_entropy_gradient(logits_ref, labels_ref, weights_ref, maximum_ref, total_ref, gradient_ref):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        label = labels_ref[row]
-        slope = terms.slope(maximum_ref[row], total_ref[row], weights_ref[row])
-
-        def differentiate(first, columns, segments):
-            values = to_float32(load_row(logits_ref.at[row, columns], segments))
-            gradient = map_row(lambda v, c: slope(v, c == label - first), values, row_columns(segments))
-            store_row(gradient_ref.at[row, columns], gradient, segments)
-
-        def whole_chunk():
-            differentiate(part * chunk, pl.ds(part * chunk, chunk), segments)
-
-        if not rest:
-            whole_chunk()
-        else:
-            pl.when(part < chunks)(whole_chunk)
-            pl.when(part == chunks)(lambda: differentiate(0, pl.ds(0, vocabulary), rest))
+        token = terms.token(labels_ref[row], weight_of_row((weights_ref,), row))
+        slope = terms.slope(maximum_ref[row], total_ref[row], token)
+        write_gradient(logits_ref.at[row], gradient_ref.at[row], cut, part, slope, token.label)
 
     gradient = plgpu.kernel(
         cross_entropy_gradient,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        grid=(rows, chunks + bool(rest)),
+        grid=(rows, cut.parts),
         grid_names=("row", "part"),
         compiler_params=compiler_params(logits.dtype),
     )(logits, labels, weights, *statistics)
     return varying_like(gradient, logits, labels, weights, *statistics)
+
+
+def write_gradient(logits_row, gradient_row, cut: Cut, part: jax.Array, slope: Slope, label: jax.Array) -> None:
+    """The gradient of one part of a row, given as references."""
+
+    def differentiate(first, columns, segments):
+        values = to_float32(load_row(logits_row.at[columns], segments))
+        gradient = map_row(lambda v, c: slope(v, c == label - first), values, row_columns(segments))
+        store_row(gradient_row.at[columns], gradient, segments)
+
+    cut.run(part, differentiate)
 
 
 def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
@@ -87,7 +132,7 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         multiply = lambda values: (values.astype(jnp.float32) * factor).astype(values.dtype)  # noqa: E731
         return lax.cond(factor == 1, lambda values: values, multiply, gradient)
     rows, vocabulary = gradient.shape
-    chunk, chunks, segments, rest = _cut(vocabulary, gradient.dtype.itemsize, GradientConfig().chunk)
+    cut = Cut.make(vocabulary, gradient.dtype.itemsize, GradientConfig().chunk)
     blocks = min(rows, target_device().core_count * _SCALE_BLOCKS_PER_CORE)
 
     def cross_entropy_scale(factor_ref, gradient_ref):
@@ -103,12 +148,12 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         def _():
             @pl.loop(lax.axis_index("block"), rows, step=blocks)
             def _(row):
-                if rest:
-                    multiply(gradient_ref.at[row], rest)
+                if cut.rest:
+                    multiply(gradient_ref.at[row], cut.rest)
 
-                @pl.loop(0, chunks)
+                @pl.loop(0, cut.chunks)
                 def _(i):
-                    multiply(gradient_ref.at[row, pl.ds(i * chunk, chunk)], segments)
+                    multiply(gradient_ref.at[row, pl.ds(i * cut.chunk, cut.chunk)], cut.segments)
 
     ref = jax.new_ref(gradient)
     plgpu.kernel(
@@ -118,17 +163,3 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         compiler_params=compiler_params(gradient.dtype),
     )(factor.reshape(1), ref)
     return jax.freeze(ref)
-
-
-def _cut(vocabulary: int, itemsize: int, chunk: int) -> tuple[int, int, tuple[Segment, ...], tuple[Segment, ...]]:
-    """Columns of a chunk, how many chunks, a chunk's segments, and those of the rest of a row.
-
-    No segment of the rest repeats columns of a chunk, which another block may be writing, or has written in place.
-    """
-    chunk = min(chunk, vocabulary)
-    chunks, tail = divmod(vocabulary, chunk)
-    if 0 < tail < LANES:
-        chunks -= 1
-    segments = split_row(chunk, itemsize, stride=vocabulary)
-    end = chunks * chunk
-    return chunk, chunks, segments, split_row(vocabulary - end, itemsize, offset=end, stride=vocabulary)
