@@ -14,7 +14,9 @@ from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
+from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
 from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
+from pallas_kernels.ops.linear.specs import LINEAR
 from pallas_kernels.ops.rms_norm.specs import RMS_NORM
 from pallas_kernels.ops.rope.specs import ROPE
 from pallas_kernels.ops.softmax.specs import SOFTMAX
@@ -33,6 +35,8 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             ROPE,
             CROSS_ENTROPY,
             BATCH_NORM,
+            LINEAR,
+            GATED_LINEAR,
         )
     }
 )

@@ -26,11 +26,14 @@ class GemmConfig:
     warpgroups: that compute; one more brings the operands by TMA.
     split: whether those share the tile's rows ("m") or columns ("n"). Each gets at least 64 rows.
     in_flight: steps of tensor-core work that may be unfinished when the next is issued.
+    skew: steps by which the first computing warpgroup runs ahead of the others from the start, less than `stages`:
+        while it stores its results the others have the tensor cores, and the other way round.
     minor, group: the order of tiles: `group` tiles along "m" or "n", then on along the other; see
         `plgpu.planar_snake`. Tiles near in time share operands in the L2 cache.
     cluster: two blocks that are neighbours along "m" (they share b's tile) or "n" (a's) bring it once, by multicast.
     splits: blocks of a cluster that share a tile's depth, for results too small to give every multiprocessor a tile.
         Their sums meet in device memory; each block then finishes its share of the tile's columns. Not with `cluster`.
+        Not yet run on a GPU in this form; see TUNING.md.
     store_columns, store_slots: the result leaves in pieces of so many columns, through so many buffers a warpgroup.
     memory_registers: of each thread of the warpgroup that brings operands; the others share the rest. None leaves the
         split to the compiler: for several blocks a multiprocessor.
@@ -44,6 +47,7 @@ class GemmConfig:
     warpgroups: int = 2
     split: Literal["m", "n"] = "m"
     in_flight: int = 1
+    skew: int = 0
     minor: Literal["m", "n"] = "m"
     group: int = 8
     cluster: Literal["m", "n"] | None = None
@@ -83,5 +87,7 @@ class GemmConfig:
         width = self.warpgroup_columns // products // self.splits
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
+        if self.splits > 1:
+            store += self.tile_m * self.tile_n // products * 4
         left = SHARED_BYTES // max(1, self.blocks_per_core or 1) - _RESERVED_BYTES - store
         return replace(self, stages=max(2, min(self.stages, left // stage)))

@@ -21,11 +21,12 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.exchange import Exchange
+from pallas_kernels.primitives.gemm.exchange import Exchange, exchange_types
 from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
-from pallas_kernels.primitives.gemm.store import Pieces, Store, shared
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 
@@ -106,8 +107,8 @@ def _launch(problem, epilogue, a, b, extras, dtypes, name):
 
     def body(a_refs, b_refs, extra_refs, *refs):
         outputs, partial, scratch = refs[: len(dtypes)], refs[len(dtypes) : len(out_type)], refs[len(out_type) :]
-        a_shared, b_shared, buffers, full, empty, arrived, *written = scratch
-        ring = Ring(problem=problem, a=a_shared, b=b_shared, full=full, empty=empty)
+        ring_refs, buffers, arrived, exchanged = scratch
+        ring = Ring(problem=problem, **ring_refs)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.warpgroups)
@@ -129,7 +130,10 @@ def _launch(problem, epilogue, a, b, extras, dtypes, name):
                 arrived=arrived,
                 first_barrier=warpgroup * pieces.slots,
             )
-            exchange = Exchange(problem=problem, partial=partial[0], written=written[0]) if is_split else None
+            exchange = None
+            if is_split:
+                buffer, written = exchanged
+                exchange = Exchange(problem=problem, partial=partial[0], buffer=buffer.at[warpgroup], written=written)
             compute(problem, ring, store, warpgroup, exchange)
 
     body.__name__ = name
@@ -142,11 +146,10 @@ def _launch(problem, epilogue, a, b, extras, dtypes, name):
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
-            *ring_types(problem, len(a), len(b))[:2],
+            ring_types(problem, len(a), len(b)),
             [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype) for dtype in dtypes],
-            *ring_types(problem, len(a), len(b))[2:],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
-            *([plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=config.warpgroups)] if is_split else []),
+            exchange_types(problem) if is_split else (),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )

@@ -15,7 +15,8 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.exchange import Exchange
 from pallas_kernels.primitives.gemm.problem import Problem
-from pallas_kernels.primitives.gemm.store import Store, shared
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.gemm.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Ring:
 
     full: a barrier a stage, passed when all of the stage's tiles have arrived.
     empty: likewise, when every computing warpgroup is done with them.
+    ahead: a barrier that the first computing warpgroup passes on to the others when it is far enough ahead.
     """
 
     problem: Problem
@@ -31,20 +33,22 @@ class Ring:
     b: Sequence[Any]
     full: Any
     empty: Any
+    ahead: Any
 
 
-def ring_types(problem: Problem, lefts: int, rights: int) -> tuple[Any, Any, Any, Any]:
-    """Scratch types of `Ring`'s a, b, full and empty, of so many left and right operands."""
+def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
+    """Scratch types of `Ring`'s members, of so many left and right operands."""
     config = problem.config
     barrier = plgpu.Barrier
     if config.cluster is not None:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-    return (
-        [shared((config.stages, *problem.a_block), problem.dtype, swizzle=problem.swizzle) for _ in range(lefts)],
-        [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
-        plgpu.Barrier(num_arrivals=lefts + rights, num_barriers=config.stages),
-        barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
-    )
+    return {
+        "a": [shared((config.stages, *problem.a_block), problem.dtype, swizzle=problem.swizzle) for _ in range(lefts)],
+        "b": [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
+        "full": plgpu.Barrier(num_arrivals=lefts + rights, num_barriers=config.stages),
+        "empty": barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+        "ahead": plgpu.Barrier(),
+    }
 
 
 def for_each_tile(problem: Problem, work) -> jax.Array:
@@ -130,6 +134,13 @@ def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, ex
         b = b.transpose((1, 0)) if problem.transpose_b else b
         return a, b
 
+    skew = min(config.skew, config.stages - 1, problem.steps - 1) if config.warpgroups > 1 else 0
+    if skew:
+        # Each computing warpgroup but the first waits once, before its first tile.
+        @pl.when(warpgroup > 0)
+        def _():
+            plgpu.barrier_wait(ring.ahead)
+
     def tile(row, column, before):
         row, column = row + first_row, column + first_column
         stored = column if exchange is None else column + exchange.first_column
@@ -141,6 +152,8 @@ def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, ex
                 plgpu.barrier_wait(ring.full.at[stage])
                 for left, right, accumulator in problem.products:
                     plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right))
+                if skew:
+                    plgpu.barrier_arrive(ring.ahead, predicate=(warpgroup == 0) & (before + i == skew - 1))
                 plgpu.wgmma_wait(config.in_flight * len(problem.products))
                 done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
                 if config.in_flight:

@@ -19,17 +19,6 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.problem import Problem
 
 
-def shared(shape: tuple[int, ...], dtype: jnp.dtype, *, swizzle: int | None = None) -> Any:
-    """A shared-memory array, swizzled as TMA and the tensor cores want it: over `swizzle` bytes, or as many as fit."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = swizzle or plgpu.find_swizzle(shape[-1] * itemsize * 8)
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
     """What a warpgroup stores of a tile: `rows` and, of each accumulator, `width` columns, leaving `columns` at a time

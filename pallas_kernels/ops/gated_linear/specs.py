@@ -1,0 +1,148 @@
+"""The gated linear layer's registry entry: how it is called in tests and benchmarks, its traffic, and its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
+from pallas_kernels.ops.gated_linear.api import gated_linear
+from pallas_kernels.ops.gated_linear.config import candidates
+from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
+from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
+from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
+from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+
+
+def _call(
+    *leading: int,
+    features: int,
+    outputs: int,
+    dtype: str = "bfloat16",
+    activation: str = "silu",
+    fill: Fill = "normal",
+    tags: tuple[str, ...] = ("test",),
+) -> ArgSpec:
+    """Weights have the deviation that gives products of deviation 2, as those before an activation often have."""
+    weight = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=2 * features**-0.5)
+    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}-{activation}"
+    name += f"-{fill}" if fill != "normal" else ""
+    return ArgSpec(
+        name=name,
+        arguments={
+            "x": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
+            "w_gate": weight,
+            "w_up": weight,
+            "activation": activation,
+        },
+        tags=frozenset(tags),
+    )
+
+
+_GPU = ("gpu",)
+_BENCH = ("gpu", "bench", "block")
+
+_ARG_SPECS = (
+    _call(2, 72, features=128, outputs=192),
+    _call(70, features=192, outputs=128, dtype="float16", activation="gelu_tanh"),
+    _call(3, features=64, outputs=128, activation="gelu"),
+    _call(5, features=100, outputs=96, tags=("test", "ragged")),
+    _call(0, features=64, outputs=128, tags=("test", "empty")),
+    _call(24, features=64, outputs=128, fill="zeros", tags=("test", "extreme")),
+    _call(1000, features=4096, outputs=1024, tags=_GPU),
+    _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags=_GPU),
+    _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags=_GPU),
+    _call(1, features=4096, outputs=4096, tags=_GPU),
+    _call(17, features=1024, outputs=4096, tags=_GPU),
+    *(_call(rows, features=4096, outputs=14336, tags=_BENCH) for rows in (8192, 512, 16, 1)),
+)
+
+
+def _sizes(arguments: Arguments) -> tuple[int, int, int]:
+    """Bytes of x, of a weight and of the result."""
+    x, w = arguments["x"], arguments["w_gate"]
+    return array_bytes(x), array_bytes(w), array_bytes(x) // x.shape[-1] * w.shape[1]
+
+
+def _forward_traffic(arguments: Arguments) -> Traffic:
+    x, w, y = _sizes(arguments)
+    return Traffic(read=(x, w, w), written=(y,))
+
+
+def _backward_traffic(arguments: Arguments) -> Traffic:
+    x, w, y = _sizes(arguments)
+    return Traffic(read=(x, w, w, y, y, y), written=(x, w, w))
+
+
+def flops(arguments: Arguments, phase: str) -> int:
+    """Multiplications and additions of a phase's products."""
+    x, w = arguments["x"], arguments["w_gate"]
+    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
+    return 4 * rows * w.shape[0] * w.shape[1] * (1 if phase == "forward" else 2)
+
+
+def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    x = arguments["x"]
+    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
+    found = candidates(rows)
+    if phase == "forward":
+        return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+    if rows <= 64:
+        return {}
+    return {name: partial(_backward_variant, dx_config=c, dw_config=c) for name, c in found.items()}
+
+
+def _forward_variant(*, x, w_gate, w_up, activation, config=None):
+    function = get_activation("gated_linear", activation)
+    (y,) = gated_linear_forward(x.reshape(-1, x.shape[-1]), w_gate, w_up, activation=function, config=config)
+    return (y.reshape(*x.shape[:-1], -1),)
+
+
+def _backward_variant(*, x, w_gate, w_up, activation, cotangents, **configs):
+    (dy,) = cotangents
+    rows = dy.reshape(-1, dy.shape[-1])
+    # dy stands for both products that the forward pass keeps: of their shape and dtype.
+    dx, dw_gate, dw_up = gated_linear_backward(
+        x.reshape(-1, x.shape[-1]),
+        w_gate,
+        w_up,
+        rows,
+        rows,
+        rows,
+        activation=get_activation("gated_linear", activation),
+        **configs,
+    )
+    return dx.reshape(x.shape), dw_gate, dw_up
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    if implementation == "mosaic":
+        return _backward_variant(**arguments, cotangents=cotangents)
+    x, w_gate, w_up = (arguments[name] for name in ("x", "w_gate", "w_up"))
+    (dy,) = cotangents
+
+    def gating(gate, up):
+        return gated_activation_reference(gate, up, activation=arguments["activation"])
+
+    products = jax.vjp(lambda *operands: (operands[0] @ operands[1], operands[0] @ operands[2]), x, w_gate, w_up)[1]
+    return products(jax.vjp(gating, dy, dy)[1](dy))
+
+
+GATED_LINEAR = OpSpec(
+    name="gated_linear",
+    function=gated_linear,
+    reference=gated_linear_reference,
+    implementations=("mosaic", "xla"),
+    differentiable=("x", "w_gate", "w_up"),
+    batched=("x",),
+    arg_specs=_ARG_SPECS,
+    forward_traffic=_forward_traffic,
+    backward_traffic=_backward_traffic,
+    backward=_backward,
+    variants=_variants,
+    flops=flops,
+)

@@ -1,0 +1,1 @@
+"""A linear layer with what follows it: bias, activation, residual."""

