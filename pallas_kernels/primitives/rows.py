@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -53,6 +53,11 @@ class Segment:
     repeated: int = 0
 
     @property
+    def threads(self) -> int:
+        """That share a line of the segment."""
+        return LANES
+
+    @property
     def layout(self) -> plgpu.Layout | Any:
         """How the warpgroup holds the segment."""
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
@@ -81,6 +86,11 @@ class WarpSegment(Segment):
     Sums over a line then need no other warp, and so none of the scratch that Mosaic GPU's sums over a whole warpgroup
     share between warpgroups without ordering them: the form for rows that several warpgroups hold together.
     """
+
+    @property
+    def threads(self) -> int:
+        """That share a line of the segment."""
+        return LANES // WARPS
 
     @property
     def layout(self) -> plgpu.Layout | Any:
@@ -146,6 +156,23 @@ def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[Wa
     return (WarpSegment(offset=0, size=columns, vector=vector),) if vector and columns and not left else None
 
 
+def cut_row(segments: Sequence[Segment], vectors: int) -> tuple[Segment, ...]:
+    """The segments in pieces of at most `vectors` accesses a thread.
+
+    What is done piece by piece has only a piece's operands in registers.
+    """
+    pieces = []
+    for segment in segments:
+        size = segment.threads * segment.vector * vectors
+        if segment.repeated or segment.size <= size:
+            pieces.append(segment)
+            continue
+        stop = segment.offset + segment.size
+        starts = range(segment.offset, stop, size)
+        pieces += [replace(segment, offset=at, size=min(size, stop - at)) for at in starts]
+    return tuple(pieces)
+
+
 def load_row(ref, segments: Sequence[Segment]) -> RowValues:
     """Reads one row of a (features,) reference, in the reference's dtype."""
     return tuple(plgpu.load(ref.at[s.index], layout=s.layout, optimized=False) for s in segments)
@@ -174,10 +201,7 @@ def zeros_row(segments: Sequence[Segment]) -> RowValues:
 
 def line_sums(values: RowValues) -> jax.Array:
     """The sum over each line of a (4, columns) part: (4,), one a warp."""
-    total = jnp.sum(values[0], axis=1)
-    for value in values[1:]:
-        total += jnp.sum(value, axis=1)
-    return total
+    return functools.reduce(jnp.add, [jnp.sum(value, axis=1) for value in _folded(values)])
 
 
 def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues:
@@ -188,13 +212,25 @@ def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
     """The sum over a row, a float32 scalar that every thread holds. Repeated columns count once."""
-    total = jnp.float32(0)
+    counted = []
     for segment, value in zip(segments, values, strict=True):
         if segment.repeated:
             column = plgpu.broadcasted_iota(jnp.int32, (segment.size,), 0, layout=segment.layout)
             value = jnp.where(column >= segment.repeated, value, jnp.float32(0))
+        counted.append((value, segment.layout))
+    total = jnp.float32(0)
+    for value in _folded(*zip(*counted, strict=True)):
         total += jnp.sum(value)
     return total
+
+
+def _folded(values: Sequence[jax.Array], layouts: Sequence[Any] | None = None) -> list[jax.Array]:
+    """Pieces of one shape and layout added up, so that they need one sum over threads."""
+    folded: dict[Any, jax.Array] = {}
+    for value, layout in zip(values, layouts or [None] * len(values), strict=True):
+        key = (value.shape, layout)
+        folded[key] = folded[key] + value if key in folded else value
+    return list(folded.values())
 
 
 def row_max(values: RowValues) -> jax.Array:

@@ -96,3 +96,27 @@ def test_arguments_that_do_not_belong_together(arguments, message):
     x = jnp.ones((2, 256))
     with pytest.raises(ValueError, match=message):
         dropout_residual_norm(x, **{"residual": x, "rate": 0.1, "key": KEY, **arguments})
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_all_forward_configurations_agree(seed, name):
+    """However warps share a row, its mask, its sum and its norm are the same."""
+    x, residual, scale = rows(seed, 3, 1024), rows(seed + 1, 3, 1024), 1 + 0.1 * rows(seed, 1, 1024)[0]
+    norm = Norm(name=name, epsilon=1e-6, rate=0.25)
+    run = lambda config: dropout_residual_norm_forward(  # noqa: E731
+        norm, x, scale, None, residual, key_words(KEY), config=config
+    )
+    y, total = run(ForwardConfig())
+    np.testing.assert_array_equal(
+        total, np.where(np.asarray(array_keep_mask(KEY, x.shape, rate=0.25)), x * (1 / 0.75), 0) + residual
+    )
+    for config in (
+        ForwardConfig(piece=1),
+        ForwardConfig(warpgroups=2),
+        ForwardConfig(warpgroups=4, piece=1),
+        ForwardConfig(holds="shared", warpgroups=2, piece=1),
+    ):
+        got_y, got_total = run(config)
+        np.testing.assert_array_equal(got_total, total, err_msg=f"{config} seed={seed}")
+        np.testing.assert_allclose(got_y, y, rtol=1e-5, atol=1e-5, err_msg=f"{config} seed={seed}")

@@ -18,6 +18,10 @@ def rows(seed, count, features, dtype="float32"):
     return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
 
 
+def as_float32(*arrays):
+    return tuple(np.asarray(array, np.float32) for array in arrays)
+
+
 def test_known_values():
     x, residual = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 4.0]])
     y, total = layer_norm(x, jnp.array([1.0, 10.0]), jnp.array([0.5, 0.0]), residual=residual, epsilon=0.75)
@@ -77,6 +81,59 @@ def test_all_backward_configurations_agree(seed):
         assert got.dscale is not None and got.dbias is not None
         for a, b in zip((got.dtotal, got.dscale, got.dbias), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_all_forward_configurations_agree(seed, has_residual):
+    x, residual = rows(seed, 4, 1024, "bfloat16"), rows(seed + 1, 4, 1024, "bfloat16")
+    scale, bias = 1 + 0.1 * rows(seed + 3, 2, 1024)
+    residual = residual if has_residual else None
+    total = x if residual is None else x + residual
+    expected = layer_norm_reference(total, scale, bias)
+    for config in (
+        ForwardConfig(),
+        ForwardConfig(piece=1),
+        ForwardConfig(holds="shared", piece=1),
+        ForwardConfig(holds="shared", warpgroups=2, piece=2),
+        ForwardConfig(warpgroups=2, piece=1),
+        ForwardConfig(warpgroups=4),
+    ):
+        y, got_total = layer_norm_forward(x, scale, bias, residual, epsilon=1e-6, config=config)
+        # One step of bfloat16: sums in another order may round a value the other way.
+        np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{config} {seed}")
+        assert (got_total is None) == (residual is None)
+        if got_total is not None:
+            np.testing.assert_array_equal(*as_float32(got_total, total), err_msg=f"{config} {seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("second_read", ["float32", "reload", "overlapped"])
+def test_rows_of_16_bits_far_from_their_first_value(seed, second_read):
+    """The backward pass takes their first value off 16-bit rows: it may be far from the mean, or all there is."""
+    x = rows(seed, 7, 512)
+    x = x.at[0, 0].set(1e4)  # a shift far from everything else
+    x = x.at[1, 100].set(1e4)
+    x = x.at[2].add(300.0)
+    x = x.at[3].set(-7.0)  # nothing but the shift
+    x = x.at[4].multiply(1e-3).at[4, 0].set(100.0)
+    x, dy = x.astype("bfloat16"), rows(seed + 1, 7, 512, "bfloat16")
+    scale, bias = (1 + 0.1 * rows(seed + 3, 2, 512)).astype("bfloat16")
+    exact = [np.asarray(a, np.float64) for a in (x, dy, scale)]
+    centered = exact[0] - exact[0].mean(-1, keepdims=True)
+    inverse = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6)
+    normed, weighted = centered * inverse, exact[1] * exact[2]
+    products = (normed * weighted).mean(-1, keepdims=True)
+    dx = (weighted - weighted.mean(-1, keepdims=True) - normed * products) * inverse
+    config = BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=4, second_read=second_read)
+    got = layer_norm_backward(x, scale, bias, dy, None, epsilon=1e-6, config=config)
+    assert got.dscale is not None and got.dbias is not None
+    # Within half a step of bfloat16 and what float32 sums lose.
+    norm_of_rows = np.abs(dx).max(-1, keepdims=True)
+    assert np.all(np.abs(np.float64(got.dtotal) - dx) <= 2**-8 * np.abs(dx) + 2e-4 * norm_of_rows), f"seed={seed}"
+    dscale, dbias = (exact[1] * normed).sum(0), exact[1].sum(0)
+    np.testing.assert_allclose(np.float64(got.dscale), dscale, rtol=2**-8, atol=1e-3, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(np.float64(got.dbias), dbias, rtol=2**-8, atol=1e-5, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize("sums", [0, 1, 2])

@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.norm import RowScalars, weigh
+from pallas_kernels.ops._norms.norm import SHARED_ROW_PARAMS, RowScalars, lanes_of_lines, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
@@ -32,9 +32,6 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
-
-# Every thread reads back only what it stored itself, or what a barrier of ours lies between; no sum crosses warps.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True, reduction_scratch_bytes=512)
 
 
 def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
@@ -54,22 +51,28 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     streams = len(operands.streams)
     has_remainders = norm.mean_passes(operands.dtype) == 2
     turns = 4 if config.second_read == "overlapped" else 2  # no warpgroup is ever so many rows ahead
+    # Values of 16 bits have deviations that their own distance from any of the row's values does not drown.
+    is_shifted = norm.centered and operands.dtype.itemsize < 4
     kinds = 2 + 2 * norm.centered + has_remainders
+    lines = warpgroups * WARPS
     scratch = {
         "ring": plgpu.SMEM((steps, streams, *parts), operands.dtype),
         **held_gain,
-        "line_sums": plgpu.SMEM((turns, kinds, warpgroups, WARPS), jnp.float32),
+        "line_sums": plgpu.SMEM((turns, kinds, lines), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=streams, num_barriers=steps),
         "summed": plgpu.Barrier(num_arrivals=warpgroups),
     }
     names = (*inputs, *out_types, *scratch)
 
     def sums_of_lines(value, weighted):
-        """Each line's sums, and those of a row that loses its mean: of the line without its own mean."""
+        """Each line's sums, and those of a row that loses its mean exactly: of the line without its own mean."""
         if not norm.centered:
             return line_sums(map_row(jnp.square, value)), line_sums(map_row(jnp.multiply, value, weighted))
-        mean = line_sums(value) * (1.0 / line)
-        value = map_row(jnp.subtract, value, over_lines(mean, segments))
+        if is_shifted:
+            mean = line_sums(value)
+        else:
+            mean = line_sums(value) * (1.0 / line)
+            value = map_row(jnp.subtract, value, over_lines(mean, segments))
         return (
             line_sums(map_row(jnp.square, value)),
             line_sums(map_row(jnp.multiply, value, weighted)),
@@ -78,17 +81,28 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
             *((line_sums(value),) if has_remainders else ()),
         )
 
+    def shifted_scalars(sum_of):
+        """The scalars of a row from which one of its own values was taken off."""
+        mean, weight = sum_of(2) * (1.0 / features), sum_of(3)
+        squares = jnp.maximum(sum_of(0) - features * mean * mean, jnp.float32(0))
+        return RowScalars.of_sums(
+            features,
+            norm.epsilon,
+            squares=squares,
+            products=sum_of(1) - mean * weight,
+            means=(mean,),
+            weighted=weight,
+            is_folded=True,
+        )
+
     def join_lines(read):
         """The row's scalars; `read(kind)` are the values of all lines."""
-        squares, products = sum(read(0)), sum(read(1))
-        if not norm.centered:
-            return RowScalars.of_sums(features, norm.epsilon, squares=squares, products=products)
-        line_means, weights = read(2), read(3)
-        means = [sum(line_means) * (1.0 / (warpgroups * WARPS))]
+        squares, products, line_means, weights = sum(read(0)), sum(read(1)), read(2), read(3)
+        means = [sum(line_means) * (1.0 / lines)]
         offsets = [m - means[0] for m in line_means]
         if has_remainders:
             remainders = read(4)
-            means.append(sum(offsets) * (1.0 / (warpgroups * WARPS)) + sum(remainders) * (1.0 / features))
+            means.append(sum(offsets) * (1.0 / lines) + sum(remainders) * (1.0 / features))
             offsets = [o - means[1] for o in offsets]
             squares += 2 * sum(o * r for o, r in zip(offsets, remainders, strict=True))
         squares += line * sum(o * o for o in offsets)
@@ -124,18 +138,34 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
             store_row(refs["gain"].at[group], gain, segments)
 
         def load(i, first=0):
-            """Value, dy, weighted dy, and the sum's cotangent as it was stored."""
+            """Value (less the row's first one if shifted), dy, weighted dy, and the sum's cotangent as it is stored."""
             slot = lax.rem(i, steps) + first
             value, dy = (to_float32(load_row(ring.at[slot, s, group], segments)) for s in range(2))
+            if is_shifted:
+                shift = ring[slot, 0, 0, 0, 0].astype(jnp.float32)
+                value = map_row(lambda v: v - shift, value)
             weighted = weigh(dy, load_row(refs["gain"].at[group], segments) if held_gain else gain)
             return value, dy, weighted, load_row(ring.at[slot, 2, group], segments) if streams == 3 else None
+
+        def scalars_of(i):
+            """The row's scalars, from the sums of all lines."""
+            sums = refs["line_sums"].at[lax.rem(i, turns)]
+            if norm.centered and not is_shifted:
+                return join_lines(lambda kind: [sums[kind, at] for at in range(lines)])
+
+            def sum_of(kind):
+                return jnp.sum(plgpu.load(sums.at[kind], layout=lanes_of_lines(lines), optimized=False))
+
+            if is_shifted:
+                return shifted_scalars(sum_of)
+            return RowScalars.of_sums(features, norm.epsilon, squares=sum_of(0), products=sum_of(1))
 
         def publish(i):
             """Reads a row as soon as it is there and writes its sums where the other warpgroups find them."""
             plgpu.barrier_wait(arrived.at[lax.rem(i, steps)])
             row = load(i)
             for kind, values in enumerate(sums_of_lines(row[0], row[2])):
-                refs["line_sums"][lax.rem(i, turns), kind, group] = values
+                refs["line_sums"][lax.rem(i, turns), kind, pl.ds(group * WARPS, WARPS)] = values
             return row
 
         def arrive():
@@ -150,12 +180,9 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
                 fetch(free + steps)
 
         def finish(i, row, sums):
-            lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
-            turn = lax.rem(i, turns)
-            scalars = join_lines(lambda kind: [refs["line_sums"][turn, kind, g, w] for g, w in lines])
+            scalars = scalars_of(i)
             value, dy, weighted, cotangent = row
-            centered = scalars.center(value)
-            gradient = scalars.gradient(centered, weighted)
+            gradient, sums = scalars.finish(value, dy, weighted, sums)
             if cotangent is not None:
                 gradient = map_row(jnp.add, gradient, to_float32(cotangent))
             index = i * blocks + block
@@ -164,7 +191,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
                 places = tuple(s.row_columns(jnp.uint32, group=group, line=line) for s in segments)
                 dropped = norm.drop(gradient, words, index, places, features)
                 store_row(refs["dx"].at[index, group], dropped, segments)
-            return scalars.column_sums(centered, dy, sums)
+            return sums
 
         def step(i, sums):
             row = publish(i)
@@ -204,7 +231,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=tuple(scratch.values()),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=SHARED_ROW_PARAMS,
         kernel_name=operands.kernel_name,
     )(*(seen_in_parts(name, array) for name, array in inputs.items()))
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pallas_kernels.primitives.rows import ACCESS_BYTES, split_warp_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, split_warp_row
 
 SHARED_MEMORY_BYTES = 228 * 1024
 """What a streaming multiprocessor of Hopper gives to its blocks."""
@@ -17,14 +17,20 @@ LONGEST_WHOLE_ROW = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """How the forward kernel cuts its work: one block of one warpgroup a row.
+    """How the forward kernel cuts its work: one block a row.
 
+    holds: where the row is between its passes: in "registers", or, brought there by TMA, in "shared" memory.
+    warpgroups: that share a row, each warp a line of it; then only `holds` and `piece` count.
     register_columns: the longest row held in registers (206 of them a thread at 16384 bf16 columns).
     chunk: columns in registers at a time in a longer row, which is read again from the L2 cache.
+    piece: accesses a thread whose scale and bias are in registers at once; 0 for the whole row's.
     """
 
+    holds: Literal["registers", "shared"] = "registers"
+    warpgroups: int = 1
     register_columns: int = 16384
     chunk: int = 4096
+    piece: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,29 +76,40 @@ class BackwardShape:
     has_dropout: bool = False
     centered: bool = False
 
-    def shared(self, *, warpgroups: int, blocks_per_core: int, overlapped: bool = False) -> BackwardConfig | None:
-        """Rows in shared memory for several warpgroups, as many in flight, up to 4 (overlapped: 6), as fit.
+    def shared(
+        self,
+        *,
+        warpgroups: int,
+        blocks_per_core: int,
+        second_read: Literal["float32", "reload", "overlapped"] | None = None,
+        most_steps: int | None = None,
+    ) -> BackwardConfig | None:
+        """Rows in shared memory for several warpgroups, as many in flight, up to `most_steps`, as fit.
 
         None where fewer than 2 (4) fit, or the row does not divide over the warpgroups, or would spill.
         """
         if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
             return None
-        # 32 columns a thread; four warpgroups have 128 registers a thread, where two kinds of sums, or a mask, take 16.
-        columns_a_warpgroup = 2048 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 4096
-        if self.features > columns_a_warpgroup * warpgroups or warpgroups * blocks_per_core > 12:
+        columns = self.features // (warpgroups * LANES)  # a thread
+        # Four warpgroups have 128 registers a thread, where two kinds of sums, or a mask, take 16 columns.
+        most_columns = 16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32
+        if columns > most_columns or (second_read == "float32" and columns > 16) or warpgroups * blocks_per_core > 12:
             return None
-        steps = self._steps(blocks_per_core, scratch_bytes=3072, most=6 if overlapped else 4)
-        if steps < (4 if overlapped else 2):
-            return None
+        is_overlapped = second_read == "overlapped"
         # Reading again is as quick or quicker (dropout and RMSNorm at 32768 x 4096 bf16: 322 µs, kept 353) but for two
-        # streams of 16 columns a thread (LayerNorm at 8192 x 8192 bf16: 126 µs, kept 116).
-        keeps_row = self.streams == 2 and self.itemsize == 2 and self.features == 2048 * warpgroups
+        # streams of 8192 bf16 columns, of which more than two rows under way are too many: LayerNorm at 8192 rows
+        # 102 µs, 4 steps 113 µs, RMSNorm 102 and 112 µs.
+        keeps_row = warpgroups == 4 and self._has_two_long_streams
+        most = most_steps or (6 if is_overlapped else 2 if keeps_row and second_read is None else 4)
+        steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 3072, most=most)
+        if steps < (4 if is_overlapped else 2):
+            return None
         return BackwardConfig(
             loads="shared",
             warpgroups=warpgroups,
             blocks_per_core=blocks_per_core,
             steps=steps,
-            second_read="overlapped" if overlapped else "float32" if keeps_row and warpgroups == 4 else "reload",
+            second_read=second_read or ("float32" if keeps_row else "reload"),
         )
 
     def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
@@ -100,7 +117,7 @@ class BackwardShape:
         if self.features * self.itemsize % ACCESS_BYTES or self.features * self.sums > LONGEST_WHOLE_ROW:
             return None  # TMA's alignment; registers
         # Sums over a warpgroup take 2 KiB of scratch, the barriers' page another one.
-        steps = self._steps(blocks_per_core, scratch_bytes=4096)
+        steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 4096)
         return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps) if steps >= 2 else None
 
     def default(self) -> BackwardConfig:
@@ -108,13 +125,13 @@ class BackwardShape:
         # RMSNorm on an H200 at 32768 x 4096 bf16: 4 warpgroups and 1 block 251 µs, pipelines of 3 blocks 253 µs,
         # direct loads 327 µs. Fewer warpgroups where four would not have 16 bytes of a row for each thread.
         per_warpgroup = 128 * ACCESS_BYTES // self.itemsize
-        # LayerNorm joins four sums of each line, which 16 warps do slower than 8: 354 µs; 2 warpgroups and 1 block
-        # 259 µs, 2 blocks 269 µs; without a residual 332, 243 and 209 µs.
+        # LayerNorm joins four sums of each line, which 16 warps do slower than 8: 290 µs; 2 warpgroups and 1 block
+        # 257 µs, 2 blocks 271 µs; without a residual 2 warpgroups and 2 blocks 201 µs, 4 warpgroups 214 µs and more.
         most = 2 if self.centered and self.features <= 4096 else 4
         warpgroups = max((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), default=0)
         if warpgroups:
-            # Two streams leave time that a second block fills: RMSNorm at 8192 x 8192 bf16 115 µs, 2 blocks 105 µs.
-            four = (2, 1) if self.streams == 2 and not self.centered else (1,)
+            # Two streams leave time that a second block fills, where rows are not kept.
+            four = (2, 1) if self.streams == 2 and not self.centered and not self._has_two_long_streams else (1,)
             two = (1,) if self.centered and self.streams == 3 and self.features > 2048 else (2, 1)
             blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1)}[warpgroups]
             configs = (self.shared(warpgroups=warpgroups, blocks_per_core=b) for b in blocks)
@@ -133,31 +150,57 @@ class BackwardShape:
             pairs, overlapped, blocks = ((1, 4), (1, 8), (2, 2), (4, 2)), ((1, 4),), (8,)
         else:
             pairs, overlapped, blocks = ((4, 1), (4, 2), (2, 2)), ((4, 1), (2, 2)), (3,)
-        configs = [self.shared(warpgroups=w, blocks_per_core=b) for w, b in pairs]
-        configs += [self.shared(warpgroups=w, blocks_per_core=b, overlapped=True) for w, b in overlapped]
+        configs = [
+            self.shared(warpgroups=w, blocks_per_core=b, second_read=second_read, most_steps=steps)
+            for w, b in pairs
+            for second_read in ("reload", "float32")
+            for steps in (2, 4)
+        ]
+        configs += [self.shared(warpgroups=w, blocks_per_core=b, second_read="overlapped") for w, b in overlapped]
         configs += [self.pipeline(blocks_per_core=b) for b in blocks]
         if not any(configs):
             configs += [BackwardConfig(loads="chunked", chunk=c, blocks_per_core=b) for c, b in ((1024, 6), (2048, 4))]
         return {_name(config): config for config in configs if config is not None}
 
-    def _steps(self, blocks_per_core: int, *, scratch_bytes: int, most: int = 4) -> int:
-        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - scratch_bytes
-        return min(most, (budget - self.features * self.gain_bytes) // (self.streams * self.features * self.itemsize))
+    @property
+    def _has_two_long_streams(self) -> bool:
+        return self.streams == 2 and self.itemsize == 2 and self.features == 8192
+
+    def _steps(self, blocks_per_core: int, other_bytes: int, *, most: int = 4) -> int:
+        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - other_bytes
+        return min(most, budget // (self.streams * self.features * self.itemsize))
 
 
-def default_forward(features: int, itemsize: int) -> ForwardConfig:
+def default_forward(
+    features: int, itemsize: int, *, is_centered: bool = False, has_dropout: bool = False
+) -> ForwardConfig:
     """The untuned choice for rows of `features` values of `itemsize` bytes."""
-    del features, itemsize
+    if itemsize == 2 and has_dropout and (features == 4096 or (features == 8192 and not is_centered)):
+        # Dropout and RMSNorm at 32768 x 4096 bf16: 1 warpgroup 258 µs, 2 warpgroups 254 µs.
+        return ForwardConfig(warpgroups=2)
+    if itemsize == 2 and is_centered and 4096 < features <= 8192:
+        # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
+        return ForwardConfig(piece=4)
     return ForwardConfig()
 
 
 def forward_candidates(features: int, itemsize: int) -> dict[str, ForwardConfig]:
     """The configurations worth measuring, by name."""
     candidates = {"registers": ForwardConfig(register_columns=features)} if features <= 16384 else {}
+    for piece in (2, 4):
+        candidates[f"pieces of {piece}"] = ForwardConfig(register_columns=features, piece=piece)
+    for warpgroups in (1, 2, 4):
+        if features >= 2048 * warpgroups and split_warp_row(features, itemsize, warpgroups=warpgroups):
+            name = f"{warpgroups} warpgroups"
+            for piece in (0, 1) if warpgroups > 1 else ():
+                candidates[f"{name}, pieces of {piece}"] = ForwardConfig(warpgroups=warpgroups, piece=piece)
+            if warpgroups < 4:
+                for piece in (1, 2):
+                    config = ForwardConfig(holds="shared", warpgroups=warpgroups, piece=piece)
+                    candidates[f"{name}, shared, pieces of {piece}"] = config
     for chunk in (2048, 4096, 8192):
         if features > 2 * chunk:
             candidates[f"chunk {chunk}"] = ForwardConfig(register_columns=chunk, chunk=chunk)
-    del itemsize
     return candidates
 
 

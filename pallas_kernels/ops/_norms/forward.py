@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
+from pallas_kernels.ops._norms.forward_shared import shared_row_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
+    cut_row,
     load_row,
     map_row,
     row_sum,
@@ -42,24 +44,30 @@ def norm_forward(
     x and residual: (rows, features) of one floating dtype, features >= 128. scale, bias: (features,), or None.
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
-    config = config or default_forward(x.shape[1], x.dtype.itemsize)
+    config = config or default_forward(
+        x.shape[1], x.dtype.itemsize, is_centered=norm.centered, has_dropout=words is not None
+    )
     body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     names = (*operands, "y", *(() if residual is None else ("total",)))
 
+    kernel_name = norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None)
+
     def kernel(*refs):
         body(lax.axis_index("row"), dict(zip(names, refs, strict=True)))
 
-    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    outputs = plgpu.kernel(
-        kernel,
-        out_type=(out_type,) * (len(names) - len(operands)),
-        grid=(x.shape[0],),
-        grid_names=("row",),
-        compiler_params=COMPILER_PARAMS,
-        kernel_name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
-    )(*operands.values())
+    if config.warpgroups > 1 or config.holds == "shared":
+        outputs = shared_row_forward(norm, operands, names[len(operands) :], config, kernel_name=kernel_name)
+    else:
+        outputs = plgpu.kernel(
+            kernel,
+            out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
+            grid=(x.shape[0],),
+            grid_names=("row",),
+            compiler_params=COMPILER_PARAMS,
+            kernel_name=kernel_name,
+        )(*operands.values())
     outputs = tuple(varying_like(output, *operands.values()) for output in outputs)
     return outputs[0], (None if residual is None else outputs[1])
 
@@ -80,18 +88,20 @@ def _sum_of(norm, row, refs, words, columns, segments, features):
 
 
 def _store_output(row, refs, columns, segments, value, inverse):
-    value = map_row(lambda v: v * inverse, value)
-    if "scale" in refs:
-        value = map_row(jnp.multiply, value, to_float32(load_row(refs["scale"].at[columns], segments)))
-    if "bias" in refs:
-        value = map_row(jnp.add, value, to_float32(load_row(refs["bias"].at[columns], segments)))
-    store_row(refs["y"].at[row, columns], value, segments)
+    """Scales and stores segment after segment, so that registers hold one segment's scale and bias at a time."""
+    for segment, part in zip(segments, value, strict=True):
+        part *= inverse
+        if "scale" in refs:
+            part *= load_row(refs["scale"].at[columns], (segment,))[0].astype(jnp.float32)
+        if "bias" in refs:
+            part += load_row(refs["bias"].at[columns], (segment,))[0].astype(jnp.float32)
+        store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
 def _whole_row(norm, x, config):
-    del config
     features = x.shape[1]
     segments = split_row(features, x.dtype.itemsize)
+    segments = cut_row(segments, config.piece) if config.piece else segments
     whole = pl.ds(0, features)
 
     def body(row, refs):

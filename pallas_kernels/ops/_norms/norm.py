@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,10 +12,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.random import Words, keep_mask
-from pallas_kernels.primitives.rows import RowValues, map_row
+from pallas_kernels.primitives.rows import WARPS, RowValues, map_row
 
 # No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+# Every thread reads back only what it stored itself, or what a barrier of ours lies between; no sum crosses warps.
+SHARED_ROW_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True, reduction_scratch_bytes=512)
 
 NormName = Literal["rms_norm", "layer_norm"]
 
@@ -69,23 +72,46 @@ class RowScalars:
 
     With v = (x - mean) * inverse and w = scale * dy the gradient is w * inverse - (x - mean) * slope - offset.
     The mean is the sum of `means`, taken off one after the other. Where rows keep theirs, that is empty, `offset` None.
+    Folded, the one mean is taken off in one multiplication and addition, v = x * inverse - mean * inverse, and the
+    slope is that of v: right where x is near its mean beside float32's digits.
     """
 
     inverse: jax.Array
     slope: jax.Array
     means: tuple[jax.Array, ...]
     offset: jax.Array | None
+    is_folded: bool = False
 
     @staticmethod
-    def of_sums(features: int, epsilon: float, *, squares, products, means=(), weighted=None) -> RowScalars:
+    def of_sums(
+        features: int, epsilon: float, *, squares, products, means=(), weighted=None, is_folded=False
+    ) -> RowScalars:
         """From sums over the row of (x - mean)**2, (x - mean) * w, and, for a row without its mean, w."""
         inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
         return RowScalars(
             inverse=inverse,
-            slope=products * (inverse * inverse * inverse * (1.0 / features)),
+            slope=products * ((1.0 if is_folded else inverse) * inverse * inverse * (1.0 / features)),
             means=tuple(means),
             offset=None if weighted is None else weighted * inverse * (1.0 / features),
+            is_folded=is_folded,
         )
+
+    def finish(
+        self, value: RowValues, dy: RowValues, weighted: RowValues, sums: dict[str, RowValues]
+    ) -> tuple[RowValues, dict[str, RowValues]]:
+        """The gradient through the norm, and the column sums with the row's part of the gradients of scale and bias."""
+        if not self.is_folded:
+            centered = self.center(value)
+            return self.gradient(centered, weighted), self.column_sums(centered, dy, sums)
+        inverse, slope, offset, shift = self.inverse, self.slope, self.offset, self.means[0] * self.inverse
+        normed = map_row(lambda v: v * inverse - shift, value)
+        gradient = map_row(lambda n, w: w * inverse - (n * slope + offset), normed, weighted)
+        added = dict(sums)
+        if "scale" in sums:
+            added["scale"] = map_row(lambda p, d, n: p + d * n, sums["scale"], dy, normed)
+        if "bias" in sums:
+            added["bias"] = map_row(jnp.add, sums["bias"], dy)
+        return gradient, added
 
     def center(self, values: RowValues) -> RowValues:
         """The row without its mean."""
@@ -111,3 +137,13 @@ class RowScalars:
 def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:
     """dy times the scale, in float32; dy itself without a scale."""
     return dy if gain is None else map_row(lambda g, d: g.astype(jnp.float32) * d, gain, dy)
+
+
+def lanes_of_lines(lines: int) -> plgpu.Layout | Any:
+    """Values of all lines of a row, one a lane, in every warp: their sum needs shuffles of one warp only."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((lines,), (1,))),
+        warp_dims=(plgpu.Replicated(times=WARPS),),
+        lane_dims=(plgpu.Replicated(times=32 // lines), -2),
+        vector_dim=-1,
+    )

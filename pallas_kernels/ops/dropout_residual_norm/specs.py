@@ -115,6 +115,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
         gain_bytes=0 if scale is None else jnp.dtype(scale.dtype).itemsize,
         sums=sum(arguments.get(name) is not None for name in ("scale", "bias")),
         has_dropout=True,
+        centered=arguments["norm"] == "layer_norm",
     )
     return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
 

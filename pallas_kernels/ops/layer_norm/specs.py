@@ -111,6 +111,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
         streams=2 if arguments.get("residual") is None else 3,
         gain_bytes=0 if scale is None else jnp.dtype(scale.dtype).itemsize,
         sums=sum(arguments.get(name) is not None for name in ("scale", "bias")),
+        centered=True,
     )
     return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
 
