@@ -22,6 +22,7 @@ CUTS = {
     "narrow, deep": (GemmConfig(tile_m=64, tile_n=32, tile_k=128, warpgroups=1, store_columns=32), (24, 96, 192)),
     "columns shared": (GemmConfig(tile_n=128, split="n"), (72, 256, 128)),
     "nothing in flight": (GemmConfig(in_flight=0, tile_n=128), (72, 128, 192)),
+    "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
     "depth shared by two": (replace(SMALL, tile_n=128, splits=2), (24, 256, 320)),
