@@ -72,10 +72,10 @@ def default_column_sum(rows: int, itemsize: int) -> ColumnSumConfig:
 
 
 def _few_rows(rows: int, itemsize: int, access_bytes: int = 2) -> ColumnSumConfig:
-    warpgroups = next(n for n in (1, 2, 4, 8) if n == 8 or n >= rows)
+    warpgroups = next(n for n in (1, 2, 4, 8) if n == 8 or 8 * n >= rows)
     return ColumnSumConfig(
         access_bytes=max(access_bytes, itemsize),
-        rows=max(1, min(8, rows // warpgroups)),
+        rows=8,
         warpgroups=warpgroups,
         blocks_per_core=0,
     )
