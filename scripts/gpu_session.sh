@@ -39,15 +39,15 @@ if [[ $tests != none ]]; then
   echo "== tests/gpu: $tests"
   selection=()
   [[ $tests == all ]] || selection=(-k "$(sed 's/  */ or /g' <<<"$tests")")
-  # Eight processes share the GPU: the float64 references on the host take most of the time.
+  # Twelve processes share the GPU: the float64 references on the host take most of the time.
   XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$test_seconds" \
-    "$python" -m pytest tests/gpu -n 8 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short \
+    "$python" -m pytest tests/gpu -n 12 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short \
     --junitxml="$out/tests.xml" "${selection[@]}" \
     >"$out/tests.log" 2>&1
   code=$?
   ((code)) && status=1
   ((code == 124 || code == 137)) && echo "tests were ended after $test_seconds s"
-  grep -E '^(FAILED|ERROR) ' "$out/tests.log" | cut -c1-200 | head -15
+  grep -E '^(FAILED|ERROR) ' "$out/tests.log" | sort -u | cut -c1-400 | head -15
   # Only the short error lines: the log has the rest.
   grep -E '^E  ' "$out/tests.log" | cut -c1-160 | awk '!seen[$0]++' | head -12
   tail -n 1 "$out/tests.log" | cut -c1-200

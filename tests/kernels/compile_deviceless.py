@@ -1,11 +1,13 @@
 """Compiles the kernels of one operation for an H200 that is not there; prints registers and spills as JSON.
 
-MOSAIC_GPU_DUMP_TO=DIR JAX_PLATFORMS=cpu python compile_deviceless.py OP DIR [--variants]
+MOSAIC_GPU_DUMP_PTXAS=1 JAX_PLATFORMS=cpu python compile_deviceless.py OP DIR [--variants]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -37,14 +39,11 @@ def main(name: str, dump: Path, *, with_variants: bool) -> None:
     )
 
     def compile_kernels(function, *structs):
-        for file in dump.iterdir():
-            if file.is_file():
-                file.unlink()
         placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), structs)
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh), printed(dump / "ptxas.txt") as text:
             jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
             jitted.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
-        return [resources(file.read_text()) for file in sorted(dump.glob("*.ptxas"))]
+        return [resources(part) for part in text().split("Compiling entry function")[1:]]
 
     results = []
     for spec in op.tagged("gpu"):
@@ -68,6 +67,20 @@ def main(name: str, dump: Path, *, with_variants: bool) -> None:
             for kernel in compile_kernels(function, *arguments):
                 results.append({"spec": spec.name, "phase": phase, "variant": variant, **kernel})
     print(json.dumps(results))
+
+
+@contextlib.contextmanager
+def printed(path: Path):
+    """What the process itself, C++ included, writes to its standard output goes to a file; gives a reader of it."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield path.read_text
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def resources(ptxas: str) -> dict[str, int]:

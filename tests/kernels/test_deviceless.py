@@ -25,8 +25,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("op", REGISTRY)
 def test_kernels_compile_without_spills(op, tmp_path):
-    # A process of its own: Mosaic GPU reads the dump folder from the environment.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
+    # A process of its own: Mosaic GPU reads from the environment whether to print what ptxas says.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "compile_deviceless.py"), op, str(tmp_path)],
         cwd=ROOT,

@@ -27,6 +27,10 @@ CASES = {
     f"{case['preset']}-{case['strategy']}-{case['mode']}-{'x'.join(map(str, case['shape']))}": case
     for case in RECORDED["cases"]
 }
+# Recorded when the sums of bias_activation's gradient were XLA's reduction; since then they are a kernel of our own.
+# Strict: goes when the case is recorded anew.
+STALE = {"gpt2-medium-pallas-grad-2x1024": "recorded before bias_gradient was a kernel of ours: one reduction more"}
+
 # One that is quick to compile stands for all where time is short.
 QUICK = "llama3-8b-xla-forward-1x1"
 
@@ -38,7 +42,12 @@ def test_the_shipped_block_was_recorded_on_an_h200():
             assert CASES[f"llama3-8b-xla-{mode}-{shape}"]["gemm_choice"] == "attached"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in CASES])
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    marks = [] if name == QUICK else [pytest.mark.slow]
+    return [*marks, pytest.mark.xfail(strict=True, reason=STALE[name])] if name in STALE else marks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_replay_launches_what_the_h200_launched(name):
     case = CASES[name]
     strategy = get_strategy(case["strategy"])
