@@ -154,6 +154,8 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
                 return join_lines(lambda kind: [sums[kind, at] for at in range(lines)])
 
             def sum_of(kind):
+                if not norm.centered and not keeps_row:  # two sums: less to add up than to wait for shuffles
+                    return sum(sums[kind, at] for at in range(lines))
                 return jnp.sum(plgpu.load(sums.at[kind], layout=lanes_of_lines(lines), optimized=False))
 
             if is_shifted:

@@ -29,11 +29,23 @@ def batch_norm_forward(
     def normalise(values):
         return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
 
-    def finish(sums, columns):
-        """The sums are of x, counted from `first`, and of squared deviations."""
-        mean, variance = columns["first"] + sums[0] / rows, jnp.maximum(sums[1] / rows, 0.0)
+    def derive(mean, variance, columns):
+        variance = jnp.maximum(variance, 0.0)
         slope = lax.rsqrt(variance + epsilon) * columns["scale"]
         return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
+
+    def finish(sums, columns):
+        """The sums are of x, counted from `first`, and of squared deviations."""
+        return derive(columns["first"] + sums[0] / rows, sums[1] / rows, columns)
+
+    def deviations(values, sums):
+        """From a rounded mean: what both moments are corrected by."""
+        away = values["x"] - (values["first"] + sums[0] / rows)
+        return away, jnp.square(away)
+
+    def finish_held(sums, columns):
+        left = sums[1] / rows
+        return derive(columns["first"] + sums[0] / rows + left, sums[2] / rows - left * left, columns)
 
     parameters = {"scale": scale, "bias": bias}
     if config is None and rows <= HELD_ROWS:
@@ -41,12 +53,9 @@ def batch_norm_forward(
             "batch_norm_few_rows",
             {"x": x},
             parameters,
-            passes=(
-                lambda values, sums: (values["x"] - values["first"],),
-                lambda values, sums: (jnp.square(values["x"] - values["first"] - sums[0] / rows),),
-            ),
+            passes=(lambda values, _: (values["x"] - values["first"],), deviations),
             first_of="x",
-            finish=finish,
+            finish=finish_held,
             step=normalise,
             out_types=dict.fromkeys(("mean", "variance"), jnp.float32),
         )
