@@ -117,6 +117,12 @@ def test_a_line_has_time_rate_share_and_ratios():
     assert "not measured" in result_lines(shape(candidates=()))[0]
 
 
+def test_matrix_products_have_teraflops():
+    product = shape(spec="8192-4096-4096-bfloat16", us=500.0, op="linear")
+    assert "  550 TF/s" in result_lines(product)[0]  # 2 * 8192 * 4096 * 4096 operations
+    assert "GB/s" in result_lines(shape(us=500.0))[0]
+
+
 def test_summary_has_geometric_means_of_large_shapes():
     small = shape("1x4096", bytes=1000, us=1.0)
     lines = summary_lines(results(shape(us=250.0), shape("b", us=125.0), small, left_out=("softmax: died",)))

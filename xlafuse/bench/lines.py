@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from xlafuse.bench.products import teraflops_per_second
 from xlafuse.bench.results import Results, ShapeResult, geometric_mean
 from xlafuse.bench.rows import grouped, rival_names, rows
 
@@ -26,16 +27,21 @@ def title(shape: ShapeResult) -> str:
 
 
 def result_lines(shape: ShapeResult) -> list[str]:
-    """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below."""
+    """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below.
+
+    Of an operation that multiplies matrices TF/s.
+    """
     name = shape.chosen
     if name is None:
         return [f" {title(shape):<36} not measured"]
     rivals = [c.name for c in (*shape.of_kind("implementation"), *shape.of_kind("peer")) if c.name != name]
     ratios = "  ".join(f"{rival} {shape.speed_up(name, rival):.2f}" for rival in rivals)
     unsteady = "" if shape.is_steady or not shape.is_large else "  (not steady)"
+    products = teraflops_per_second(shape, name)
+    speed = f"{shape.gigabytes_per_second(name):5.0f} GB/s" if products is None else f"{products:5.0f} TF/s"
     lines = [
-        f" {title(shape):<36} {name} {shape.microseconds(name):8.2f} µs "
-        f"{shape.gigabytes_per_second(name):5.0f} GB/s {100 * shape.ceiling_share(name):4.0f} %  {ratios}{unsteady}"
+        f" {title(shape):<36} {name} {shape.microseconds(name):8.2f} µs {speed} "
+        f"{100 * shape.ceiling_share(name):4.0f} %  {ratios}{unsteady}"
     ]
     variants = sorted(shape.of_kind("variant"), key=lambda c: c.timing.median_us)
     for variant in variants[:_BEST_VARIANTS]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pallas_kernels import get_op
+from pallas_kernels import REGISTRY
 from pallas_kernels.specs import plain
 from xlafuse.bench.results import ShapeResult
 
 
 def product_flops(shape: ShapeResult) -> int | None:
-    """Additions and multiplications of a shape's matrix products, None where the operation has none."""
-    op = get_op(shape.op)
+    """Additions and multiplications of a shape's matrix products, None where the operation has none or is unknown."""
+    op = REGISTRY.get(shape.op)
+    if op is None or op.flops is None:
+        return None
     spec = next((spec for spec in op.arg_specs if spec.name == shape.spec), None)
-    if op.flops is None or spec is None:
+    if spec is None:
         return None
     return op.flops(plain(spec.structs()), shape.phase)
 
