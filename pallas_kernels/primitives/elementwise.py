@@ -7,8 +7,9 @@ segment by segment: registers hold one segment at a time, and all of a segment's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,8 +17,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+"""Of kernels whose threads read back nothing, or only what they wrote themselves or have a barrier of ours before."""
 MAX_FOLDED = 2**16
 """Values of the longest row that shorter ones are folded to."""
 FOLD_ELEMENTS = 2**20
@@ -115,6 +119,41 @@ def _pieces(segment: Segment, columns: int) -> tuple[Segment, ...]:
     stop = segment.offset + segment.size
     starts = range(segment.offset, stop, columns)
     return tuple(Segment(offset=at, size=min(columns, stop - at), vector=segment.vector) for at in starts)
+
+
+def launch(
+    name: str,
+    operands: Mapping[str, jax.Array],
+    out_type: Any,
+    blocks: Blocks,
+    make_work: Callable[..., Callable[[jax.Array, tuple[Part, ...]], None]],
+) -> Any:
+    """Runs a kernel called `name` over all blocks; returns what it writes, a tree like `out_type`.
+
+    make_work: in the kernel, from the operands' references, by name, and the results' references, makes what
+        `Blocks.run` calls.
+    """
+
+    def kernel(*all_refs):
+        refs = dict(zip(operands, all_refs, strict=False))
+        blocks.run(lax.axis_index("block"), make_work(refs, *all_refs[len(operands) :]))
+
+    kernel.__name__ = name
+    outputs = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(blocks.count,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    return jax.tree.map(lambda output: varying_like(output, *operands.values()), outputs)
+
+
+def rows_at_once(wanted: int, rows: int) -> int:
+    """The most rows a block can take at once, up to `wanted`, so that all blocks take as many."""
+    while rows % wanted:
+        wanted -= 1
+    return wanted
 
 
 def access_columns(vectors: int, itemsize: int) -> int:

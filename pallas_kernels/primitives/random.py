@@ -77,8 +77,13 @@ def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, featur
     return _mix(first + start + column, second)
 
 
-def keep_mask(words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float) -> jax.Array:
+def keep_mask(
+    words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float, rows: int | None = None
+) -> jax.Array:
     """Which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32. Arguments as `random_bits`.
+
+    `rows` is the number of rows, where that is known: a few instructions fewer where there are fewer than 2**32
+    elements, and the same bits.
 
     Elements 2 i and 2 i + 1 share the `random_bits` of place i, the first of them with its halves swapped. Each
     compares all 32 bits with the threshold, and the comparisons hang together only where the upper 16 bits are the
@@ -89,7 +94,7 @@ def keep_mask(words: Words, row: jax.Array | int, column: jax.Array, *, features
     """
     check_rate(rate)
     threshold = min(round(rate * _PERIOD), _PERIOD - 1)
-    start, column, (first, second) = _place(words, row, column, features)
+    start, column, (first, second) = _place(words, row, column, features, rows)
     # Start and column are halved apart, before the key is added: so the compiler sees which columns' words are one,
     # where it sees which columns are even (see `elementwise.Part.segment_columns`).
     one = jnp.uint32(1)
@@ -120,11 +125,15 @@ def check_rate(rate: float) -> None:
         raise ValueError(f"a dropout rate is the share of elements set to zero, 0 <= rate < 1, got {rate}.")
 
 
-def _place(words: Words, row: jax.Array | int, column: jax.Array, features: int) -> tuple[jax.Array, jax.Array, Words]:
+def _place(
+    words: Words, row: jax.Array | int, column: jax.Array, features: int, rows: int | None = None
+) -> tuple[jax.Array, jax.Array, Words]:
     """Of the elements, in their period of 2**32 (whole rows): their row's start, their column, and the words."""
     rows_a_period = min(_PERIOD - 1, max(1, _PERIOD // max(1, features)))
     row = _uint32(row)
     first, second = words
+    if rows is not None and rows <= rows_a_period:
+        return row * jnp.uint32(features), _uint32(column), words
     # Rows in front of the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
     epoch = row // jnp.uint32(rows_a_period)
     return row * jnp.uint32(features), _uint32(column), (first, second ^ _mix(epoch))

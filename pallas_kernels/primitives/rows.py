@@ -26,6 +26,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 LANES = 128
@@ -199,9 +200,19 @@ def zeros_row(segments: Sequence[Segment]) -> RowValues:
     return tuple(plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), s.layout) for s in segments)
 
 
+def sum_of(value: jax.Array, axis: int | None = None) -> jax.Array:
+    """`jnp.sum` of an array of 32-bit values that a warpgroup shares, with the same result in all lanes.
+
+    Where each thread has one value, which may be a product, it adds that to its neighbour's. Made one operation, the
+    addition keeps the digits that its own product would be rounded by, and not those of its neighbour's: lanes disagree
+    in the last place. So the compiler must not see a product.
+    """
+    return jnp.sum(lax.optimization_barrier(value) if value.size == LANES else value, axis=axis)
+
+
 def line_sums(values: RowValues) -> jax.Array:
     """The sum over each line of a (4, columns) part: (4,), one a warp."""
-    return functools.reduce(jnp.add, [jnp.sum(value, axis=1) for value in _folded(values)])
+    return functools.reduce(jnp.add, [sum_of(value, axis=1) for value in _folded(values)])
 
 
 def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues:
@@ -211,17 +222,14 @@ def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues
 
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
-    """The sum over a row, a float32 scalar that every thread holds. Repeated columns count once."""
+    """The sum over a row, a scalar of the values' dtype that every thread holds. Repeated columns count once."""
     counted = []
     for segment, value in zip(segments, values, strict=True):
         if segment.repeated:
             column = plgpu.broadcasted_iota(jnp.int32, (segment.size,), 0, layout=segment.layout)
-            value = jnp.where(column >= segment.repeated, value, jnp.float32(0))
+            value = jnp.where(column >= segment.repeated, value, jnp.zeros((), value.dtype))
         counted.append((value, segment.layout))
-    total = jnp.float32(0)
-    for value in _folded(*zip(*counted, strict=True)):
-        total += jnp.sum(value)
-    return total
+    return functools.reduce(jnp.add, [sum_of(value) for value in _folded(*zip(*counted, strict=True))])
 
 
 def _folded(values: Sequence[jax.Array], layouts: Sequence[Any] | None = None) -> list[jax.Array]:

@@ -17,10 +17,15 @@ LONGEST_ROW = 32768
 
 def triton_unsupported(x: jax.Array) -> str | None:
     """Why Triton kernels over the rows of `x` cannot run on the device of this trace, or None where they can."""
+    if x.dtype.name in TRITON_DTYPES and x.ndim and x.size and not SHORTEST_ROW <= x.shape[-1] <= LONGEST_ROW:
+        return f"rows have {x.shape[-1]} features, the kernels take {SHORTEST_ROW} to {LONGEST_ROW}"
+    return triton_missing(x)
+
+
+def triton_missing(x: jax.Array) -> str | None:
+    """The same of Triton kernels that take any shape."""
     if x.dtype.name not in TRITON_DTYPES:
         return f"x is {x.dtype.name}, the kernels take {', '.join(TRITON_DTYPES)}"
-    if x.ndim and x.size and not SHORTEST_ROW <= x.shape[-1] <= LONGEST_ROW:
-        return f"rows have {x.shape[-1]} features, the kernels take {SHORTEST_ROW} to {LONGEST_ROW}"
     if find_spec("jax_triton") is None:
         return "jax_triton is not installed: pip install 'xlafuse[triton]'"
     device = target_device()

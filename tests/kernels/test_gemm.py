@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.heads import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
@@ -25,8 +26,6 @@ CUTS = {
     "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
-    "depth shared by two": (replace(SMALL, tile_n=128, splits=2), (24, 256, 320)),
-    "depth shared by four": (replace(SMALL, tile_n=256, splits=4), (8, 256, 320)),
     "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }
 
@@ -101,6 +100,65 @@ def test_products_side_by_side(seed):
     first, second = gemm([a], [b, c], products=((0, 0, 0), (0, 1, 1)))
     assert_close(first, wide(a) @ wide(b))
     assert_close(second, wide(a) @ wide(c))
+
+
+def rotated(y, angles, size):
+    cosine, sine = (wide(table)[:, None] for table in angles)
+    first, second = np.moveaxis(y.reshape(y.shape[0], -1, 2, size // 2), 2, 0)
+    return np.stack([first * cosine - second * sine, second * cosine + first * sine], 2).reshape(y.shape)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (replace(SMALL, tile_n=128), 64),
+        (replace(SMALL, tile_n=128, cluster="n"), 128),
+        (GemmConfig(tile_n=256, split="n"), 128),
+    ],
+    ids=["tiles of two heads", "clusters across results", "columns shared"],
+)
+def test_right_operands_beside_each_other(config, size, seed):
+    m, k = 72, 128
+    x, weights = normal(seed, m, k), [normal(seed + i, k, n) for i, n in enumerate((256, 128, 192), 1)]
+    angles = (normal(seed + 4, m, size // 2, dtype=jnp.float32), normal(seed + 5, m, size // 2, dtype=jnp.float32))
+    bias, gain, scale = normal(seed + 6, 128), normal(seed + 7, size), normal(seed + 8, m, dtype=jnp.float32)
+    got = gemm(
+        [x],
+        weights,
+        beside=[
+            Beside(heads=Heads(size=size, rotated=True)),
+            Beside(heads=Heads(size=size, rotated=True, epsilon=1e-5), bias=bias, scale=gain),
+            Beside(),
+        ],
+        angles=angles,
+        row_scale=scale,
+        config=config,
+    )
+    first, second, third = (wide(x) @ wide(w) * wide(scale)[:, None] for w in weights)
+    assert_close(got[0], rotated(first, angles, size))
+    heads = (second + wide(bias)).reshape(m, -1, size)
+    heads = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5) * wide(gain)
+    assert_close(got[1], rotated(heads.reshape(m, -1), angles, size))
+    assert_close(got[2], third)
+
+
+def test_heads_with_a_norm_alone(seed):
+    x, w, scale = normal(seed, 8, 64), normal(seed + 1, 64, 128), normal(seed + 2, 8, dtype=jnp.float32)
+    beside = [Beside(heads=Heads(size=64, epsilon=1e-5))]
+    (got,) = gemm([x], [w], beside=beside, row_scale=scale, config=replace(SMALL, tile_n=128))
+    heads = (wide(x) @ wide(w) * wide(scale)[:, None]).reshape(8, -1, 64)
+    assert_close(got, (heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5)).reshape(8, -1))
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, tile_n=128, cluster="n"), GemmConfig(split="n")], ids=["tiles", "cluster", "split"]
+)
+def test_sums_of_rows_squares(config, seed):
+    """Of the result as it is rounded, with tiles that end outside it."""
+    a, b, residual = normal(seed, 72, 64), normal(seed + 1, 64, 320), normal(seed + 2, 72, 320)
+    got, squares = gemm([a], [b], residual=residual, row_squares=True, config=config)
+    assert_close(got, wide(a) @ wide(b) + wide(residual))
+    np.testing.assert_allclose(squares, (wide(got) ** 2).sum(1), rtol=1e-5)
 
 
 def test_stages_are_those_that_fit():

@@ -13,9 +13,8 @@ WORTH = 0.8
 """Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
 
 
-def choose_config(m: int, n: int, k: int, *, accumulators: int = 1) -> GemmConfig:
-    """The cut of an (m, n, k) product with so many accumulators of n columns each."""
-    del k
+def choose_config(m: int, n: int, *, accumulators: int = 1) -> GemmConfig:
+    """The cut of an (m, n) result with so many accumulators of n columns each; the depth does not matter."""
     if m <= FEW_ROWS:
         return _few_rows(n, accumulators)
     wide = GemmConfig(cluster="m" if m >= MANY_ROWS else None)
@@ -27,7 +26,7 @@ def choose_config(m: int, n: int, k: int, *, accumulators: int = 1) -> GemmConfi
 
 def fills(m: int, n: int, *, accumulators: int = 1) -> bool:
     """Whether the chosen tiles of an (m, n) result keep nearly all multiprocessors busy to the end."""
-    config = choose_config(m, n, 0, accumulators=accumulators)
+    config = choose_config(m, n, accumulators=accumulators)
     tiles = _tiles(config, m, n * accumulators)
     cores = target_device().core_count
     return tiles / (-(-tiles // cores) * cores) > WORTH

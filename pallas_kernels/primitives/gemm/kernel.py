@@ -6,7 +6,8 @@ the last one's results leave. Edges need no care: TMA brings zeros from outside 
 
 Several products can be made at once: each step brings a tile of every operand, and `products` says which two are
 multiplied into which accumulator: ((0, 0, 0),) is a @ b; ((0, 0, 0), (0, 1, 1)) is a @ b and a @ c with a read once;
-((0, 0, 0), (1, 1, 0)) is a @ c + b @ d.
+((0, 0, 0), (1, 1, 0)) is a @ c + b @ d. Or right operands of any widths lie beside each other along n, and each tile
+of the results' common row belongs to one of them: a @ b, a @ c and a @ d with a read once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.exchange import Exchange, exchange_types
+from pallas_kernels.primitives.gemm.heads import Beside
 from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
-from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
@@ -38,9 +39,12 @@ def gemm(
     transpose_a: bool = False,
     transpose_b: bool = False,
     epilogue: Epilogue | None = None,
+    beside: Sequence[Beside] = (),
+    angles: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
+    row_squares: bool = False,
     out_dtype: jnp.dtype | None = None,
     config: GemmConfig | None = None,
     name: str = "gemm",
@@ -52,13 +56,20 @@ def gemm(
             must be multiples of 16 bytes.
         b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
         products: what is multiplied into which accumulator.
+        beside: one for each of `b`, which then lie beside each other and each have a result; with one left operand, and
+            without epilogue, bias and residual.
+        angles: cosines and sines, (M, half of a head's columns) float32 each, where heads are rotated.
         bias: (N,), any floating dtype.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.
+        row_squares: whether the sums over each row of the first result's squares, (M,) float32, are a result too, the
+            last one. Of the result as it is rounded.
         config: the cut; stages are reduced to those that fit.
         name: of the kernel, for traces.
     """
     epilogue = epilogue or Epilogue()
+    if beside and (len(a) > 1 or len(beside) != len(b) or bias is not None or residual is not None):
+        raise ValueError("gemm: right operands beside each other take one left one, no common bias and no residual.")
     rows = a[0].shape[1 if transpose_a else 0]
     a = [whole_groups(array) for array in a]
     b = [array if transpose_b else whole_groups(array) for array in b]
@@ -66,20 +77,20 @@ def gemm(
     dtype = a[0].dtype
     out_dtype = jnp.dtype(out_dtype or dtype)
     m, k = a[0].shape[::-1] if transpose_a else a[0].shape
-    n = b[0].shape[0 if transpose_b else 1]
+    widths = tuple(array.shape[0 if transpose_b else 1] for array in b)
     accumulators = 1 + max(product[2] for product in products)
     count = epilogue.outputs(accumulators)
     kept = accumulators if epilogue.keeps_products else 0
     dtypes = [out_dtype] * (count - kept) + [dtype] * kept
     config = (config or GemmConfig()).fitted(
         itemsize=dtype.itemsize,
-        operands=(len(a), len(b)),
+        operands=(len(a), 1 if beside else len(b)),
         products=accumulators,
         stored_bytes=sum(d.itemsize for d in dtypes),
     )
     problem = Problem(
         m=m,
-        n=n,
+        widths=widths if beside else widths[:1],
         k=k,
         dtype=dtype,
         products=products,
@@ -87,27 +98,38 @@ def gemm(
         transpose_b=transpose_b,
         config=config,
     )
-    operands = {"bias": padded_vector(bias, config.tile_n), "scale": padded_vector(row_scale, config.tile_m)}
-    operands["residual"] = residual
-    extras = {key: value for key, value in operands.items() if value is not None}
-    outputs = _launch(problem, epilogue, a, b, extras, dtypes, name)
-    return tuple(varying_like(output[:rows], *a, *b, *extras.values()) for output in outputs)
+    cosine, sine = (None, None) if angles is None else (padded_rows(table, config.tile_m) for table in angles)
+    common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
+    columns = problem.clusters[1] * config.tile_n
+    own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
+    extras = [_given({**common, **part}) for part in own]
+    heads = [part.heads for part in beside] or [None]
+    outputs, squares = _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares)
+    results = [output[:rows] for output in outputs]
+    if squares is not None:
+        results.append(jnp.sum(squares[:, :rows], axis=0))
+    return tuple(varying_like(result, *a, *b, *jax.tree.leaves(extras)) for result in results)
 
 
-def _launch(problem, epilogue, a, b, extras, dtypes, name):
+def _given(operands):
+    return {name: value for name, value in operands.items() if value is not None}
+
+
+def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
     config = problem.config
     tiles = problem.grid[0] * problem.grid[1]
     size = problem.cluster_size
     blocks = tiles if config.blocks_per_core is None else target_device().core_count * config.blocks_per_core // size
-    pieces = Pieces.of(problem)
-    is_split = config.splits > 1
-    out_type = [jax.ShapeDtypeStruct((problem.m, problem.n), dtype) for dtype in dtypes]
-    if is_split:
-        out_type.append(jax.ShapeDtypeStruct(problem.partial_shape, jnp.float32))
+    pieces = Pieces.of(problem, most_columns=min((part.widest_piece for part in heads if part), default=None))
+    count = len(dtypes)
+    out_type = [jax.ShapeDtypeStruct((problem.m, width), dtype) for width in problem.widths for dtype in dtypes]
+    results = len(out_type)
+    if row_squares:
+        out_type.append(jax.ShapeDtypeStruct(problem.squares_shape, jnp.float32))
 
     def body(a_refs, b_refs, extra_refs, *refs):
-        outputs, partial, scratch = refs[: len(dtypes)], refs[len(dtypes) : len(out_type)], refs[len(out_type) :]
-        ring_refs, buffers, arrived, exchanged = scratch
+        outputs, squares, scratch = refs[:results], refs[results : len(out_type)], refs[len(out_type) :]
+        ring_refs, buffers, arrived = scratch
         ring = Ring(problem=problem, **ring_refs)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -121,20 +143,21 @@ def _launch(problem, epilogue, a, b, extras, dtypes, name):
         def _():
             if config.compute_registers is not None:
                 plgpu.set_max_registers(config.compute_registers, action="increase")
-            store = Store(
-                pieces=pieces,
-                epilogue=epilogue,
-                extras=extra_refs,
-                outputs=outputs,
-                buffers=[buffer.at[warpgroup] for buffer in buffers],
-                arrived=arrived,
-                first_barrier=warpgroup * pieces.slots,
-            )
-            exchange = None
-            if is_split:
-                buffer, written = exchanged
-                exchange = Exchange(problem=problem, partial=partial[0], buffer=buffer.at[warpgroup], written=written)
-            compute(problem, ring, store, warpgroup, exchange)
+            stores = [
+                Store(
+                    pieces=pieces,
+                    epilogue=epilogue,
+                    extras=part_refs,
+                    outputs=outputs[i * count : (i + 1) * count],
+                    buffers=[buffer.at[warpgroup] for buffer in buffers],
+                    arrived=arrived,
+                    first_barrier=warpgroup * pieces.slots,
+                    heads=part,
+                    squares=squares[0] if row_squares else None,
+                )
+                for i, (part, part_refs) in enumerate(zip(heads, extra_refs, strict=True))
+            ]
+            compute(problem, ring, stores, warpgroup)
 
     body.__name__ = name
     kernel = plgpu.kernel(
@@ -146,11 +169,11 @@ def _launch(problem, epilogue, a, b, extras, dtypes, name):
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
-            ring_types(problem, len(a), len(b)),
+            ring_types(problem, len(a), len(b) if len(problem.widths) == 1 else 1),
             [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype) for dtype in dtypes],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
-            exchange_types(problem) if is_split else (),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    return kernel(list(a), list(b), extras)[: len(dtypes)]
+    outputs = kernel(list(a), list(b), extras)
+    return outputs[:results], outputs[results] if row_squares else None

@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.gemm.exchange import Exchange
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Store
@@ -54,7 +53,7 @@ def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
 def for_each_tile(problem: Problem, work) -> jax.Array:
     """Calls work(row, column, steps before) for each of the block's tiles; returns the number of all its steps.
 
-    row and column are the tile's first in the result.
+    row and column are the tile's first in the result, or in the results beside each other (see `Problem.spans`).
     """
     config = problem.config
     rows, columns = problem.grid
@@ -80,7 +79,6 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
     shared_b = "cluster" if config.cluster == "m" else None
     whole = problem.transpose_a or problem.brought_rows == config.tile_m
     brought = config.tile_m if whole else problem.brought_rows
-    first_step = lax.axis_index("cluster") * problem.steps if config.splits > 1 else 0
 
     def tile(row, column, before):
         def step(i, _):
@@ -90,16 +88,22 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
             def _():
                 plgpu.barrier_wait(ring.empty.at[stage])
 
-            depth = pl.ds((first_step + i) * config.tile_k, config.tile_k)
+            depth = pl.ds(i * config.tile_k, config.tile_k)
             a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
-            b_index = _ordered(depth, pl.ds(column, problem.columns), problem.transpose_b)
+
+            def bring_b(ref, buffer, column):
+                index = _ordered(depth, pl.ds(column, problem.columns), problem.transpose_b)
+                plgpu.copy_gmem_to_smem(ref.at[index], buffer.at[stage], ring.full.at[stage], collective_axes=shared_b)
+
             for ref, buffer in zip(a_refs, ring.a, strict=True):
                 place = buffer.at[stage] if whole else buffer.at[stage, pl.ds(0, brought)]
                 plgpu.copy_gmem_to_smem(ref.at[a_index], place, ring.full.at[stage], collective_axes=shared_a)
-            for ref, buffer in zip(b_refs, ring.b, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    ref.at[b_index], buffer.at[stage], ring.full.at[stage], collective_axes=shared_b
-                )
+            if len(problem.widths) == 1:
+                for ref, buffer in zip(b_refs, ring.b, strict=True):
+                    bring_b(ref, buffer, column)
+                return
+            for ref, (is_own, first) in zip(b_refs, problem.owners(column), strict=True):
+                pl.when(is_own)(partial(bring_b, ref, ring.b[0], column - first))
 
         lax.fori_loop(0, problem.steps, step, None)
 
@@ -116,8 +120,11 @@ def _ordered(first, second, is_transposed: bool):
     return (second, first) if is_transposed else (first, second)
 
 
-def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, exchange: Exchange | None = None) -> None:
-    """Multiplies every tile and has its results stored; `exchange` adds up what the blocks of a cluster have."""
+def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array) -> None:
+    """Multiplies every tile and has its results stored.
+
+    stores: of each result that lies beside others (see `Problem.widths`), or one.
+    """
     config = problem.config
     rows, columns = config.warpgroup_rows, problem.width
     first_row = warpgroup * rows if config.split == "m" else 0
@@ -143,8 +150,8 @@ def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, ex
 
     def tile(row, column, before):
         row, column = row + first_row, column + first_column
-        stored = column if exchange is None else column + exchange.first_column
-        store.begin(row, stored)
+        if len(stores) == 1:
+            stores[0].begin(row, column)
 
         def multiply(*accumulators):
             def step(i, _):
@@ -165,9 +172,11 @@ def compute(problem: Problem, ring: Ring, store: Store, warpgroup: jax.Array, ex
             values = [accumulator[...] for accumulator in accumulators]
             for late in range(min(config.in_flight, problem.steps), 0, -1):
                 plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
-            if exchange is not None:
-                values = exchange.sums(values, row, column)
-            store.finish(values, row, stored)
+            if len(stores) == 1:
+                stores[0].finish(values, row, column)
+                return
+            for store, (is_own, first) in zip(stores, problem.owners(column), strict=True):
+                pl.when(is_own)(partial(store.finish, values, row, column - first))
 
         types = (plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for _ in range(problem.accumulators))
         pl.run_scoped(multiply, *types)

@@ -41,3 +41,8 @@ def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:
     if vector is None or vector.shape[0] % multiple == 0:
         return vector
     return jnp.pad(vector, (0, -vector.shape[0] % multiple))
+
+
+def padded_rows(array: jax.Array, multiple: int) -> jax.Array:
+    """The same for the rows of an array."""
+    return array if array.shape[0] % multiple == 0 else jnp.pad(array, ((0, -array.shape[0] % multiple), (0, 0)))

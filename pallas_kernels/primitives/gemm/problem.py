@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,10 +21,14 @@ ONE: tuple[Product, ...] = ((0, 0, 0),)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """See the module."""
+    """See the module.
+
+    widths: columns of each right operand where those lie beside each other, so that their products are results of their
+        own that fill one row of tiles; else the result's columns.
+    """
 
     m: int
-    n: int
+    widths: tuple[int, ...]
     k: int
     dtype: jnp.dtype
     products: tuple[Product, ...]
@@ -72,19 +79,34 @@ class Problem:
 
     @property
     def cluster_size(self) -> int:
-        """Blocks of a cluster, for whichever reason."""
-        return self.clusters[0] * self.clusters[1] * self.config.splits
+        """Blocks of a cluster."""
+        return self.clusters[0] * self.clusters[1]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole tiles."""
+        ends = tuple(accumulate(pl.cdiv(width, self.columns) * self.columns for width in self.widths))
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+    def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
+        """For each of `widths`, whether the tile that begins there belongs to it, and its first column.
+
+        A cluster's tile behind all of them belongs to the last: it brings zeros and stores nothing.
+        """
+        for i, (first, last) in enumerate(self.spans):
+            is_last = i == len(self.spans) - 1
+            yield (column >= first) if is_last else (column >= first) & (column < last), first
 
     @property
     def grid(self) -> tuple[int, int]:
         """Tiles along m and n, in units of a cluster's."""
         rows, columns = self.clusters
-        return pl.cdiv(self.m, rows * self.config.tile_m), pl.cdiv(self.n, columns * self.columns)
+        return pl.cdiv(self.m, rows * self.config.tile_m), pl.cdiv(self.spans[-1][1], columns * self.columns)
 
     @property
     def steps(self) -> int:
-        """Of a tile, or of a block's share of its depth."""
-        return pl.cdiv(pl.cdiv(self.k, self.config.tile_k), self.config.splits)
+        """Of a tile."""
+        return pl.cdiv(self.k, self.config.tile_k)
 
     @property
     def width(self) -> int:
@@ -92,7 +114,7 @@ class Problem:
         return self.config.warpgroup_columns // self.accumulators
 
     @property
-    def partial_shape(self) -> tuple[int, int, int, int]:
-        """Of the array in which the sums of split depths meet: split, accumulator, row, column."""
-        rows, columns = self.grid
-        return self.config.splits, self.accumulators, rows * self.config.tile_m, columns * self.columns
+    def squares_shape(self) -> tuple[int, int]:
+        """Of the array of rows' sums of squares: a line for the columns of each warpgroup, whole tiles of rows."""
+        (rows, columns), (cluster_rows, cluster_columns) = self.grid, self.clusters
+        return columns * cluster_columns * self.columns // self.width, rows * cluster_rows * self.config.tile_m

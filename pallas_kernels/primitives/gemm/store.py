@@ -5,8 +5,11 @@ A residual comes the same way round: by TMA into the buffer in which its piece w
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.heads import Heads, head_factors, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
 
 
@@ -30,11 +34,11 @@ class Pieces:
     slots: int
 
     @classmethod
-    def of(cls, problem: Problem) -> Pieces:
-        """Those of a problem."""
+    def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
+        """Those of a problem; `most_columns`: where the epilogue needs narrower ones than the configuration has."""
         config = problem.config
-        width = problem.width // config.splits
-        columns = min(config.store_columns, width)
+        width = problem.width
+        columns = min(config.store_columns, width, most_columns or width)
         return cls(
             rows=config.warpgroup_rows, width=width, columns=columns, slots=min(config.store_slots, width // columns)
         )
@@ -49,9 +53,13 @@ class Pieces:
 class Store:
     """The epilogue of one warpgroup.
 
-    extras: what there is of bias and scale (vectors in device memory, long enough for whole tiles) and residual.
+    extras: what there is of bias and scale (vectors in device memory, long enough for whole tiles), residual,
+        head_scale (a vector), cosine and sine (rows, half of a head's columns).
     buffers: of each result, (slots, rows, columns) in shared memory.
     arrived: barriers for the residual's pieces; this warpgroup's are those from `first_barrier` on.
+    squares: where the sums over the tile's columns of the first result's squares go, as it is rounded; see
+        `Problem.squares_shape`. None where they are not asked for.
+    heads: what the columns go through as heads, or None; only with a single result, without activation and residual.
     """
 
     pieces: Pieces
@@ -61,6 +69,8 @@ class Store:
     buffers: Sequence[Any]
     arrived: Any
     first_barrier: jax.Array
+    heads: Heads | None = None
+    squares: Any = None
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
         """Before the products of the part of the result that begins there: sends for the residual's first pieces."""
@@ -72,33 +82,84 @@ class Store:
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
         """After them: computes and stores the results."""
         pieces = self.pieces
-        scale = self._scale(row)
-        for piece in range(pieces.count):
-            slot = piece % pieces.slots
-            start = piece * pieces.columns
-            parts = [product[:, start : start + pieces.columns] for product in products]
+        results_of = self._results(products, row, column)
+        squares = []
+        for i, start in enumerate(store_order(self.heads, pieces.width, pieces.columns)):
+            slot = i % pieces.slots
             residual = None
             if "residual" in self.extras:
                 plgpu.barrier_wait(self.arrived.at[self.first_barrier + slot])
                 residual = plgpu.load(self.buffers[0].at[slot], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             else:
                 plgpu.wait_smem_to_gmem((pieces.slots - 1) * len(self.outputs), wait_read_only=True)
-            results = self.epilogue.apply(
-                parts,
-                scale=scale,
-                bias=self._bias(column + start),
-                residual=residual,
-                dtype=self.outputs[0].dtype,
-            )
+            results = [r.astype(b.dtype) for r, b in zip(results_of(start, residual), self.buffers, strict=True)]
             for result, buffer in zip(results, self.buffers, strict=True):
-                buffer[slot] = result.astype(buffer.dtype)
+                buffer[slot] = result
+            if self.squares is not None:
+                squares.append(jnp.sum(jnp.square(results[0].astype(jnp.float32)), axis=1))
             plgpu.commit_smem()
             for buffer, output in zip(self.buffers, self.outputs, strict=True):
                 place = output.at[pl.ds(row, pieces.rows), pl.ds(column + start, pieces.columns)]
                 plgpu.copy_smem_to_gmem(buffer.at[slot], place)
-            if "residual" in self.extras and piece + pieces.slots < pieces.count:
+            if "residual" in self.extras and i + pieces.slots < pieces.count:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._bring(piece + pieces.slots, row, column)
+                self._bring(i + pieces.slots, row, column)
+        if self.squares is not None:
+            self.squares[lax.div(column, pieces.width), pl.ds(row, pieces.rows)] = functools.reduce(
+                operator.add, squares
+            )
+
+    def _results(self, products, row, column):
+        """From a piece's first column, and its residual, to its results."""
+        size = self.pieces.columns
+        scale = self._rows_vector("scale", row)
+        factor = None if scale is None else self._over_columns(scale)
+
+        def parts(start):
+            return [product[:, start : start + size] for product in products]
+
+        if self.heads is None:
+            return lambda start, residual: self.epilogue.apply(
+                parts(start),
+                scale=factor,
+                bias=self._columns_vector("bias", column + start),
+                residual=residual,
+                dtype=self.outputs[0].dtype,
+            )
+        return self._results_of_heads(self.heads, parts, scale, row, column)
+
+    def _results_of_heads(self, heads, parts, scale, row, column):
+        """Factors of whole rows come last: rotation leaves them as they are, and there they are of one piece only."""
+        size = self.pieces.columns
+        before, after = (scale, None) if "bias" in self.extras else (None, scale)
+        before = None if before is None else self._over_columns(before)
+
+        def biased(start, _):
+            bias = self._columns_vector("bias", column + start)
+            return self.epilogue.apply(parts(start), scale=before, bias=bias, residual=None, dtype=jnp.float32)[0]
+
+        def value(start, _):
+            gain = self._columns_vector("head_scale", start % heads.size)
+            return biased(start, size) if gain is None else biased(start, size) * gain
+
+        factors = [after] * (self.pieces.width // heads.size)
+        if heads.epsilon is not None:
+            factors = head_factors(biased, heads, heads.epsilon, after, self.pieces.width, size)
+
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        @cache
+        def angles(first):
+            where = pl.ds(row, self.pieces.rows), pl.ds(first, size)
+            cosine, sine = (self.extras[name].at[where] for name in ("cosine", "sine"))
+            return load(cosine), load(sine)
+
+        def result(start, _):
+            rotated = rotated_piece(value, angles, heads, start, size) if heads.rotated else value(start, size)
+            factor = factors[start // heads.size]
+            return (rotated if factor is None else rotated * self._over_columns(factor),)
+
+        return result
 
     def _bring(self, piece: int, row: jax.Array, column: jax.Array) -> None:
         slot = piece % self.pieces.slots
@@ -109,16 +170,18 @@ class Store:
             self.arrived.at[self.first_barrier + slot],
         )
 
-    def _bias(self, column: jax.Array) -> jax.Array | None:
-        if "bias" not in self.extras:
+    def _columns_vector(self, name: str, column: jax.Array | int) -> jax.Array | None:
+        if name not in self.extras:
             return None
-        ref = self.extras["bias"].at[pl.ds(column, self.pieces.columns)]
+        ref = self.extras[name].at[pl.ds(column, self.pieces.columns)]
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
         return lax.broadcast_in_dim(values, (self.pieces.rows, self.pieces.columns), (1,))
 
-    def _scale(self, row: jax.Array) -> jax.Array | None:
-        if "scale" not in self.extras:
+    def _rows_vector(self, name: str, row: jax.Array) -> jax.Array | None:
+        if name not in self.extras:
             return None
-        ref = self.extras["scale"].at[pl.ds(row, self.pieces.rows)]
-        values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
+        ref = self.extras[name].at[pl.ds(row, self.pieces.rows)]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
+
+    def _over_columns(self, values: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(values, (self.pieces.rows, self.pieces.columns), (0,))

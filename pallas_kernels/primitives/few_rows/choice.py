@@ -1,0 +1,58 @@
+"""The untuned choice of a cut, from sizes alone. TUNING.md has the measurements behind it."""
+
+from __future__ import annotations
+
+from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.platform import target_device
+
+MOST_ROWS = 64
+"""Up to here reading the weights is all that takes time."""
+_FEW_TOKENS = 16
+"""Up to here x takes little of the shared memory."""
+_SOME_TOKENS = 24
+"""Up to here not much."""
+_DEEP = 8192
+_LINE_BITS = 1024
+"""Integers of an output along the depth that come at once."""
+_WORTH = 0.7
+"""Of the multiprocessors, that are enough to read memory at its rate."""
+_MOST_STAGES = 64
+
+
+def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16) -> FewRowsConfig:
+    """The cut for weights of (k, n): as wide tiles as leave enough of them for the multiprocessors."""
+    device = target_device()
+    enough = _WORTH * device.core_count
+    groups = -(-n // GROUP)
+    if weight_bits < 16:
+        return _choose_integers(rows, groups, k, weight_bits)
+    if groups >= 2 * enough:
+        return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
+    if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
+        return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
+    depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
+    return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
+
+
+def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig:
+    """Likewise, and several warpgroups, since widening takes them longer than memory; fewer where x is large."""
+    device = target_device()
+    enough = _WORTH * device.core_count
+    line, warpgroups = _LINE_BITS // bits, 4 if rows <= _SOME_TOKENS else 2
+    if groups >= enough or device.is_interpreted:
+        columns = 2 * GROUP if groups >= 2 * enough and rows <= _SOME_TOKENS else GROUP
+        return FewRowsConfig(columns=columns, depth=line, warpgroups=warpgroups, stages=_MOST_STAGES)
+    depth = max(line, 256) if rows <= _SOME_TOKENS else line
+    warpgroups = 3 if k > _DEEP and rows <= _SOME_TOKENS else 2
+    return FewRowsConfig(columns=GROUP, depth=depth, splits=2, warpgroups=warpgroups, stages=_MOST_STAGES)
+
+
+def candidates() -> dict[str, FewRowsConfig]:
+    """The cuts for 16-bit weights worth measuring, by name."""
+    cuts = ((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1))
+    return {
+        f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
+            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES
+        )
+        for columns, depth, splits, warpgroups in cuts
+    }

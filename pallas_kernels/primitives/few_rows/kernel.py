@@ -1,0 +1,177 @@
+"""A product of few rows: out^T = w^T x^T, so that the rows of the tensor cores' tiles are columns of w.
+
+A warpgroup sends for as many steps of weights as its shared memory holds before it looks at the first, and for one more
+whenever it is done with one: what is under way at once decides how fast memory is read. The warpgroups of a block take
+steps in turn. Tiles of the result that are too few for all multiprocessors are shared by the blocks of a cluster, a
+part of the depth each. All those sums meet in the shared memory of the warpgroup that finishes the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.few_rows.choice import choose_few_rows
+from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
+from pallas_kernels.primitives.few_rows.problem import Problem
+from pallas_kernels.primitives.few_rows.weights import multiply_groups, multiply_whole, ring_types, send_for_weights
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+
+def few_rows_product(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    scales: Sequence[jax.Array] = (),
+    epilogue: Epilogue | None = None,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+    config: FewRowsConfig | None = None,
+    name: str = "few_rows_product",
+) -> tuple[jax.Array, ...]:
+    """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
+
+    Args:
+        x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
+        weights: each (K, N), of x's dtype; N a multiple of 64. With `scales` each (N, K), of dtype int8 or int4.
+        scales: for each of the weights float32 factors, (groups, N): one group is the whole depth, or as many values as
+            `groups` times 64 or 128 cover K.
+        bias: (N,), any floating dtype of at most 32 bits.
+        row_scale: (rows,) float32; multiplies the rows of every product.
+        residual: (rows, N) of out_dtype; added to the first result.
+        config: the cut; stages are reduced to those that fit.
+        name: of the kernel, for traces.
+    """
+    epilogue = epilogue or Epilogue()
+    rows, n = x.shape[0], weights[0].shape[0 if scales else 1]
+    x = whole_groups(x)
+    residual = None if residual is None else whole_groups(residual)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    count = epilogue.outputs(len(weights))
+    bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
+    kept = len(weights) if epilogue.keeps_products else 0
+    problem = Problem.of(
+        rows=x.shape[0],
+        n=n,
+        k=x.shape[1],
+        dtype=x.dtype,
+        weight_dtype=weights[0].dtype,
+        scale_groups=scales[0].shape[0] if scales else 0,
+        products=len(weights),
+        out_dtypes=(out_dtype,) * (count - kept) + (x.dtype,) * kept,
+        residual_dtype=None if residual is None else out_dtype,
+        config=config or choose_few_rows(rows, n, x.shape[1], weight_bits=bits),
+    )
+    is_waiting = problem.is_quantized and not problem.is_grouped
+    operands = {
+        "scales": [padded_vector(scale[0], problem.config.columns) for scale in scales] if is_waiting else None,
+        "bias": padded_vector(bias, problem.config.columns),
+        "scale": padded_vector(row_scale, problem.tokens),
+        "residual": residual,
+    }
+    extras = {key: value for key, value in operands.items() if value is not None}
+    tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
+    outputs = _launch(problem, epilogue, x, tiled, extras, name)
+    return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
+
+
+def _launch(problem: Problem, epilogue: Epilogue, x: jax.Array, weights, extras, name: str) -> Sequence[jax.Array]:
+    config = problem.config
+    clusters = problem.tiles
+    if config.persistent and config.splits == 1:
+        clusters = min(clusters, target_device().core_count * config.blocks_per_core)
+
+    def body(x_ref, w_refs, extra_refs, *refs):
+        outputs, (ring, finishing) = refs[: len(problem.out_dtypes)], refs[len(problem.out_dtypes) :]
+        first_tile = lax.axis_index("block")
+        rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
+        warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else jnp.int32(0)
+        first_stage = warpgroup * config.stages
+        tiles = (problem.tiles - first_tile + clusters - 1) // clusters
+        own_steps = lax.div(problem.steps + config.warpgroups - 1 - warpgroup, config.warpgroups)
+        if problem.steps % config.warpgroups == 0:
+            own_steps = jnp.int32(problem.steps // config.warpgroups)
+        total = tiles * own_steps
+
+        def send_for(number):
+            stage = first_stage + lax.rem(number, config.stages)
+            step = rank * problem.steps + warpgroup + config.warpgroups * lax.rem(number, own_steps)
+            column = (first_tile + lax.div(number, own_steps) * clusters) * config.columns
+            send_for_weights(problem, w_refs, ring, stage, step, column)
+            place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
+            plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], ring["full"].at[stage])
+
+        lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
+        finish = Finish(
+            problem=problem,
+            epilogue=epilogue,
+            extras=extra_refs,
+            outputs=outputs,
+            rank=rank,
+            warpgroup=warpgroup,
+            **finishing,
+        )
+
+        def steps(before, work, carry):
+            """Calls work(stage, carry) for each of a tile's steps, and sends for later ones."""
+
+            def step(i, carry):
+                stage = first_stage + lax.rem(before + i, config.stages)
+                plgpu.barrier_wait(ring["full"].at[stage])
+                carry = work(stage, carry)
+                plgpu.wgmma_wait(0)
+
+                @pl.when(before + i + config.stages < total)
+                def _():
+                    if problem.is_quantized:
+                        plgpu.commit_smem()  # what TMA may overwrite has been read
+                    send_for(before + i + config.stages)
+
+                return carry
+
+            return lax.fori_loop(0, own_steps, step, carry)
+
+        def tile(number, _):
+            column = (first_tile + number * clusters) * config.columns
+            before = number * own_steps
+            ready = finish.begin(column)
+            place = Place(column=column, is_first=number == 0, is_last=number == tiles - 1)
+            shape, count = (GROUP, problem.tokens), problem.products * problem.groups
+
+            def multiply(*accumulators):
+                steps(before, lambda stage, _: multiply_whole(problem, ring, stage, accumulators), None)
+                finish.end([accumulator[...] for accumulator in accumulators], place, ready)
+
+            if problem.is_grouped:
+                zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+                work = partial(multiply_groups, problem, ring)
+                finish.end(steps(before, work, [zero] * count), place, ready)
+            else:
+                pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
+
+        lax.fori_loop(0, tiles, tile, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((problem.rows, problem.n), dtype) for dtype in problem.out_dtypes],
+        grid=(clusters,),
+        grid_names=("block",),
+        **({"cluster": (config.splits,), "cluster_names": ("cluster",)} if config.splits > 1 else {}),
+        **({"num_threads": config.warpgroups, "thread_name": "warpgroup"} if config.warpgroups > 1 else {}),
+        scratch_types=(ring_types(problem), finish_types(problem)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(x, weights, extras)
