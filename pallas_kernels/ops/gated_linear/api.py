@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.gated_linear.config import is_preferred
+from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
+from pallas_kernels.ops.gated_linear.config import preferred
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 
 
 def gated_linear(
@@ -24,6 +25,7 @@ def gated_linear(
     w_up: jax.Array,
     *,
     activation: str = "silu",
+    norm: Norm | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Two linear layers of one input, the first activated and multiplied by the second, in one launch: SwiGLU ("silu"),
@@ -31,14 +33,19 @@ def gated_linear(
 
     The same as, with products accumulated in float32 and float32 between the casts,
 
-        y = activation(x @ w_gate) * (x @ w_up)
+        n = norm(x)
+        y = activation(n @ w_gate) * (n @ w_up)
+
+    Everything from the products on is one launch, which reads n once. The norm is another, unless it has no scale and
+    its mean squares are given; see `Norm`.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
         w_gate: (features, outputs), of x's dtype.
         w_up: like w_gate.
         activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
+        norm: of x, or None.
+        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
             outputs multiples of 64, at least 128 outputs), "xla", a sequence of them in order of preference, or None:
             "mosaic" where it runs and is the faster one, else "xla".
 
@@ -54,21 +61,22 @@ def gated_linear(
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
     get_activation("gated_linear", activation)
     _check(x, w_gate, w_up)
-    support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up), "xla": lambda: None}
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    preferred = ("mosaic",) if is_preferred(rows.shape[0], w_gate.shape[1]) else ()
-    chosen = choose("gated_linear", implementation, support, preferred=preferred)
+    check_norm("gated_linear", norm, x)
+    support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, norm), "xla": lambda: None}
+    rows = as_rows(x)
+    chosen = choose("gated_linear", implementation, support, preferred=preferred(x, w_gate, activation))
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
-        return gated_linear_reference(x, w_gate, w_up, activation=activation)
+        return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
-    operands = [varying_like(value, rows, w_gate, w_up) for value in (rows, w_gate, w_up)]
-    y: jax.Array = _gated_linear_mosaic(activation, *operands)  # pyright: ignore
+    rows, w_gate, w_up, norm = varying_alike((rows, w_gate, w_up, norm))
+    normed, row_scale = prologue(norm, rows)
+    y: jax.Array = _gated_linear_mosaic(activation, normed, w_gate, w_up, row_scale)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 
-def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> str | None:
+def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    return operands_unsupported(x, w_gate, w_up) or mosaic_gpu_unsupported()
+    return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
 
 
 def _check(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> None:
@@ -88,19 +96,23 @@ def _check(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_linear_mosaic(activation: str, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-    return gated_linear_forward(x, w_gate, w_up, activation=get_activation("gated_linear", activation))[0]
-
-
-def _mosaic_fwd(activation, x, w_gate, w_up):
+def _gated_linear_mosaic(
+    activation: str, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, row_scale: jax.Array | None
+) -> jax.Array:
     function = get_activation("gated_linear", activation)
-    y, gate, up = gated_linear_forward(x, w_gate, w_up, activation=function, keeps_products=True)
-    return y, (x, w_gate, w_up, gate, up)
+    return gated_linear_forward(x, w_gate, w_up, activation=function, row_scale=row_scale)[0]
+
+
+def _mosaic_fwd(activation, x, w_gate, w_up, row_scale):
+    function = get_activation("gated_linear", activation)
+    y, gate, up = gated_linear_forward(x, w_gate, w_up, activation=function, row_scale=row_scale, keeps_products=True)
+    return y, (x, w_gate, w_up, gate, up, row_scale)
 
 
 def _mosaic_bwd(activation, saved, dy):
-    x, w_gate, w_up, gate, up = saved
-    return gated_linear_backward(x, w_gate, w_up, gate, up, dy, activation=get_activation("gated_linear", activation))
+    x, w_gate, w_up, gate, up, row_scale = saved
+    function = get_activation("gated_linear", activation)
+    return gated_linear_backward(x, w_gate, w_up, gate, up, dy, activation=function, row_scale=row_scale)
 
 
 _gated_linear_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

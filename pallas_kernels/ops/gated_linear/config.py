@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
+import jax
+
+from pallas_kernels import tuning
+from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_ROWS = 512
-"""Below, nothing has been measured."""
+"""Between few rows and these nothing has been measured."""
+Config = GemmConfig | FewRowsConfig
 
 
-def default_forward(rows: int, outputs: int, features: int, *, keeps_products: bool = False) -> GemmConfig:
-    """The untuned choice of the forward kernel, which has two accumulators."""
-    config = choose_config(rows, outputs, features, accumulators=2)
+def problem(x: jax.Array, w: jax.Array, activation: str) -> tuning.Problem:
+    """What the tuned table knows a layer by; of the arrays only shapes and dtypes, of the weights one."""
+    return {
+        "rows": tuning.near(prod(x.shape[:-1])),
+        "features": w.shape[0],
+        "outputs": w.shape[1],
+        "dtype": x.dtype.name,
+        "activation": activation,
+    }
+
+
+def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
+    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1]), w.shape[1]) else ()
+    return tuning.implementations("gated_linear", problem(x, w, activation), untuned=untuned)
+
+
+def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False) -> Config:
+    """The forward kernel's measured best for a problem, else the untuned choice; it has two accumulators."""
+    outputs, features = int(known["outputs"]), int(known["features"])
+    untuned: Config = choose_config(rows, outputs, accumulators=2)
+    if rows <= MOST_ROWS:
+        untuned = choose_few_rows(rows, outputs, features)
+    config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of three results, so that three stages still fit.
-    return replace(config, store_slots=1) if keeps_products else config
+    return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config
 
 
 def is_preferred(rows: int, outputs: int) -> bool:
     """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
 
-    On an H200, 4096 features and 14336 outputs: 1.05 times as fast as XLA at 8192 rows, 1.10 at 512.
+    On an H200, 4096 features and 14336 outputs: 1.05 times as fast as XLA at 8192 rows, 1.10 at 512, 1.14 at 16.
     """
+    if rows <= MOST_ROWS:
+        return outputs >= 4096
     return rows >= FEWEST_ROWS and fills(rows, outputs, accumulators=2)
 
 
-def candidates(rows: int) -> dict[str, GemmConfig]:
+def candidates(rows: int) -> dict[str, Config]:
     """The configurations of the forward kernel worth measuring, by name."""
-    if rows <= 64:
-        return {
-            f"2 x {n} columns, {k} deep": GemmConfig(
-                tile_m=64, tile_n=2 * n, tile_k=k, warpgroups=1, stages=16, store_columns=min(n, 64)
-            )
-            for n, k in ((32, 64), (32, 128), (64, 64), (64, 128))
-        }
+    if rows <= MOST_ROWS:
+        return {**few_rows_candidates()}
     return {
         "128x256": GemmConfig(),
         "256x128": GemmConfig(tile_m=256, tile_n=128),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.ops.gated_linear.config import default_forward
+from pallas_kernels.ops.gated_linear.config import Config, problem, tuned_config
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -20,18 +21,20 @@ def gated_linear_forward(
     w_up: jax.Array,
     *,
     activation: Activation,
+    row_scale: jax.Array | None = None,
     keeps_products: bool = False,
-    config: GemmConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns (activation(x @ w_gate) * (x @ w_up),) and, where asked for, x @ w_gate and x @ w_up behind it.
 
     x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so are the results.
+    row_scale: (rows,) float32, multiplies the products' rows first.
     """
-    return gemm(
-        [x],
-        [w_gate, w_up],
-        products=SIDE_BY_SIDE,
-        epilogue=Epilogue(activation=activation, gated=True, keeps_products=keeps_products),
-        config=config or default_forward(x.shape[0], w_gate.shape[1], w_gate.shape[0], keeps_products=keeps_products),
-        name="gated_linear",
-    )
+    if config is None:
+        known = problem(x, w_gate, activation.name)
+        config = tuned_config(known, x.shape[0], keeps_products=keeps_products)
+    epilogue = Epilogue(activation=activation, gated=True, keeps_products=keeps_products)
+    behind = {"epilogue": epilogue, "row_scale": row_scale, "name": "gated_linear"}
+    if isinstance(config, FewRowsConfig):
+        return few_rows_product(x, [w_gate, w_up], config=config, **behind)
+    return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **behind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.ops._products.row_scale import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
 from pallas_kernels.ops.gated_linear.mosaic_gpu import SIDE_BY_SIDE
 from pallas_kernels.primitives.activations import Activation
@@ -28,13 +29,14 @@ def gated_linear_backward(
     dy: jax.Array,
     *,
     activation: Activation,
+    row_scale: jax.Array | None = None,
     dx_config: GemmConfig | None = None,
     dw_config: GemmConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dx, dw_gate, dw_up).
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns (dx, dw_gate, dw_up, drow_scale), the last None without a row_scale.
 
     x: (rows, features), w_gate, w_up: (features, outputs), gate, up (the products) and dy: (rows, outputs), all of one
-    dtype. dx_config, dw_config: for the products by our main loop, None for XLA's.
+    dtype; row_scale: (rows,) float32 or None. dx_config, dw_config: for the products by our main loop, None for XLA's.
     """
     dgate, dup = gated_activation_backward(
         gate.reshape(1, -1), up.reshape(1, -1), dy.reshape(1, -1), activation=activation
@@ -42,7 +44,7 @@ def gated_linear_backward(
     assert dup is not None
     dgate, dup = dgate.reshape(dy.shape), dup.reshape(dy.shape)
     if dx_config is None:
-        dx = dgate @ w_gate.T + dup @ w_up.T
+        dx = product_for(row_scale, dgate, w_gate) + product_for(row_scale, dup, w_up)
     else:
         (dx,) = gemm(
             [dgate, dup],
@@ -52,15 +54,17 @@ def gated_linear_backward(
             config=dx_config,
             name="gated_linear_gradient_x",
         )
+    scaled = scaled_rows(x, row_scale)
     if dw_config is None:
-        dw_gate, dw_up = x.T @ dgate, x.T @ dup
+        dw_gate, dw_up = scaled.T @ dgate, scaled.T @ dup
     else:
         dw_gate, dw_up = gemm(
-            [x],
+            [scaled],
             [dgate, dup],
             products=SIDE_BY_SIDE,
             transpose_a=True,
             config=dw_config,
             name="gated_linear_gradient_w",
         )
-    return dx, dw_gate, dw_up
+    dx, drow_scale = through_row_scale(dx, x, row_scale)
+    return dx, dw_gate, dw_up, drow_scale

@@ -8,14 +8,24 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.ops._products.prologue import as_rows, prologue
+from pallas_kernels.ops._products.specs import (
+    NORM_ARRAYS,
+    gradients_of,
+    norm_arguments,
+    product_bytes,
+    product_flops,
+    rows_of,
+    with_norm,
+)
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.ops.gated_linear.api import gated_linear
-from pallas_kernels.ops.gated_linear.config import candidates
+from pallas_kernels.ops.gated_linear.config import candidates, problem
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
 
 
 def _call(
@@ -25,22 +35,19 @@ def _call(
     dtype: str = "bfloat16",
     activation: str = "silu",
     fill: Fill = "normal",
+    norm: str | None = None,
+    scaled: bool = True,
+    mean_square: bool = False,
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
     """Weights have the deviation that gives products of deviation 2, as those before an activation often have."""
     weight = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=2 * features**-0.5)
     name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}-{activation}"
     name += f"-{fill}" if fill != "normal" else ""
-    return ArgSpec(
-        name=name,
-        arguments={
-            "x": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
-            "w_gate": weight,
-            "w_up": weight,
-            "activation": activation,
-        },
-        tags=frozenset(tags),
-    )
+    x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
+    more, suffix = norm_arguments(norm, x, scaled=scaled, mean_square=mean_square)
+    arguments = {"x": x, "w_gate": weight, "w_up": weight, "activation": activation, **more}
+    return ArgSpec(name=name + suffix, arguments=arguments, tags=frozenset(tags))
 
 
 _GPU = ("gpu",)
@@ -53,52 +60,64 @@ _ARG_SPECS = (
     _call(5, features=100, outputs=96, tags=("test", "ragged")),
     _call(0, features=64, outputs=128, tags=("test", "empty")),
     _call(24, features=64, outputs=128, fill="zeros", tags=("test", "extreme")),
+    _call(4, features=128, outputs=128, norm="rms"),
+    _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
     _call(1000, features=4096, outputs=1024, tags=_GPU),
+    _call(600, features=1024, outputs=2048, norm="layer", tags=_GPU),
+    _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags=_GPU),
     _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags=_GPU),
     _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags=_GPU),
     _call(1, features=4096, outputs=4096, tags=_GPU),
     _call(17, features=1024, outputs=4096, tags=_GPU),
     *(_call(rows, features=4096, outputs=14336, tags=_BENCH) for rows in (8192, 512, 16, 1)),
+    *(_call(rows, features=4096, outputs=14336, norm="rms", tags=("gpu", "bench")) for rows in (8192, 512, 16, 1)),
+    *(
+        _call(rows, features=4096, outputs=14336, norm="rms", scaled=False, mean_square=True, tags=("gpu", "bench"))
+        for rows in (8192, 512)
+    ),
 )
 
 
-def _sizes(arguments: Arguments) -> tuple[int, int, int]:
-    """Bytes of x, of a weight and of the result."""
-    x, w = arguments["x"], arguments["w_gate"]
-    return array_bytes(x), array_bytes(w), array_bytes(x) // x.shape[-1] * w.shape[1]
+def _function(*, implementation=None, **arguments):
+    return gated_linear(**with_norm(arguments), implementation=implementation)
+
+
+def _reference(**arguments):
+    return gated_linear_reference(**with_norm(arguments))
 
 
 def _forward_traffic(arguments: Arguments) -> Traffic:
-    x, w, y = _sizes(arguments)
-    return Traffic(read=(x, w, w), written=(y,))
+    read, (y, _) = product_bytes(arguments, "w_gate", "w_up")
+    return Traffic(read=tuple(read), written=(y,))
 
 
 def _backward_traffic(arguments: Arguments) -> Traffic:
-    x, w, y = _sizes(arguments)
-    return Traffic(read=(x, w, w, y, y, y), written=(x, w, w))
+    read, (y, _) = product_bytes(arguments, "w_gate", "w_up")
+    return Traffic(read=(*read, y, y, y), written=tuple(read))
 
 
 def flops(arguments: Arguments, phase: str) -> int:
     """Multiplications and additions of a phase's products."""
-    x, w = arguments["x"], arguments["w_gate"]
-    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
-    return 4 * rows * w.shape[0] * w.shape[1] * (1 if phase == "forward" else 2)
+    return product_flops(arguments, phase, "w_gate", "w_up")
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    x = arguments["x"]
-    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
+    rows = rows_of(arguments)
     found = candidates(rows)
     if phase == "forward":
         return {name: partial(_forward_variant, config=config) for name, config in found.items()}
-    if rows <= 64:
+    if rows <= 64 or "norm" in arguments:
         return {}
     return {name: partial(_backward_variant, dx_config=c, dw_config=c) for name, c in found.items()}
 
 
-def _forward_variant(*, x, w_gate, w_up, activation, config=None):
-    function = get_activation("gated_linear", activation)
-    (y,) = gated_linear_forward(x.reshape(-1, x.shape[-1]), w_gate, w_up, activation=function, config=config)
+def _forward_variant(*, config=None, **arguments):
+    called = with_norm(arguments)
+    x, function = called["x"], get_activation("gated_linear", called["activation"])
+    normed, row_scale = prologue(called.get("norm"), as_rows(x))
+    (y,) = gated_linear_forward(
+        normed, called["w_gate"], called["w_up"], activation=function, row_scale=row_scale, config=config
+    )
     return (y.reshape(*x.shape[:-1], -1),)
 
 
@@ -106,7 +125,7 @@ def _backward_variant(*, x, w_gate, w_up, activation, cotangents, **configs):
     (dy,) = cotangents
     rows = dy.reshape(-1, dy.shape[-1])
     # dy stands for both products that the forward pass keeps: of their shape and dtype.
-    dx, dw_gate, dw_up = gated_linear_backward(
+    dx, dw_gate, dw_up, _ = gated_linear_backward(
         x.reshape(-1, x.shape[-1]),
         w_gate,
         w_up,
@@ -120,6 +139,8 @@ def _backward_variant(*, x, w_gate, w_up, activation, cotangents, **configs):
 
 
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    if "norm" in arguments:
+        return gradients_of(GATED_LINEAR, implementation, arguments, cotangents)
     if implementation == "mosaic":
         return _backward_variant(**arguments, cotangents=cotangents)
     x, w_gate, w_up = (arguments[name] for name in ("x", "w_gate", "w_up"))
@@ -134,15 +155,16 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
 
 GATED_LINEAR = OpSpec(
     name="gated_linear",
-    function=gated_linear,
-    reference=gated_linear_reference,
+    function=_function,
+    reference=_reference,
     implementations=("mosaic", "xla"),
-    differentiable=("x", "w_gate", "w_up"),
-    batched=("x",),
+    differentiable=("x", "w_gate", "w_up", *NORM_ARRAYS),
+    batched=("x", "mean_square"),
     arg_specs=_ARG_SPECS,
     forward_traffic=_forward_traffic,
     backward_traffic=_backward_traffic,
     backward=_backward,
     variants=_variants,
+    problem=lambda arguments: problem(arguments["x"], arguments["w_gate"], arguments["activation"]),
     flops=flops,
 )

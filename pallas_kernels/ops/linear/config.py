@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
+from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
-MOST_FEW_ROWS = 16
 FEWEST_MANY_ROWS = 512
-"""Between them nothing has been measured."""
+"""Between few rows and these nothing has been measured."""
+Config = GemmConfig | FewRowsConfig
 
 
-def default_config(rows: int, outputs: int, features: int, *, keeps_product: bool = False) -> GemmConfig:
-    """The untuned choice for a (rows, outputs) result with sums over so many features."""
-    config = choose_config(rows, outputs, features)
+def problem(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    activation: str | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> tuning.Problem:
+    """What the tuned table knows a layer by; of the arrays only shapes and dtypes."""
+    behind = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
+    return {
+        "rows": tuning.near(prod(x.shape[:-1])),
+        "features": w.shape[0],
+        "outputs": w.shape[1],
+        "dtype": x.dtype.name if out_dtype == x.dtype else f"{x.dtype.name}-to-{out_dtype.name}",
+        "behind": "+".join(str(name) for name, is_there in behind.items() if is_there) or "nothing",
+    }
+
+
+def preferred(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    activation: str | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> Sequence[str]:
+    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    has_epilogue = activation is not None or residual is not None
+    is_best = is_preferred(prod(x.shape[:-1]), w.shape[1], w.shape[0], has_epilogue=has_epilogue)
+    known = problem(x, w, bias, activation, residual, out_dtype)
+    return tuning.implementations("linear", known, untuned=("mosaic",) if is_best else ())
+
+
+def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
+    """The measured best for a problem, else the untuned choice."""
+    outputs = int(known["outputs"])
+    untuned: Config = choose_config(rows, outputs)
+    if rows <= MOST_ROWS:
+        untuned = choose_few_rows(rows, outputs, int(known["features"]))
+    config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of two results, so that four stages still fit.
-    return replace(config, store_slots=1) if keeps_product else config
+    return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
 
 
 def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) -> bool:
     """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
 
     has_epilogue: an activation or residual follows. On an H200, times as fast as XLA: with gelu 1.08 at 8192 rows and
-    1.10 at 512, with a residual 1.02 and 1.03; a row or sixteen, 2048 or 4096 features 1.05 to 1.15. Plain products of
-    many rows are even with XLA's (0.99 to 1.02), and left to it.
+    1.10 at 512, with a residual 1.02 and 1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39. Plain
+    products of many rows are even with XLA's (0.99 to 1.02), and left to it.
     """
-    if rows <= MOST_FEW_ROWS:
-        return outputs >= 4096 and 2048 <= features <= 4096
+    if rows <= MOST_ROWS:
+        return outputs >= 4096 and features >= 2048
     return has_epilogue and rows >= FEWEST_MANY_ROWS and fills(rows, outputs)
 
 
-def candidates(rows: int) -> dict[str, GemmConfig]:
+def candidates(rows: int) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
-    if rows <= 64:
-        return {
-            f"{n} columns, {k} deep": GemmConfig(
-                tile_m=64, tile_n=n, tile_k=k, warpgroups=1, stages=16, store_columns=min(n, 64)
-            )
-            for n, k in ((32, 64), (32, 128), (64, 64), (64, 128), (128, 64))
-        }
+    if rows <= MOST_ROWS:
+        return {**few_rows_candidates()}
     return {
         "128x256": GemmConfig(),
         "256x128": GemmConfig(tile_m=256, tile_n=128),

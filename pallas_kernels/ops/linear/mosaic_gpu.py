@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.linear.config import default_config
+from pallas_kernels.ops.linear.config import Config, problem, tuned_config
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -19,23 +20,31 @@ def linear_forward(
     residual: jax.Array | None,
     *,
     activation: Activation | None,
+    row_scale: jax.Array | None = None,
     out_dtype: jnp.dtype,
     keeps_product: bool = False,
-    config: GemmConfig | None = None,
+    config: Config | None = None,
+    name: str = "linear",
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (activation(x @ w + bias) + residual, x @ w), the second only where asked for, in x's dtype.
+    """Returns (activation(x @ w + bias) + residual, x @ w), the second only where asked for, in x's dtype; with a
+    row_scale the products' rows are multiplied by it first.
 
     x: (rows, features), w: (features, outputs), of one 16-bit dtype. bias: (outputs,). residual: (rows, outputs) of
-    out_dtype.
+    out_dtype. row_scale: (rows,) float32.
     """
-    results = gemm(
-        [x],
-        [w],
-        epilogue=Epilogue(activation=activation, keeps_products=keeps_product),
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        config=config or default_config(x.shape[0], w.shape[1], w.shape[0], keeps_product=keeps_product),
-        name="linear",
-    )
+    if config is None:
+        known = problem(x, w, bias, None if activation is None else activation.name, residual, jnp.dtype(out_dtype))
+        config = tuned_config(known, x.shape[0], keeps_product=keeps_product)
+    behind = {
+        "epilogue": Epilogue(activation=activation, keeps_products=keeps_product),
+        "bias": bias,
+        "row_scale": row_scale,
+        "residual": residual,
+        "out_dtype": out_dtype,
+        "name": name,
+    }
+    if isinstance(config, FewRowsConfig):
+        results = few_rows_product(x, [w], config=config, **behind)
+    else:
+        results = gemm([x], [w], config=config, **behind)
     return results[0], results[1] if keeps_product else None

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops._products.specs import flat, product_bytes, product_flops, rows_of
 from pallas_kernels.ops.linear.api import linear
-from pallas_kernels.ops.linear.config import candidates
+from pallas_kernels.ops.linear.config import candidates, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
 
 
 def _call(
@@ -88,41 +89,30 @@ _ARG_SPECS = (
 )
 
 
-def _result(arguments: Arguments) -> tuple[int, int]:
-    """Elements of the result and bytes of each."""
-    x, w = arguments["x"], arguments["w"]
-    dtype = jnp.dtype(arguments.get("out_dtype") or x.dtype)
-    return array_bytes(x) // x.dtype.itemsize // x.shape[-1] * w.shape[1], dtype.itemsize
+def _result_bytes(arguments: Arguments) -> int:
+    itemsize = jnp.dtype(arguments.get("out_dtype") or arguments["x"].dtype).itemsize
+    return rows_of(arguments) * arguments["w"].shape[1] * itemsize
 
 
 def _forward_traffic(arguments: Arguments) -> Traffic:
-    elements, itemsize = _result(arguments)
-    read = [array_bytes(arguments["x"]), array_bytes(arguments["w"])]
-    if arguments.get("residual") is not None:
-        read.append(elements * itemsize)
-    return Traffic(read=tuple(read), written=(elements * itemsize,))
+    read, _ = product_bytes(arguments, "w")
+    result = _result_bytes(arguments)
+    return Traffic(read=(*read, *(() if arguments.get("residual") is None else (result,))), written=(result,))
 
 
 def _backward_traffic(arguments: Arguments) -> Traffic:
-    elements, itemsize = _result(arguments)
-    x, w = array_bytes(arguments["x"]), array_bytes(arguments["w"])
-    kept = (elements * itemsize,) if arguments.get("activation") else ()
-    return Traffic(read=(x, w, elements * itemsize, *kept), written=(x, w))
+    read, _ = product_bytes(arguments, "w")
+    result = _result_bytes(arguments)
+    return Traffic(read=(*read, result, *((result,) if arguments.get("activation") else ())), written=tuple(read))
 
 
 def flops(arguments: Arguments, phase: str) -> int:
     """Multiplications and additions of a phase's products."""
-    elements, _ = _result(arguments)
-    return 2 * elements * arguments["x"].shape[-1] * (1 if phase == "forward" else 2)
-
-
-def _rows(array: jax.Array | None) -> jax.Array | None:
-    return None if array is None else array.reshape(-1, array.shape[-1])
+    return product_flops(arguments, phase, "w")
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    x = arguments["x"]
-    rows = array_bytes(x) // x.dtype.itemsize // x.shape[-1]
+    rows = rows_of(arguments)
     found = candidates(rows)
     if phase == "forward":
         return {name: partial(_forward_variant, config=config) for name, config in found.items()}
@@ -136,7 +126,7 @@ def _forward_variant(*, x, w, bias=None, activation=None, residual=None, out_dty
         x.reshape(-1, x.shape[-1]),
         w,
         bias,
-        _rows(residual),
+        flat(residual),
         activation=None if activation is None else get_activation("linear", activation),
         out_dtype=jnp.dtype(out_dtype or x.dtype),
         config=config,
@@ -148,7 +138,7 @@ def _backward_variant(*, x, w, cotangents, bias=None, activation=None, residual=
     (dy,) = cotangents
     rows = dy.reshape(-1, dy.shape[-1])
     # dy stands for the product that the forward pass keeps: of its shape and dtype, and as good a sample of values.
-    dx, dw, dbias = linear_backward(
+    dx, dw, dbias, _ = linear_backward(
         x.reshape(-1, x.shape[-1]),
         w,
         bias,
@@ -166,6 +156,13 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
     x, w, bias = arguments["x"], arguments["w"], arguments.get("bias")
     activation = arguments.get("activation")
     (dy,) = cotangents
+    if implementation == "triton":
+        from pallas_kernels.ops.linear.triton import backward  # imports Triton
+
+        # From the kept product on, for which dy stands as above.
+        rows, flat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx, dw, _, dbias = backward(rows, w, None, bias, flat, flat, activation=activation)
+        return tuple(value for value in (dx.reshape(x.shape), dw, dbias) if value is not None)
     dtype = jnp.dtype(arguments.get("out_dtype") or x.dtype)
     if activation is not None:  # from the kept product on, for which dy stands as above
 
@@ -184,11 +181,17 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
     return tuple(value for value in jax.vjp(forward, x, w, bias)[1](dy) if value is not None)
 
 
+def _problem(arguments: Arguments) -> Mapping[str, int | str]:
+    x, dtype = arguments["x"], jnp.dtype(arguments.get("out_dtype") or arguments["x"].dtype)
+    bias, activation, residual = (arguments.get(name) for name in ("bias", "activation", "residual"))
+    return problem(x, arguments["w"], bias, activation, residual, dtype)
+
+
 LINEAR = OpSpec(
     name="linear",
     function=linear,
     reference=linear_reference,
-    implementations=("mosaic", "xla"),
+    implementations=("mosaic", "triton", "xla"),
     differentiable=("x", "w", "bias", "residual"),
     batched=("x", "residual"),
     arg_specs=_ARG_SPECS,
@@ -196,5 +199,6 @@ LINEAR = OpSpec(
     backward_traffic=_backward_traffic,
     backward=_backward,
     variants=_variants,
+    problem=_problem,
     flops=flops,
 )

@@ -1,0 +1,1 @@
+"""What the operations on matrix products share."""

@@ -1,0 +1,38 @@
+"""A norm's scale multiplied into the weights behind it, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Norm
+
+
+def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
+    """The norm without its scale, and the weights behind it with that scale in their rows.
+
+    For weights that do not change from call to call, as in decoding: done once, the pass over x that multiplies by the
+    scale is left out of every call. In a training step it would be a pass over the weights, and longer.
+
+    Args:
+        norm: with a scale (features,) and no bias.
+        weights: (features, outputs) each.
+
+    Returns:
+        `norm` with `scale=None`, and the weights, rounded to their dtypes.
+
+    Raises:
+        ValueError: a norm without scale or with a bias, or a weight of another number of rows.
+    """
+    if norm.scale is None or norm.bias is not None:
+        raise ValueError(f"fold_scale: the norm must have a scale and no bias, got {norm}.")
+    scale = jnp.asarray(norm.scale)
+    folded = []
+    for weight in map(jnp.asarray, weights):
+        if weight.ndim != 2 or weight.shape[0] != scale.shape[0]:
+            raise ValueError(f"fold_scale: a weight must be ({scale.shape[0]}, outputs), got {weight.shape}.")
+        wide = jnp.promote_types(weight.dtype, jnp.float32)
+        folded.append((weight.astype(wide) * scale.astype(wide)[:, None]).astype(weight.dtype))
+    return replace(norm, scale=None), tuple(folded)

@@ -1,0 +1,217 @@
+"""The linear layer as a Triton kernel through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
+
+The classic tiled product: a block computes a tile of the result, with bias, activation and residual on the accumulator.
+RMSNorm in front of it is a factor of each row behind the product, from squares that are summed as the row comes by.
+Imported only when asked for, since it imports Triton.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import jax_triton  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
+from pallas_kernels.ops.linear.triton_config import TritonConfig, default_config
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+
+
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
+def activated(x, activation: tl.constexpr):
+    """See `pallas_kernels.primitives.activations`; in float32."""
+    if activation == "gelu_tanh":
+        y = x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    elif activation == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    elif activation == "silu":
+        y = x * tl.sigmoid(x)
+    elif activation == "relu":
+        y = tl.maximum(x, 0.0)
+    elif activation == "relu_squared":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        y = x
+    return y
+
+
+@triton.jit  # pyright: ignore[reportAttributeAccessIssue]
+def linear_forward(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    product_ptr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    features: tl.constexpr,
+    epsilon: tl.constexpr,
+    activation: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    keeps_product: tl.constexpr,
+    tile_m: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_k: tl.constexpr,
+    group: tl.constexpr,
+):
+    """One tile of y a block; blocks near in time share `group` rows of tiles, and with them columns of w in the L2."""
+    tiles_m = tl.cdiv(rows, tile_m)
+    tiles_n = tl.cdiv(outputs, tile_n)
+    tile = tl.program_id(0)
+    first = tile // (group * tiles_n) * group
+    height = tl.minimum(tiles_m - first, group)
+    row = (first + tile % (group * tiles_n) % height) * tile_m + tl.arange(0, tile_m)
+    column = tile % (group * tiles_n) // height * tile_n + tl.arange(0, tile_n)
+    is_row, is_column = row < rows, column < outputs
+    depth = tl.arange(0, tile_k)
+    x_offsets = row.to(tl.int64)[:, None] * features + depth[None, :]
+    w_offsets = depth.to(tl.int64)[:, None] * outputs + column[None, :]
+    sums = tl.zeros((tile_m, tile_n), tl.float32)
+    squares = tl.zeros((tile_m,), tl.float32)
+    for start in range(0, features, tile_k):
+        is_inside = depth < features - start
+        x = tl.load(x_ptr + x_offsets, mask=is_row[:, None] & is_inside[None, :], other=0.0)
+        w = tl.load(w_ptr + w_offsets, mask=is_inside[:, None] & is_column[None, :], other=0.0)
+        if has_norm:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            scale = tl.load(scale_ptr + start + depth, mask=is_inside, other=0.0).to(tl.float32)
+            x = (wide * scale[None, :]).to(x.dtype)
+        sums = tl.dot(x, w, sums, input_precision="ieee")
+        x_offsets += tile_k
+        w_offsets += tile_k * outputs
+    if has_norm:
+        sums *= tl.rsqrt(squares / features + epsilon)[:, None]
+    offsets = row.to(tl.int64)[:, None] * outputs + column[None, :]
+    is_kept = is_row[:, None] & is_column[None, :]
+    if keeps_product:
+        tl.store(product_ptr + offsets, sums.to(product_ptr.dtype.element_ty), mask=is_kept)
+    if has_bias:
+        sums += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    sums = activated(sums, activation)
+    if has_residual:
+        sums += tl.load(residual_ptr + offsets, mask=is_kept, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, sums.to(y_ptr.dtype.element_ty), mask=is_kept)
+
+
+def launch(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    epsilon: float,
+    keeps_product: bool = False,
+    config: TritonConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns y and the product, which is of use only where it was to be kept. x: (rows, features), else as `linear`.
+
+    scale: (features,), of an RMSNorm of x, which there is none of without it.
+    """
+    (rows, features), outputs = x.shape, w.shape[1]
+    config = config or default_config(rows, x.dtype)
+    # A pointer that is not used must still be one.
+    operands = (x if operand is None else operand for operand in (scale, bias, residual))
+    y, product = jax_triton.triton_call(
+        x,
+        w,
+        *operands,
+        kernel=linear_forward,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, outputs), x.dtype),
+            jax.ShapeDtypeStruct((rows, outputs) if keeps_product else (1, 1), x.dtype),
+        ),
+        grid=(-(-rows // config.tile_m) * -(-outputs // config.tile_n),),
+        name="linear_triton" if scale is None else "norm_linear_triton",
+        num_warps=config.warps,
+        num_stages=config.stages,
+        rows=rows,
+        outputs=outputs,
+        features=features,
+        epsilon=epsilon,
+        activation=activation or "",
+        has_norm=scale is not None,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        keeps_product=keeps_product,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        tile_k=config.tile_k,
+        group=config.group,
+    )
+    return y, product
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def linear_triton(
+    activation: str | None,
+    epsilon: float,
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """The layer on x (rows, features), after an RMSNorm where there is a `scale`. Differentiable."""
+    return launch(x, w, scale, bias, residual, activation=activation, epsilon=epsilon)[0]
+
+
+def _fwd(activation, epsilon, x, w, scale, bias, residual):
+    keeps = activation is not None
+    y, product = launch(x, w, scale, bias, residual, activation=activation, epsilon=epsilon, keeps_product=keeps)
+    return y, (x, w, scale, bias, product if keeps else None, residual is not None)
+
+
+def backward(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    product: jax.Array | None,
+    dy: jax.Array,
+    *,
+    activation: str | None,
+    epsilon: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Gradients of x, w, scale and bias; XLA's products, with which the Mosaic GPU kernels are even at best.
+
+    product: of the normed x and w, needed with an activation.
+    """
+    dbias = None
+    if activation is not None:
+        assert product is not None
+
+        def finish(product, bias):
+            return bias_activation_reference(product, bias, activation=activation)
+
+        dy, dbias = jax.vjp(finish, product, bias)[1](dy)
+    elif bias is not None:
+        dbias = jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
+    if scale is None:
+        return dy @ w.T, x.T @ dy, None, dbias
+
+    def normalise(x, scale):
+        return cast(jax.Array, rms_norm_reference(x, scale, epsilon=epsilon))
+
+    normed, pullback = jax.vjp(normalise, x, scale)
+    dx, dscale = pullback(dy @ w.T)
+    return dx, normed.T @ dy, dscale, dbias
+
+
+def _bwd(activation, epsilon, saved, dy):
+    x, w, scale, bias, product, has_residual = saved
+    gradients = backward(x, w, scale, bias, product, dy, activation=activation, epsilon=epsilon)
+    return *gradients, dy if has_residual else None
+
+
+linear_triton.defvjp(_fwd, _bwd)

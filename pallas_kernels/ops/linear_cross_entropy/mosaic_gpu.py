@@ -1,0 +1,236 @@
+"""Linear layer and cross-entropy forward on Mosaic GPU: a product that leaves numbers of rows, and no logits.
+
+Each tile of logits is summarised on the accumulator, in float32: for every row its maximum, the sum of exponentials
+under it, the label's logit if it is in the tile, and with label smoothing the sum. A few numbers for 256 logits go to
+memory; XLA puts them together. For the gradient the logits of the first rows can be kept, rounded; their numbers are
+then of the rounded ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.cross_entropy.formula import LOG2_E, LOWEST_LOGIT, Exponential, Slope, Terms, Token
+from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.operands import padded_vector
+from pallas_kernels.primitives.gemm.store import Pieces, Store
+from pallas_kernels.primitives.platform import varying_like
+
+BINARY = Exponential(is_binary=True)
+PIECE = 64
+"""Columns of a tile that are worked at at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of each row of logits, float32: see `formula`.
+
+    total: the sum of exponentials under the shift that belongs to `maximum`. target: the label's logit, where it names
+    a token. logit_sum: with label smoothing.
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    target: jax.Array
+    logit_sum: jax.Array | None
+
+    def losses(self, terms: Terms, token: Token) -> jax.Array:
+        """Of the rows with these tokens, times their weights."""
+        total = BINARY.total(self.total, BINARY.shift(self.maximum), self.maximum)
+        return terms.loss(token, self.maximum, total, self.target, self.logit_sum)
+
+    def slope(self, terms: Terms, token: Token) -> Slope:
+        """What the gradients of the rows with these tokens need, times their weights."""
+        shift = BINARY.shift(self.maximum)
+        return terms.slope(self.maximum, self.total, token, exponential=BINARY, shift=shift)
+
+
+jax.tree_util.register_dataclass(Statistics, ["maximum", "total", "target", "logit_sum"], [])
+
+
+def logits_statistics(
+    hidden: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    *,
+    terms: Terms,
+    kept_rows: int,
+    config: GemmConfig,
+) -> tuple[Statistics, jax.Array | None]:
+    """Returns the statistics of hidden @ w, and with `kept_rows` an array like w with so many first rows of logits.
+
+    hidden: (rows, features), rows and features as the main loop takes them. w: (features, vocabulary), of its dtype.
+    labels: (rows,) int32 from 0 to below vocabulary. kept_rows: at most features, and all rows or a multiple of 64.
+    The other rows of that array hold anything.
+    """
+    (rows, features), vocabulary, dtype = hidden.shape, w.shape[1], hidden.dtype
+    problem = problem_of(rows, vocabulary, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
+    pieces = Pieces.of(problem)
+    height = problem.grid[0] * problem.clusters[0] * problem.config.tile_m
+    tiles, block = -(-vocabulary // problem.width), problem.config.warpgroup_rows
+    numbers = 4 if terms.label_smoothing else 3
+    out_type = [jax.ShapeDtypeStruct((tiles, height), jnp.float32)] * numbers
+    if kept_rows:
+        out_type.append(jax.ShapeDtypeStruct(w.shape, dtype))
+
+    def make_store(extras, outputs, buffer, arrived, warpgroup):
+        store = None
+        if kept_rows:
+            store = Store(
+                pieces=pieces,
+                epilogue=Epilogue(),
+                extras={},
+                outputs=[outputs[-1].at[pl.ds(0, kept_rows)]],
+                buffers=[buffer],
+                arrived=arrived,
+                first_barrier=warpgroup * pieces.slots,
+            )
+        return StatisticsStore(
+            rows=rows,
+            vocabulary=vocabulary,
+            labels=extras["labels"],
+            labelled=extras["labelled"],
+            partial=outputs[:numbers],
+            store=store,
+            kept_rows=kept_rows,
+            block=block,
+            width=problem.width,
+        )
+
+    outputs = product_kernel(
+        problem,
+        hidden,
+        w,
+        name="linear_cross_entropy",
+        make_store=make_store,
+        extras={
+            "labels": padded_vector(labels, height),
+            "labelled": _labelled(labels, height // block, block, tiles, problem.width),
+        },
+        out_type=out_type,
+        buffer_dtype=dtype if kept_rows else None,
+    )
+    outputs = [varying_like(output, hidden, w, labels) for output in outputs]
+    statistics = _together(outputs[:numbers], labels, problem.width)
+    return statistics, outputs[-1] if kept_rows else None
+
+
+def _labelled(labels: jax.Array, blocks: int, block: int, tiles: int, width: int) -> jax.Array:
+    """(blocks, tiles) int32: whether a warpgroup's part of a tile has labels in it. Few have."""
+    label_tiles = jnp.pad(labels // width, (0, blocks * block - labels.shape[0]), constant_values=-1)
+    hits = label_tiles.reshape(blocks, block, 1) == jnp.arange(tiles)
+    return jnp.any(hits, axis=1).astype(jnp.int32)
+
+
+def _together(partial: Sequence[jax.Array], labels: jax.Array, width: int) -> Statistics:
+    """From tiles' numbers, (tiles, rows and more) each, to rows'."""
+    rows = labels.shape[0]
+    maxima, totals, targets, *sums = (array[:, :rows] for array in partial)
+    maximum = jnp.max(maxima, axis=0)
+    totals = totals * BINARY.ratio(BINARY.shift(maxima), BINARY.shift(maximum))
+    return Statistics(
+        maximum=maximum,
+        total=jnp.sum(totals, axis=0),
+        target=jnp.take_along_axis(targets, (labels // width)[None], axis=0)[0],
+        logit_sum=jnp.sum(sums[0], axis=0) if sums else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsStore:
+    """What a warpgroup does with a tile of logits.
+
+    rows, vocabulary: of all logits. labels: (rows and more,) in device memory. labelled: see `_labelled`. partial:
+    (tiles, rows and more) each. store: of the logits themselves, for the first `kept_rows`. early: what was asked for
+    before the products.
+    """
+
+    rows: int
+    vocabulary: int
+    labels: Any
+    labelled: Any
+    partial: Sequence[Any]
+    store: Store | None
+    kept_rows: int
+    block: int
+    width: int
+    early: dict[str, jax.Array] = field(default_factory=dict)
+
+    def begin(self, row: jax.Array, column: jax.Array) -> None:
+        """Before the products: nobody is to wait for memory behind them."""
+        self.early["is_labelled"] = self.labelled[row // self.block, column // self.width] != 0
+
+    def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
+        """Summarises, and stores what is kept."""
+        if self.store is None:
+            self._summarise(products[0], row, column)
+            return
+
+        def keep():
+            assert self.store is not None
+            # The gradient will come from the rounded logits, and needs the sum of *their* exponentials.
+            rounded = products[0].astype(self.store.outputs[0].dtype).astype(jnp.float32)
+            self.store.finish([rounded], row, column)
+            self._summarise(rounded, row, column)
+
+        if self.kept_rows == self.rows:
+            keep()
+            return
+        lax.cond(row < self.kept_rows, keep, lambda: self._summarise(products[0], row, column))
+
+    def _summarise(self, logits: jax.Array, row: jax.Array, column: jax.Array) -> None:
+        rows, width = logits.shape
+        piece = min(PIECE, width)
+        columns = plgpu.broadcasted_iota(jnp.int32, (rows, piece), 1, layout=plgpu.Layout.WGMMA) + column
+        starts = range(0, width, piece)
+        parts = [logits[:, start : start + piece] for start in starts]
+        is_cut = self.vocabulary % width != 0
+        if is_cut:  # zeros from outside stand in the last tile
+            ends = [self.vocabulary - start for start in starts]
+            parts = [jnp.where(columns < end, part, LOWEST_LOGIT) for end, part in zip(ends, parts, strict=True)]
+        highest = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+        highest = jnp.maximum(highest, LOWEST_LOGIT)
+        shift = spread(BINARY.shift(highest), piece)
+        total = jnp.sum(added(jnp.exp2(part * LOG2_E - shift) for part in parts), axis=1)
+        place = (column // width, pl.ds(row, rows))
+        maximum_ref, total_ref, target_ref, *sum_ref = self.partial
+        maximum_ref[place], total_ref[place] = highest, total
+        for ref in sum_ref:
+            ref[place] = jnp.sum(added(_counted(part) if is_cut else part for part in parts), axis=1)
+
+        @pl.when(self.early["is_labelled"])
+        def _():
+            label = spread(load_rows(self.labels, row, rows), piece)
+            found = (jnp.where(columns == label - start, part, 0.0) for start, part in zip(starts, parts, strict=True))
+            target_ref[place] = jnp.sum(added(found), axis=1)
+
+
+def _counted(part: jax.Array) -> jax.Array:
+    return jnp.where(part > LOWEST_LOGIT, part, 0.0)
+
+
+def added(values: Iterable[jax.Array]) -> jax.Array:
+    """Of arrays, element by element."""
+    return functools.reduce(operator.add, values)
+
+
+def load_rows(ref: Any, row: jax.Array, rows: int) -> jax.Array:
+    """A number of each row of a tile, from device memory, as it lies beside the accumulator."""
+    return plgpu.load(ref.at[pl.ds(row, rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def spread(numbers: jax.Array, columns: int) -> jax.Array:
+    """A number of each row beside each of its columns."""
+    return lax.broadcast_in_dim(numbers, (numbers.shape[0], columns), (0,))

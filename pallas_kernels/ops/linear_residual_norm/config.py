@@ -1,0 +1,37 @@
+"""Launch configurations of the kernel: what is chosen untuned, and what is worth measuring."""
+
+from __future__ import annotations
+
+from pallas_kernels.primitives.gemm.choice import choose_config, fills
+from pallas_kernels.primitives.gemm.config import GemmConfig
+
+FEWEST_ROWS = 512
+"""Below, nothing has been measured."""
+
+
+def default_config(rows: int, outputs: int) -> GemmConfig:
+    """The untuned choice."""
+    return choose_config(rows, outputs)
+
+
+def is_preferred(rows: int, outputs: int) -> bool:
+    """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
+
+    On an H200, 14336 features and 4096 outputs: 1.01 times as fast as XLA at 8192 rows, 1.01 at 512.
+    """
+    return rows >= FEWEST_ROWS and fills(rows, outputs)
+
+
+def candidates(rows: int) -> dict[str, GemmConfig]:
+    """The configurations worth measuring, by name."""
+    if rows <= 64:
+        return {
+            f"{n} columns, 128 deep": GemmConfig(tile_m=64, tile_n=n, tile_k=128, warpgroups=1, stages=16)
+            for n in (64, 128)
+        }
+    return {
+        "128x256": GemmConfig(),
+        "128x128": GemmConfig(tile_n=128, stages=6),
+        "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 skew 3, none in flight": GemmConfig(skew=3, in_flight=0),
+    }

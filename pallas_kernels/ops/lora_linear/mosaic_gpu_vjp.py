@@ -1,0 +1,45 @@
+"""The low-rank corrected linear layer backward.
+
+x's gradient has the form of the layer itself, [dy | alpha dy @ b.T] @ [w.T ; a.T], and can have its kernel. All else
+are plain products, XLA's; where w, as usual, is not trained, XLA leaves its gradient out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_gradient_x
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.platform import varying_like
+
+
+@partial(jax.jit, static_argnames=("alpha", "config"))
+def lora_linear_backward(
+    x: jax.Array,
+    w: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    *,
+    alpha: float,
+    config: GemmConfig | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns (dx, dw, da, db, dbias), dbias None without a bias. Arguments as in `mosaic_gpu.lora_linear_forward`.
+
+    config: of the kernel for dx; None: XLA's products.
+    """
+    low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
+    if config is None:
+        correction = jnp.matmul((alpha * low).astype(x.dtype), a.T, preferred_element_type=jnp.float32)
+        dx = (jnp.matmul(dy, w.T, preferred_element_type=jnp.float32) + correction).astype(x.dtype)
+    else:
+        dx = lora_linear_gradient_x(dy, w, a, low, alpha=alpha, config=config)
+    da = x.T @ (alpha * low).astype(x.dtype)
+    inner = (alpha * jnp.matmul(x, a, preferred_element_type=jnp.float32)).astype(x.dtype)
+    db = inner.T @ dy
+    dbias = None if bias is None else jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
+    return dx, x.T @ dy, da, db, None if dbias is None else varying_like(dbias, dy)

@@ -1,0 +1,27 @@
+"""The low-rank corrected linear layer in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def lora_linear_reference(
+    x: jax.Array,
+    w: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    alpha: float = 1.0,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """See `pallas_kernels.lora_linear`. Products are rounded to x's dtype, what follows is in float32 or float64."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = (rows @ w).astype(wide) + alpha * ((rows @ a) @ b).astype(wide)
+    if bias is not None:
+        y = y + bias.astype(wide)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[1])

@@ -1,0 +1,141 @@
+"""The registry entry of the low-rank corrected linear layer: calls for tests and benchmarks, traffic, variants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from pallas_kernels.ops.lora_linear.api import lora_linear
+from pallas_kernels.ops.lora_linear.config import candidates, default_gradient_config
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
+from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
+from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
+
+
+def _call(
+    *leading: int,
+    features: int,
+    outputs: int,
+    rank: int = 16,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+    alpha: float = 2.0,
+    tags: tuple[str, ...] = ("test",),
+) -> ArgSpec:
+    """Weights have the deviation that keeps the size of features."""
+    arguments: dict[str, Any] = {
+        "x": ArraySpec(shape=(*leading, features), dtype=dtype),
+        "w": ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5),
+        "a": ArraySpec(shape=(features, rank), dtype=dtype, deviation=features**-0.5),
+        "b": ArraySpec(shape=(rank, outputs), dtype=dtype, deviation=max(rank, 1) ** -0.5),
+        "alpha": alpha,
+    }
+    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-rank{rank}-{dtype}"
+    if bias:
+        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
+        name += "-bias"
+    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+
+
+_GPU = ("gpu",)
+_BENCH = ("gpu", "bench")
+
+_ARG_SPECS = (
+    _call(2, 12, features=128, outputs=192, rank=8, bias=True),
+    _call(40, features=64, outputs=128, rank=72, dtype="float16"),
+    _call(0, features=64, outputs=128, rank=4, tags=("test", "empty")),
+    _call(777, features=1024, outputs=4032, rank=4, bias=True, tags=_GPU),
+    _call(515, features=4160, outputs=1088, rank=128, tags=_GPU),
+    _call(2200, features=1024, outputs=2048, rank=16, dtype="float16", tags=_GPU),
+    _call(2060, features=1024, outputs=2048, rank=72, bias=True, tags=_GPU),
+    _call(600, features=1024, outputs=2048, rank=64, tags=_GPU),
+    *(
+        _call(rows, features=4096, outputs=outputs, rank=16, tags=(*_BENCH, "block"))
+        for rows in (8192, 512)
+        for outputs in (4096, 14336)
+    ),
+    _call(8192, features=4096, outputs=4096, rank=64, tags=("bench",)),
+)
+
+
+def _rows(arguments: Arguments) -> int:
+    return math.prod(arguments["x"].shape[:-1])
+
+
+def _sizes(arguments: Arguments) -> tuple[int, int, int]:
+    """Bytes of x, of w with a and b, and of the result."""
+    x, w = arguments["x"], arguments["w"]
+    weights = sum(array_bytes(arguments[name]) for name in ("w", "a", "b"))
+    return array_bytes(x), weights, _rows(arguments) * w.shape[1] * x.dtype.itemsize
+
+
+def _forward_traffic(arguments: Arguments) -> Traffic:
+    x, weights, y = _sizes(arguments)
+    return Traffic(read=(x, weights), written=(y,))
+
+
+def _backward_traffic(arguments: Arguments) -> Traffic:
+    x, weights, y = _sizes(arguments)
+    return Traffic(read=(x, weights, y), written=(x, weights))
+
+
+def flops(arguments: Arguments, phase: str) -> int:
+    """Multiplications and additions of a phase's products."""
+    (features, outputs), rank = arguments["w"].shape, arguments["a"].shape[1]
+    forward = 2 * _rows(arguments) * (features * outputs + rank * (features + outputs))
+    return forward if phase == "forward" else 2 * forward
+
+
+def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    found = candidates(arguments["a"].shape[1])
+    if phase == "forward":
+        return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+    kernels = {name: config.product for name, config in found.items() if not config.joint}
+    return {name: partial(_backward_variant, config=config) for name, config in {"XLA": None, **kernels}.items()}
+
+
+def _forward_variant(*, x, w, a, b, alpha=1.0, bias=None, config):
+    y = lora_linear_forward(x.reshape(-1, x.shape[-1]), w, a, b, bias, alpha=alpha, config=config)
+    return (y.reshape(*x.shape[:-1], -1),)
+
+
+def _backward_variant(*, x, w, a, b, cotangents, alpha=1.0, bias=None, config):
+    (dy,) = cotangents
+    rows = x.reshape(-1, x.shape[-1])
+    dx, *rest = lora_linear_backward(rows, w, a, b, bias, dy.reshape(-1, dy.shape[-1]), alpha=alpha, config=config)
+    return tuple(value for value in (dx.reshape(x.shape), *rest) if value is not None)
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    if implementation == "mosaic":
+        features, outputs = arguments["w"].shape
+        config = default_gradient_config(_rows(arguments), outputs, features)
+        return _backward_variant(**arguments, cotangents=cotangents, config=config)
+    names = [name for name in ("x", "w", "a", "b", "bias") if arguments.get(name) is not None]
+
+    def forward(*values):
+        arrays = dict(zip(names, values, strict=True))
+        return lora_linear_reference(**arrays, alpha=arguments.get("alpha", 1.0))
+
+    return jax.vjp(forward, *(arguments[name] for name in names))[1](cotangents[0])
+
+
+LORA_LINEAR = OpSpec(
+    name="lora_linear",
+    function=lora_linear,
+    reference=lora_linear_reference,
+    implementations=("mosaic", "xla"),
+    differentiable=("x", "w", "a", "b", "bias"),
+    batched=("x",),
+    arg_specs=_ARG_SPECS,
+    forward_traffic=_forward_traffic,
+    backward_traffic=_backward_traffic,
+    backward=_backward,
+    variants=_variants,
+    flops=flops,
+)

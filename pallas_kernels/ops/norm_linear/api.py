@@ -1,0 +1,103 @@
+"""The public function: checks and dispatch. Its kernels are the norms' and the linear layer's, with their gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.arguments import Norm
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
+from pallas_kernels.ops.linear import api as linear_api
+from pallas_kernels.ops.norm_linear.config import is_preferred
+from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
+from pallas_kernels.primitives.activations import get_activation
+
+
+def norm_linear(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: Norm,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """A linear layer of a normalised input, and what follows it.
+
+    The same as, with the product accumulated in float32 and float32 between the casts,
+
+        y = activation(norm(x) @ w + bias) + residual
+
+    Everything from the product on is one launch. The norm is another, unless it has no scale and its mean squares are
+    given; see `Norm`.
+
+    Args:
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        w: (features, outputs), of x's dtype.
+        norm: of x.
+        bias, activation, residual, out_dtype: as in `linear`.
+        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`,
+            and at least 128 features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs;
+            also float32; an "rms" norm with a scale and without mean squares, in the product's launch; a result of x's
+            dtype), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs and is the faster
+            one, else "xla".
+
+    Returns:
+        y, (..., outputs), of `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    bias = None if bias is None else jnp.asarray(bias)
+    residual = None if residual is None else jnp.asarray(residual)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if activation is not None:
+        get_activation("norm_linear", activation)
+    linear_api.check("norm_linear", x, w, bias, residual, dtype)
+    if norm is None:
+        raise TypeError("norm_linear: norm must be a pallas_kernels.Norm, got None; without one, call linear.")
+    check_norm("norm_linear", norm, x)
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, w, norm, bias, dtype),
+        "triton": partial(triton_unsupported, x, norm, dtype),
+        "xla": lambda: None,
+    }
+    rows = as_rows(x)
+    preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else ()
+    chosen = choose("norm_linear", implementation, support, preferred=preferred)
+    if chosen == "xla" or x.size == 0 or w.size == 0:
+        y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
+        return y.astype(dtype)
+    residual = None if residual is None else as_rows(residual)
+    rows, norm, *others = varying_alike((rows, norm, w, bias, residual))
+    if chosen == "triton":
+        from pallas_kernels.ops.linear.triton import linear_triton  # imports Triton
+
+        weights, *behind = others
+        y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *behind)  # pyright: ignore
+        return y.reshape(*x.shape[:-1], w.shape[1])
+    normed, row_scale = prologue(norm, rows)
+    y: jax.Array = linear_api.linear_mosaic(activation, dtype, normed, *others, row_scale)  # pyright: ignore
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+def mosaic_unsupported(
+    x: jax.Array, w: jax.Array, norm: Norm, bias: jax.Array | None, out_dtype: jnp.dtype
+) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    return linear_api.mosaic_unsupported(x, w, bias, out_dtype) or norm_unsupported(norm, x)
+
+
+def triton_unsupported(x: jax.Array, norm: Norm, out_dtype: jnp.dtype) -> str | None:
+    """Why the Triton kernel cannot take these arguments here, or None where it can."""
+    if norm.kind != "rms" or norm.scale is None or norm.mean_square is not None:
+        return "the kernel's norm is of kind 'rms', with a scale, and computes the mean squares itself"
+    return linear_api.triton_unsupported(x, out_dtype)

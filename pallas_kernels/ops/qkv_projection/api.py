@@ -1,0 +1,220 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
+from pallas_kernels.ops.qkv_projection.config import preferred
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
+from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
+from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
+from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+
+
+def qkv_projection(
+    x: jax.Array,
+    w_q: jax.Array,
+    w_k: jax.Array,
+    w_v: jax.Array,
+    *,
+    bias: Sequence[jax.Array] | None = None,
+    head_size: int | None = None,
+    norm: Norm | None = None,
+    rope: Rope | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value of attention: three linear layers of one normalised input, and what heads go through.
+
+    The same as, with products accumulated in float32 and float32 between the casts,
+
+        n = norm(x)
+        q, k, v = n @ w_q + b_q, n @ w_k + b_k, n @ w_v + b_v
+        q, k = q_norm(q), k_norm(k)         # over each head
+        q, k = rope(q, k, positions)
+
+    The products, and all behind them, are one launch, which reads n once. The norm before them is another, unless it
+    has no scale and its mean squares are given; see `Norm`.
+
+    Args:
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        w_q: (features, query heads * head size), of x's dtype.
+        w_k, w_v: (features, key heads * head size), of x's dtype.
+        bias: of query, key and value, (outputs,) each, any floating dtype; or None.
+        head_size: columns of a head. Needed for rope, q_norm and k_norm; where it is given, results have their heads as
+            a dimension of their own.
+        norm: of x, or None.
+        rope: the rotation of query and key heads, or None.
+        q_norm, k_norm: norms of each query and key head, of kind "rms", with a scale (head_size,) or none.
+        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
+            multiples of 64, at least 128 of each; heads of 64, 128 or 256 where something is done with them, rotated in
+            halves), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs and is the faster
+            one, else "xla".
+
+    Returns:
+        q, k, v of x's dtype: (..., outputs) each, with `head_size` (..., heads, head_size).
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+    """
+    x, weights = jnp.asarray(x), tuple(jnp.asarray(w) for w in (w_q, w_k, w_v))
+    biases = None if bias is None else tuple(jnp.asarray(b) for b in bias)
+    _check(x, weights, biases, head_size, norm, rope, {"q_norm": q_norm, "k_norm": k_norm})
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, weights, biases, head_size, norm, rope, (q_norm, k_norm)),
+        "xla": lambda: None,
+    }
+    rows = as_rows(x)
+    order = preferred(x, weights, head_size=head_size, is_rotated=rope is not None)
+    chosen = choose("qkv_projection", implementation, support, preferred=order)
+    if chosen == "xla" or x.size == 0 or any(w.size == 0 for w in weights):
+        return qkv_projection_reference(
+            x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
+        )
+    positions = None if rope is None else row_positions(rope, x)
+    head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
+    rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))
+    form = HeadForm(
+        size=head_size,
+        theta=None if rope is None else float(rope.theta),
+        epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
+    )
+    normed, row_scale = prologue(norm, rows)
+    results: tuple[jax.Array, ...] = _qkv_projection_mosaic(form, normed, row_scale, *rest)  # pyright: ignore
+    shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
+    q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
+    return q, k, v
+
+
+def mosaic_unsupported(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None,
+    head_size: int | None,
+    norm: Norm | None,
+    rope: Rope | None,
+    head_norms: tuple[Norm | None, Norm | None],
+) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    reason = operands_unsupported(x, *weights) or norm_unsupported(norm, x)
+    if reason:
+        return reason
+    scales = [norm.scale for norm in head_norms if norm is not None and norm.scale is not None]
+    for name, arrays in (("bias", biases or ()), ("a head norm's scale", scales)):
+        for array in arrays:
+            if array.dtype.itemsize > 4:
+                return f"{name} is {array.dtype.name}, the kernels take at most float32"
+    if rope is not None and rope.interleaved:
+        return "pairs of neighbours are in the same place of different registers; the kernel rotates halves"
+    has_heads = rope is not None or any(norm is not None for norm in head_norms)
+    if has_heads and head_size not in HEAD_SIZES:
+        return f"heads are {head_size} wide; the kernel norms and rotates heads of {', '.join(map(str, HEAD_SIZES))}"
+    return mosaic_gpu_unsupported()
+
+
+def _check(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None,
+    head_size: int | None,
+    norm: Norm | None,
+    rope: Rope | None,
+    head_norms: Mapping[str, Norm | None],
+) -> None:
+    _check_arrays(x, weights, biases)
+    check_norm("qkv_projection", norm, x)
+    if head_size is None:
+        given = [name for name, value in {"rope": rope, **head_norms}.items() if value is not None]
+        if given:
+            raise ValueError(f"qkv_projection: {' and '.join(given)} are over heads; pass head_size=, their columns.")
+        return
+    for name, w in zip(("w_q", "w_k", "w_v"), weights, strict=True):
+        if head_size < 1 or w.shape[1] % head_size:
+            raise ValueError(f"qkv_projection: {name} {w.shape} must have whole heads of {head_size} columns.")
+    for name, head_norm in head_norms.items():
+        if head_norm is None:
+            continue
+        check_norm(f"qkv_projection: {name}", head_norm, jax.ShapeDtypeStruct((head_size,), x.dtype))
+        if head_norm.kind != "rms" or head_norm.mean_square is not None:
+            raise ValueError(f"qkv_projection: {name} must be of kind 'rms', without mean squares, got {head_norm}.")
+    if rope is None:
+        return
+    if not isinstance(rope, Rope):
+        raise TypeError(f"qkv_projection: rope must be a pallas_kernels.Rope or None, got {type(rope).__name__}.")
+    if head_size % 2:
+        raise ValueError(f"qkv_projection: pairs need an even head_size, got {head_size}.")
+    positions = jnp.asarray(rope.positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"qkv_projection: positions must be integers, got {positions.dtype.name}.")
+    tail = x.shape[:-1][len(x.shape[:-1]) - positions.ndim :] if positions.ndim < x.ndim else None
+    if tail is None or any(have not in (1, want) for have, want in zip(positions.shape, tail, strict=True)):
+        raise ValueError(
+            f"qkv_projection: positions must be one a row of x, {x.shape[:-1]}, or broadcast to that, got "
+            f"{positions.shape}."
+        )
+
+
+def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[jax.Array, ...] | None) -> None:
+    names = ("w_q", "w_k", "w_v")
+    for name, array in (("x", x), *zip(names, weights, strict=True)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"qkv_projection: {name} must be floating, got {array.dtype.name}; cast it first.")
+        if array.dtype != x.dtype:
+            raise TypeError(
+                f"qkv_projection: {name} must have x's dtype {x.dtype.name}, got {array.dtype.name}; cast one of them."
+            )
+    for name, w in zip(names, weights, strict=True):
+        if x.ndim == 0 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"qkv_projection: {name} must be (features, outputs) with the features of x {x.shape}, got {w.shape}."
+            )
+    if biases is None:
+        return
+    if len(biases) != len(names):
+        raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {len(biases)}.")
+    for name, w, b in zip(names, weights, biases, strict=True):
+        if b.shape != w.shape[1:] or not jnp.issubdtype(b.dtype, jnp.floating):
+            raise ValueError(
+                f"qkv_projection: the bias of {name} must be floating, one value an output, shape {w.shape[1:]}, got "
+                f"{b.dtype.name}{list(b.shape)}."
+            )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _qkv_projection_mosaic(form: HeadForm, x, row_scale, weights, biases, head_scales, positions):
+    return qkv_projection_forward(
+        x, weights, form=form, row_scale=row_scale, biases=biases, head_scales=head_scales, positions=positions
+    )
+
+
+def _mosaic_fwd(form, *operands):
+    return _qkv_projection_mosaic(form, *operands), operands
+
+
+def _mosaic_bwd(form, saved, cotangents):
+    x, row_scale, weights, biases, head_scales, positions = saved
+    dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(
+        x,
+        weights,
+        cotangents,
+        form=form,
+        row_scale=row_scale,
+        biases=biases,
+        head_scales=head_scales,
+        positions=positions,
+    )
+    return dx, drow_scale, dweights, dbiases, dhead_scales, None
+
+
+_qkv_projection_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -1,0 +1,74 @@
+"""Launch configurations of the projections' kernel: what is chosen untuned, and what is worth measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import jax
+
+from pallas_kernels import tuning
+from pallas_kernels.primitives.gemm.choice import FEW_ROWS, MANY_ROWS
+from pallas_kernels.primitives.gemm.config import GemmConfig
+
+MOST_FEW_ROWS = 16
+FEWEST_MANY_ROWS = 512
+"""Between them nothing has been measured."""
+
+
+def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Problem:
+    """What the tuned table knows projections by; of the arrays only shapes and dtypes."""
+    query, key, _ = weights
+    return {
+        "rows": tuning.near(prod(x.shape[:-1])),
+        "features": query.shape[0],
+        "queries": query.shape[1],
+        "keys": key.shape[1],
+        "dtype": x.dtype.name,
+        "behind": f"rope of {head_size}" if is_rotated else "nothing",
+    }
+
+
+def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> Sequence[str]:
+    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
+    untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1])) else ()
+    return tuning.implementations("qkv_projection", known, untuned=untuned)
+
+
+def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> GemmConfig:
+    """The measured best for a problem, else the untuned choice."""
+    untuned, found = default_config(rows, head_size=head_size), candidates(rows, head_size=head_size)
+    return tuning.configuration("qkv_projection", "forward", known, found, untuned=untuned)
+
+
+def default_config(rows: int, *, head_size: int | None) -> GemmConfig:
+    """The untuned choice. Heads must lie whole in a tile."""
+    if rows <= FEW_ROWS:
+        return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
+    return GemmConfig(cluster="m" if rows >= MANY_ROWS else None)
+
+
+def is_preferred(rows: int) -> bool:
+    """Whether the projections run the kernel where the caller leaves the choice: where it was measured to be faster.
+
+    On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
+    1.59 at 512, 1.19 at 16.
+    """
+    return rows <= MOST_FEW_ROWS or rows >= FEWEST_MANY_ROWS
+
+
+def candidates(rows: int, *, head_size: int | None) -> dict[str, GemmConfig]:
+    """The configurations worth measuring, by name."""
+    if rows <= FEW_ROWS:
+        few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
+        return {f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}
+    wide = GemmConfig()
+    return {
+        "128x256": wide,
+        "128x256 cluster m": replace(wide, cluster="m"),
+        "128x256 skew 3, none in flight": replace(wide, skew=3, in_flight=0),
+        "128x256 cluster m, skew 3, none in flight": replace(wide, cluster="m", skew=3, in_flight=0),
+        "128x128": GemmConfig(tile_n=128, stages=6),
+    }

@@ -1,0 +1,90 @@
+"""The projections forward on Mosaic GPU: one launch in which each tile belongs to one of the three weights.
+
+x is read once for all three, and their tiles fill the multiprocessors together. Heads are normalised and rotated on the
+accumulator: with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from
+a table of the rows' cosines and sines, 0.5 KB a row, which XLA makes of the positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.qkv_projection.config import problem, tuned_config
+from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.heads import Beside, Heads
+from pallas_kernels.primitives.gemm.kernel import gemm
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadForm:
+    """What heads go through, without arrays.
+
+    size: of a head, or None where nothing is done with heads. theta: of the rotation, or None for none.
+    epsilons: of the norms of query and key heads; None for none.
+    """
+
+    size: int | None = None
+    theta: float | None = None
+    epsilons: tuple[float | None, ...] = (None, None)
+
+    @property
+    def of_query_and_key(self) -> tuple[Heads | None, Heads | None]:
+        """As the kernel takes them."""
+        query, key = (self._heads(epsilon) for epsilon in self.epsilons)
+        return query, key
+
+    def _heads(self, epsilon: float | None) -> Heads | None:
+        is_rotated = self.theta is not None
+        if self.size is None or not (is_rotated or epsilon is not None):
+            return None
+        return Heads(size=self.size, epsilon=epsilon, rotated=is_rotated)
+
+
+def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every row's angles, (rows, head_size / 2) float32 each; exact for any int32 position."""
+    whole, fraction = turns(head_size, theta)
+    return cosine_and_sine(positions.astype(jnp.int32)[:, None], jnp.asarray(whole)[None], jnp.asarray(fraction)[None])
+
+
+def qkv_projection_forward(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    form: HeadForm,
+    row_scale: jax.Array | None = None,
+    biases: Sequence[jax.Array | None] = (None, None, None),
+    head_scales: Sequence[jax.Array | None] = (None, None),
+    positions: jax.Array | None = None,
+    config: GemmConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns x @ w for each of the three weights, heads normalised and rotated; (rows, outputs) each.
+
+    x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
+    biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
+    """
+    angles = None
+    if form.theta is not None and form.size is not None:
+        assert positions is not None
+        angles = angle_table(positions, form.size, form.theta)
+    beside = [
+        Beside(heads=heads, bias=bias, scale=scale)
+        for heads, bias, scale in zip((*form.of_query_and_key, None), biases, (*head_scales, None), strict=True)
+    ]
+    if config is None:
+        known = problem(x, weights, head_size=form.size, is_rotated=angles is not None)
+        config = tuned_config(known, x.shape[0], head_size=form.size)
+    query, key, value = gemm(
+        [x],
+        list(weights),
+        beside=beside,
+        angles=angles,
+        row_scale=row_scale,
+        config=config,
+        name="qkv_projection",
+    )
+    return query, key, value

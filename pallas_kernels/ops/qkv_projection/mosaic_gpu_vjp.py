@@ -1,0 +1,78 @@
+"""The projections backward: the rotation's kernel the other way round, then six products, which have no epilogue."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops._products.row_scale import product_for, scaled_rows, through_row_scale
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops.rope.api import rope
+
+Gradients = tuple[jax.Array, ...]
+
+
+def qkv_projection_backward(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+    *,
+    form: HeadForm,
+    row_scale: jax.Array | None = None,
+    biases: Sequence[jax.Array | None] = (None, None, None),
+    head_scales: Sequence[jax.Array | None] = (None, None),
+    positions: jax.Array | None = None,
+) -> tuple[jax.Array, Gradients, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
+    """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
+
+    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each. Products that a norm of heads needs are
+    computed again.
+    """
+    dq, dk, dv = cotangents
+    scaled = scaled_rows(x, row_scale)
+    if form.theta is not None and form.size is not None:
+        assert positions is not None
+        dq, dk = _rotated_back(dq, dk, positions, form.size, form.theta)
+    dscales: list[jax.Array | None] = [None, None]
+    projected = [dq, dk]
+    for i, epsilon in enumerate(form.epsilons):
+        if epsilon is not None:
+            product = _with_bias(scaled @ weights[i], biases[i])
+            projected[i], dscales[i] = _head_norm_back(product, head_scales[i], projected[i], form.size, epsilon)
+    products = [*projected, dv]
+    dweights = tuple(scaled.T @ product for product in products)
+    dbiases = tuple(
+        None if bias is None else jnp.sum(product, axis=0, dtype=jnp.float32).astype(bias.dtype)
+        for product, bias in zip(products, biases, strict=True)
+    )
+    dscaled = functools.reduce(
+        operator.add, [product_for(row_scale, p, w) for p, w in zip(products, weights, strict=True)]
+    )
+    dx, drow_scale = through_row_scale(dscaled, x, row_scale)
+    return dx, dweights, drow_scale, dbiases, tuple(dscales)
+
+
+def _rotated_back(dq, dk, positions, size, theta):
+    shaped = [d.reshape(1, d.shape[0], -1, size) for d in (dq, dk)]
+    back_q, back_k = rope(shaped[0], shaped[1], -positions, theta=theta)
+    return back_q.reshape(dq.shape), back_k.reshape(dk.shape)
+
+
+def _with_bias(product, bias):
+    return product if bias is None else (product.astype(jnp.float32) + bias.astype(jnp.float32)).astype(product.dtype)
+
+
+def _head_norm_back(product, scale, cotangent, size, epsilon):
+    gain = jnp.ones(size, jnp.float32) if scale is None else scale
+
+    def norm(product, gain):
+        return rms_norm_reference(product.reshape(product.shape[0], -1, size), gain, epsilon=epsilon)
+
+    shaped = cotangent.reshape(product.shape[0], -1, size)
+    dproduct, dgain = jax.vjp(norm, product, gain)[1](shaped)
+    return dproduct.reshape(product.shape), None if scale is None else dgain

@@ -1,0 +1,190 @@
+"""The projections' registry entry: how they are called in tests and benchmarks, their traffic, and the variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.ops._products.prologue import as_rows, prologue
+from pallas_kernels.ops._products.specs import (
+    NORM_ARRAYS,
+    gradients_of,
+    norm_arguments,
+    product_bytes,
+    product_flops,
+    rows_of,
+    with_norm,
+)
+from pallas_kernels.ops.qkv_projection.api import qkv_projection
+from pallas_kernels.ops.qkv_projection.config import candidates, problem
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
+
+_WEIGHTS = ("w_q", "w_k", "w_v")
+_VECTORS = (*NORM_ARRAYS, "b_q", "b_k", "b_v", "q_scale", "k_scale")
+
+
+def _call(
+    *leading: int,
+    features: int,
+    heads: tuple[int, int],
+    head_size: int,
+    dtype: str = "bfloat16",
+    norm: str | None = "rms",
+    scaled: bool = True,
+    mean_square: bool = False,
+    rope: bool = True,
+    head_norms: bool = False,
+    biases: bool = False,
+    tags: tuple[str, ...] = ("test",),
+) -> ArgSpec:
+    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
+    q, k = (count * head_size for count in heads)
+    vector = partial(ArraySpec, dtype=dtype)
+    arguments: dict[str, Any] = {"x": ArraySpec(shape=(*leading, features), dtype=dtype)}
+    for name, outputs in zip(_WEIGHTS, (q, k, k), strict=True):
+        arguments[name] = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5)
+    name = "x".join(map(str, leading)) + f"-{features}-{heads[0]}+{heads[1]}x{head_size}-{dtype}"
+    more, suffix = norm_arguments(norm, arguments["x"], scaled=scaled, mean_square=mean_square)
+    arguments |= more
+    name += suffix
+    if biases:
+        for letter, outputs in zip("qkv", (q, k, k), strict=True):
+            arguments[f"b_{letter}"] = vector(shape=(outputs,))
+        name += "-bias"
+    if head_norms:
+        arguments["q_scale"] = vector(shape=(head_size,), mean=1.0, deviation=0.2)
+        arguments["k_scale"] = vector(shape=(head_size,), mean=1.0, deviation=0.2)
+        name += "-head_norms"
+    if rope:
+        arguments["positions"] = ArraySpec(shape=leading, dtype="int32", fill="integers", maximum=1000)
+        name += "-rope"
+    arguments["head_size"] = head_size
+    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+
+
+_GPU = ("gpu",)
+_LLAMA = partial(_call, features=4096, heads=(32, 8), head_size=128)
+
+_ARG_SPECS = (
+    _call(2, 3, features=128, heads=(4, 2), head_size=64),
+    _call(2, features=128, heads=(2, 2), head_size=64, dtype="float16", head_norms=True, biases=True),
+    _call(2, features=128, heads=(2, 2), head_size=64, norm="layer", rope=False, biases=True),
+    _call(40, features=128, heads=(2, 2), head_size=64, scaled=False, mean_square=True, rope=False),
+    _call(2, features=128, heads=(3, 1), head_size=80, dtype="float32", tags=("test", "ragged")),
+    _call(0, features=128, heads=(2, 2), head_size=64, tags=("test", "empty")),
+    _call(1000, features=2048, heads=(16, 4), head_size=128, tags=_GPU),
+    _call(777, features=1024, heads=(16, 16), head_size=64, norm="layer", rope=False, biases=True, tags=_GPU),
+    _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags=_GPU),
+    _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags=_GPU),
+    _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags=_GPU),
+    _call(17, features=1024, heads=(16, 4), head_size=128, tags=_GPU),
+    *(_LLAMA(rows, tags=("gpu", "bench", "block")) for rows in (8192, 512, 16, 1)),
+    *(_LLAMA(rows, scaled=False, mean_square=True, tags=("gpu", "bench")) for rows in (8192, 512)),
+)
+
+
+def as_called(
+    *,
+    positions=None,
+    theta=500_000.0,
+    q_scale=None,
+    k_scale=None,
+    b_q=None,
+    b_k=None,
+    b_v=None,
+    **arguments,
+) -> dict[str, Any]:
+    """The arguments of an `ArgSpec`, each an array or static, as `qkv_projection` takes them."""
+    arguments = with_norm(arguments)
+    if positions is not None:
+        arguments["rope"] = Rope(positions, theta)
+    if q_scale is not None:
+        arguments |= {"q_norm": Norm(q_scale), "k_norm": Norm(k_scale)}
+    if b_q is not None:
+        arguments["bias"] = (b_q, b_k, b_v)
+    return arguments
+
+
+def _function(*, implementation=None, **arguments):
+    return qkv_projection(**as_called(**arguments), implementation=implementation)
+
+
+def _reference(**arguments):
+    return qkv_projection_reference(**as_called(**arguments))
+
+
+def _forward_traffic(arguments: Arguments) -> Traffic:
+    read, written = product_bytes(arguments, *_WEIGHTS)
+    return Traffic(read=tuple(read), written=tuple(written))
+
+
+def _backward_traffic(arguments: Arguments) -> Traffic:
+    read, written = product_bytes(arguments, *_WEIGHTS)
+    return Traffic(read=(*read, *written), written=tuple(read))
+
+
+def flops(arguments: Arguments, phase: str) -> int:
+    """Multiplications and additions of a phase's products."""
+    return product_flops(arguments, phase, *_WEIGHTS)
+
+
+def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    if phase == "backward":
+        return {}
+    found = candidates(rows_of(arguments), head_size=arguments["head_size"])
+    return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+
+
+def _forward_variant(*, config, **arguments):
+    called = as_called(**arguments)
+    x, rope, size = called["x"], called.get("rope"), called["head_size"]
+    normed, row_scale = prologue(called.get("norm"), as_rows(x))
+    head_norms = called.get("q_norm"), called.get("k_norm")
+    results = qkv_projection_forward(
+        normed,
+        [called[name] for name in _WEIGHTS],
+        form=HeadForm(
+            size=size,
+            theta=None if rope is None else rope.theta,
+            epsilons=tuple(None if norm is None else norm.epsilon for norm in head_norms),
+        ),
+        row_scale=row_scale,
+        biases=called.get("bias", (None,) * 3),
+        head_scales=tuple(None if norm is None else norm.scale for norm in head_norms),
+        positions=None if rope is None else rope.positions.reshape(-1),
+        config=config,
+    )
+    return tuple(y.reshape(*x.shape[:-1], -1, size) for y in results)
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return gradients_of(QKV_PROJECTION, implementation, arguments, cotangents)
+
+
+def _problem(arguments: Arguments) -> Mapping[str, int | str]:
+    called = as_called(**arguments)
+    weights, is_rotated = [called[name] for name in _WEIGHTS], called.get("rope") is not None
+    return problem(called["x"], weights, head_size=called["head_size"], is_rotated=is_rotated)
+
+
+QKV_PROJECTION = OpSpec(
+    name="qkv_projection",
+    function=_function,
+    reference=_reference,
+    implementations=("mosaic", "xla"),
+    differentiable=("x", *_WEIGHTS, *_VECTORS),
+    batched=("x", "mean_square"),
+    arg_specs=_ARG_SPECS,
+    forward_traffic=_forward_traffic,
+    backward_traffic=_backward_traffic,
+    backward=_backward,
+    variants=_variants,
+    problem=_problem,
+    flops=flops,
+)

@@ -1,0 +1,85 @@
+"""Integer weights with scales, and how they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+GROUP_SIZES = (64, 128)
+"""Weights along the features that may share a scale; or all of an output's."""
+_DTYPES = {8: jnp.int8, 4: jnp.int4}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("bits", "group_size"))
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """The weights (features, outputs) of a linear layer as integers: w[k, n] = values[n, k] * scales[k // group, n].
+
+    values: (outputs, features), int8 or int4: the other way round than w, as tensor cores take integers on their left.
+        XLA keeps int4 arrays two to a byte on GPUs, the even feature in the low half.
+    scales: (features / group_size, outputs) float32; (1, outputs) where an output has one scale. They are constants: no
+        gradient goes to them, nor to the values.
+    bits: 8 or 4.
+    group_size: 64, 128 or None.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    bits: Literal[8, 4]
+    group_size: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(features, outputs), as of the weights that these stand for."""
+        return self.values.shape[1], self.values.shape[0]
+
+    def dequantized(self, dtype: DTypeLike) -> jax.Array:
+        """The weights (features, outputs) in a floating dtype; multiplied in float32, or in float64."""
+        wide = jnp.promote_types(dtype, jnp.float32)
+        outputs, features = self.values.shape
+        groups = self.scales.shape[0]
+        values = self.values.astype(wide).reshape(outputs, groups, features // groups)
+        scaled = values * self.scales.astype(wide).T[:, :, None]
+        return scaled.reshape(outputs, features).T.astype(dtype)
+
+
+def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
+    """Rounds the weights of a linear layer to integers, once, outside the step.
+
+    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7.
+
+    Args:
+        w: (features, outputs), any floating dtype.
+        bits: of an integer.
+        group_size: weights along the features that share a scale, 64 or 128; None: all of an output.
+
+    Returns:
+        The weights; values (outputs, features), scales (groups, outputs) float32.
+
+    Raises:
+        TypeError, ValueError: w is not a floating matrix, or bits or group_size are none of those.
+    """
+    w = jnp.asarray(w)
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"quantize: w must be floating, got {w.dtype.name}.")
+    if w.ndim != 2:
+        raise ValueError(f"quantize: w must be (features, outputs), got shape {w.shape}.")
+    if bits not in _DTYPES:
+        raise ValueError(f"quantize: bits must be 8 or 4, got {bits}.")
+    if group_size is not None and (group_size not in GROUP_SIZES or w.shape[0] % group_size):
+        raise ValueError(
+            f"quantize: group_size must be None, 64 or 128 and divide the {w.shape[0]} features, got {group_size}."
+        )
+    features, outputs = w.shape
+    groups = 1 if group_size is None else features // group_size
+    limit = 2 ** (bits - 1) - 1
+    wide = w.astype(jnp.float32).T.reshape(outputs, groups, features // groups)
+    largest = jnp.max(jnp.abs(wide), axis=-1, initial=0.0)
+    scales = jnp.where(largest > 0, largest / limit, 1.0)
+    values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
+    return QuantizedWeight(values=values.astype(_DTYPES[bits]), scales=scales.T, bits=bits, group_size=group_size)
