@@ -1,0 +1,1 @@
+"""Flash attention: softmax(query @ key.T + what masks it) @ value in one launch, and its gradient."""

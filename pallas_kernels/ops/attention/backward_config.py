@@ -1,0 +1,122 @@
+"""How the backward pass is cut up: tiles, stages and registers, by head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.ops.attention.problem import Problem
+
+COLUMNS = 64
+"""Head sizes are padded to whole multiples of the 128 bytes over which TMA swizzles 16-bit values."""
+
+WARPGROUP_ROWS = 64
+"""Of an accumulator of one warpgroup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeysConfig:
+    """The kernel of dkey and dvalue: a block holds some keys and goes over the queries that see them.
+
+    shares_keys: the two computing warpgroups have 64 keys each and both results of them. Else both have the same 64
+        keys, one makes dvalue and the other dkey, and the scores are computed twice: for large heads, whose
+        accumulators would not fit in registers otherwise.
+    rows: queries a step.
+    stages: steps of queries in shared memory at once.
+    overlaps: whether a step's last products may be unfinished when the next step's begin.
+    memory_registers, compute_registers: of a thread of the warpgroup that brings queries, and of the others. One of
+        the former and two of the latter are at most 504, three times the 168 that a thread begins with: a warpgroup
+        that asks for more than are left waits for ever.
+    """
+
+    shares_keys: bool = True
+    rows: int = 64
+    stages: int = 2
+    overlaps: bool = False
+    memory_registers: int = 24
+    compute_registers: int = 240
+    automatic_barriers: bool = True
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute."""
+        return 2
+
+    @property
+    def columns(self) -> int:
+        """Keys of a block."""
+        return WARPGROUP_ROWS * (self.warpgroups if self.shares_keys else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesConfig:
+    """The kernel of dquery: a block holds 64 queries a warpgroup and goes over the keys that they see.
+
+    columns: keys a step.
+    slots: tiles of keys and values, each counted, in shared memory at once.
+    overlaps: whether a step's last product may be unfinished when the next step's begin; takes four slots.
+    """
+
+    warpgroups: int = 2
+    columns: int = 128
+    slots: int = 4
+    overlaps: bool = False
+    memory_registers: int = 24
+    compute_registers: int = 240
+    automatic_barriers: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedConfig:
+    """The kernel that makes all three gradients.
+
+    rows, stages: as in `KeysConfig`.
+    is_ordered: whether shares of dquery are added up in one order; else results differ from run to run by rounding.
+    """
+
+    rows: int = 64
+    stages: int = 2
+    is_ordered: bool = True
+    memory_registers: int = 24
+    compute_registers: int = 240
+    automatic_barriers: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """Of both kernels; and of the one that takes their place where it can, if any."""
+
+    keys: KeysConfig
+    queries: QueriesConfig
+    fused: FusedConfig | None = None
+
+
+def padded_head(head_size: int) -> int:
+    """The head size in shared memory."""
+    return -(-head_size // COLUMNS) * COLUMNS
+
+
+def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
+    """The configuration for a head size; see TUNING-backward.md.
+
+    features: how many there are of softcap, dropout, segments and a dense mask or bias. Each takes registers, so that
+    other things have to take fewer.
+    """
+    size = padded_head(head_size)
+    if size <= 64:
+        return BackwardConfig(keys=KeysConfig(stages=3), queries=QueriesConfig(slots=6))
+    if size <= 128:
+        queries = QueriesConfig(columns=64, slots=8, overlaps=True) if features else QueriesConfig()
+        return BackwardConfig(keys=KeysConfig(shares_keys=features < 2), queries=queries)
+    slots = 4 if size <= 192 else 3
+    return BackwardConfig(keys=KeysConfig(shares_keys=False), queries=QueriesConfig(columns=64, slots=slots))
+
+
+def features_of(problem: Problem) -> int:
+    """How many of them a launch has."""
+    has = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)
+    return sum(map(bool, has))

@@ -1,0 +1,249 @@
+"""dquery, dkey and dvalue in one kernel, which computes scores once: five products a tile instead of seven.
+
+A block works as in `backward_keys`, and multiplies its score gradients by its keys besides. That product is the block's
+share of dquery, which the warpgroup that brings queries adds to a float32 array in device memory, by TMA. The blocks
+that share queries do so in the order of their keys, each one waiting for the one before it: sums come out the same
+whatever the order in which blocks run. A block goes over queries from the last one down, so that under a causal mask it
+has fewer of them in front of each than the block that it waits for, and seldom waits.
+
+Source: the backward pass of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, FusedConfig
+from pallas_kernels.ops.attention.backward_tiles import (
+    Tile,
+    Visits,
+    block_place,
+    kept_scale,
+    not_invariant,
+    store_columns,
+)
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.random import mixed_words
+
+HEAD_SIZE = 128
+_WARPGROUPS = 2
+_COLUMNS = _WARPGROUPS * WARPGROUP_ROWS
+_SHARE = HEAD_SIZE // _WARPGROUPS
+"""Columns of dquery that one warpgroup makes."""
+
+
+def fused_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
+    rows: jax.Array,
+    extras: Mapping[str, jax.Array],
+    *,
+    problem: Problem,
+    config: FusedConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dquery, dkey, dvalue), like query, key and value.
+
+    Args:
+        query, key, value, dout: lengths in multiples of 8, head size 128.
+        rows: of `rows_of`.
+        extras: those that there are of "words" and "dense" (its last axes keys, queries). No segments.
+    """
+    batch, _, heads, size = query.shape
+    masking = problem.masking
+    blocks = pl.cdiv(masking.keys, _COLUMNS)
+    query_tiles = pl.cdiv(masking.queries, config.rows)
+    lanes = batch * problem.key_heads
+    dtype = problem.dtype
+
+    def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, sums_ref, *refs):
+        dkey_ref, dvalue_ref, scratch = refs
+        (k, v, q, do, qrows, ds, share), (held, full, empty, met, made, taken) = scratch
+        warpgroup = lax.axis_index("warpgroup")
+        tile_index, lane = block_place(
+            lax.axis_index("block"),
+            tiles=blocks,
+            lanes=lanes,
+            # Queries and their cotangents, and the sums in float32.
+            lane_bytes=8 * problem.group * query.shape[1] * size,
+        )
+        b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        first_key = tile_index * _COLUMNS
+        visits = Visits(tiles=masking.query_tiles(first_key, _COLUMNS, config.rows))
+        first_head = key_head * problem.group
+        full_steps = problem.group * visits.full
+        steps = full_steps + problem.group * visits.masked
+        turns = (
+            pl.get_global(plgpu.SemaphoreType.REGULAR((batch * heads * query_tiles,))) if config.is_ordered else None
+        )
+
+        def place_of(n, is_masked=None):
+            """(head, query tile) of a step: full tiles first, the last one of a head first."""
+            if is_masked is None:
+                is_masked = n >= full_steps
+                places = place_of(n, True), place_of(n, False)
+                return tuple(jnp.where(is_masked, masked, full) for masked, full in zip(*places, strict=True))
+            i = n - full_steps if is_masked else n
+            count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
+            g = lax.div(i, count)
+            i = count - 1 - lax.rem(i, count)
+            return first_head + g, visits.masked_tile(i) if is_masked else visits.full_tile(i)
+
+        @pl.when(warpgroup == _WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            own = (b, pl.ds(first_key, _COLUMNS), key_head)
+            plgpu.copy_gmem_to_smem(key_ref.at[own], k, held)
+            plgpu.copy_gmem_to_smem(value_ref.at[own], v, held)
+
+            def bring(n):
+                stage = lax.rem(n, config.stages)
+                head, query_tile = place_of(n)
+                place = pl.ds(query_tile * config.rows, config.rows)
+                plgpu.copy_gmem_to_smem(query_ref.at[b, place, head], q.at[stage], full.at[stage])
+                plgpu.copy_gmem_to_smem(dout_ref.at[b, place, head], do.at[stage], full.at[stage])
+                plgpu.copy_gmem_to_smem(rows_ref.at[b, head, :, place], qrows.at[stage], full.at[stage])
+
+            lax.fori_loop(0, jnp.minimum(steps, config.stages), lambda n, _: bring(n), None)
+
+            def step(n, _):
+                stage = lax.rem(n, config.stages)
+                plgpu.barrier_wait(empty.at[stage])
+                pl.when(n + config.stages < steps)(lambda: bring(n + config.stages))
+                head, query_tile = place_of(n)
+                plgpu.barrier_wait(made)
+                turn = (b * heads + head) * query_tiles + query_tile
+                if turns is not None:
+                    before = tile_index - masking.key_tiles(query_tile * config.rows, config.rows, _COLUMNS).first
+                    plgpu.semaphore_wait(turns.at[turn], before, decrement=False, memory_scope="gpu")
+                for i in range(_WARPGROUPS):
+                    place = (b, pl.ds(query_tile * config.rows, config.rows), head, pl.ds(i * _SHARE, _SHARE))
+                    plgpu.copy_smem_to_gmem(share.at[i], sums_ref.at[place], reduction_op="add")
+                # All is added, not only read.
+                plgpu.wait_smem_to_gmem(0)
+                if turns is not None:
+                    plgpu.semaphore_signal(turns.at[turn], memory_scope="gpu")
+                plgpu.barrier_arrive(taken)
+
+            lax.fori_loop(0, steps, step, None)
+
+        @pl.when(warpgroup < _WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            plgpu.barrier_wait(held)
+            first = warpgroup * WARPGROUP_ROWS
+            shape = (WARPGROUP_ROWS, config.rows)
+            words = mixed_words(extras_refs["words"]) if "words" in extras_refs else None
+
+            def run(dk, dv):
+                def step(n, is_masked):
+                    stage = lax.rem(n, config.stages)
+                    head, query_tile = place_of(n, is_masked)
+                    tile = Tile(
+                        problem=problem,
+                        query_axis=1,
+                        shape=shape,
+                        batch=b,
+                        head=head,
+                        row=query_tile * config.rows,
+                        column=first_key + first,
+                        extras=extras_refs,
+                        words=words,
+                        places=qrows.at[stage, 2],
+                    )
+                    plgpu.barrier_wait(full.at[stage])
+                    again = not_invariant(n) * WARPGROUP_ROWS
+                    own = pl.ds(first + again, WARPGROUP_ROWS)
+                    both_ds = ds.at[lax.rem(n, 2)]
+
+                    def products(s, dp):
+                        plgpu.wgmma(s, k.at[own], q.at[stage].transpose((1, 0)))
+                        plgpu.wgmma(dp, v.at[own], do.at[stage].transpose((1, 0)))
+                        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+                        lse = plgpu.load(qrows.at[stage, 0], layout=tile.row_layout())
+                        weights, slope = tile.weights(scores, lse, is_masked=is_masked)
+                        weights = tile.marked(weights)
+                        plgpu.wgmma(dv, tile.dropped(weights).astype(dtype), do.at[stage])
+                        dweights = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+                        delta = plgpu.load(qrows.at[stage, 1], layout=tile.row_layout())
+                        dscores = tile.score_gradients(weights, dweights, delta)
+                        narrow = (dscores if slope is None else dscores * slope).astype(dtype)
+                        plgpu.wgmma(dk, narrow, q.at[stage])
+                        both_ds.at[pl.ds(first, WARPGROUP_ROWS)][...] = narrow
+                        plgpu.commit_smem()
+
+                    pl.run_scoped(products, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * 2)
+                    plgpu.barrier_arrive(met)
+                    plgpu.barrier_wait(met)
+
+                    def add(dq):
+                        keys = k.at[pl.ds(again, _COLUMNS), pl.ds(warpgroup * _SHARE, _SHARE)]
+                        plgpu.wgmma(dq, both_ds.transpose((1, 0)), keys)
+                        values = dq[...]
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(empty.at[stage])
+                        pl.when(n > 0)(lambda: plgpu.barrier_wait(taken))
+                        share.at[warpgroup][...] = values
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(made)
+
+                    pl.run_scoped(add, plgpu.WGMMAAccumulatorRef((config.rows, _SHARE), jnp.float32))
+
+                lax.fori_loop(0, full_steps, lambda n, _: step(n, False), None)
+                if not isinstance(visits.masked, int) or visits.masked:
+                    lax.fori_loop(full_steps, steps, lambda n, _: step(n, True), None)
+                pl.when(steps > 0)(lambda: plgpu.barrier_wait(taken))
+                return dk[...], dv[...]
+
+            dk, dv = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32)] * 2)
+            own = pl.ds(first, WARPGROUP_ROWS)
+            # All products with k were done when the last share was taken.
+            store_columns(k.at[own], dk * problem.scale)
+            store_columns(v.at[own], dv * kept_scale(problem))
+            plgpu.commit_smem()
+            place = (b, pl.ds(first_key + first, WARPGROUP_ROWS), key_head)
+            plgpu.copy_smem_to_gmem(k.at[own], dkey_ref.at[place])
+            plgpu.copy_smem_to_gmem(v.at[own], dvalue_ref.at[place])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel = plgpu.kernel(
+        attention_backward_fused,
+        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in (key, value)],
+        grid=(blocks * lanes,),
+        grid_names=("block",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            (
+                (
+                    shared((_COLUMNS, size), dtype),
+                    shared((_COLUMNS, size), dtype),
+                    shared((config.stages, config.rows, size), dtype),
+                    shared((config.stages, config.rows, size), dtype),
+                    plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
+                    shared((2, _COLUMNS, config.rows), dtype),
+                    shared((_WARPGROUPS, config.rows, _SHARE), jnp.float32),
+                ),
+                (
+                    plgpu.Barrier(num_arrivals=2),
+                    plgpu.Barrier(num_arrivals=3, num_barriers=config.stages),
+                    plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
+                    plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                    plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                    plgpu.Barrier(),
+                ),
+            ),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+    )
+    sums = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
+    dkey, dvalue = kernel(query, key, value, dout, rows, dict(extras), sums)
+    return (sums[...] * problem.scale).astype(dtype), dkey, dvalue

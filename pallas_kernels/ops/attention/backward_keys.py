@@ -1,0 +1,249 @@
+"""dkey and dvalue: a block holds keys and values and goes over the queries of all heads that see them.
+
+Scores are computed transposed, keys along rows, so that weights and score gradients are left operands of the next
+products without leaving their registers: with q, k, v, do tiles of query, key, value and dout,
+
+    s = k @ q.T;  p = exp(s - lse);  dv += p @ do;  dp = v @ do.T;  ds = p * (dp - delta);  dk += ds @ q
+
+Query heads that share a key head are summed in the accumulators. Source: Dao, "FlashAttention-2", 2023,
+https://arxiv.org/abs/2307.08691
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, KeysConfig
+from pallas_kernels.ops.attention.backward_tiles import (
+    Tile,
+    Visits,
+    block_place,
+    kept_scale,
+    not_invariant,
+    store_columns,
+)
+from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.random import mixed_words
+
+
+def key_value_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
+    rows: jax.Array,
+    extras: Mapping[str, jax.Array],
+    *,
+    problem: Problem,
+    config: KeysConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (dkey, dvalue), like key and value.
+
+    Args:
+        query, key, value, dout: lengths in multiples of 8, head size in multiples of 64.
+        rows: of `rows_of`.
+        extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
+            segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
+    """
+    batch, _, _, size = query.shape
+    masking = problem.masking
+    blocks = pl.cdiv(masking.keys, config.columns)
+    lanes = batch * problem.key_heads
+
+    def attention_backward_keys(
+        query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, dkey_ref, dvalue_ref, scratch
+    ):
+        k, v, q, do, qrows, held, full, empty, finished = scratch
+        warpgroup = lax.axis_index("warpgroup")
+        # Where attention is causal, the first keys are those that the most queries see.
+        tile_index, lane = block_place(
+            lax.axis_index("block"),
+            tiles=blocks,
+            lanes=lanes,
+            lane_bytes=4 * problem.group * query.shape[1] * size,
+        )
+        b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        first_key = tile_index * config.columns
+        if "tiles" in extras_refs:
+            tiles = TileRange(*(extras_refs["tiles"][b, tile_index, i] for i in range(4)))
+        else:
+            tiles = masking.query_tiles(first_key, config.columns, config.rows)
+        visits = Visits(tiles=tiles)
+        first_head = key_head * problem.group
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            own = (b, pl.ds(first_key, config.columns), key_head)
+            plgpu.copy_gmem_to_smem(key_ref.at[own], k, held)
+            plgpu.copy_gmem_to_smem(value_ref.at[own], v, held)
+
+            def heads(count, tile_of, steps):
+                def bring(i, carry):
+                    head, step = carry
+                    stage = lax.rem(step, config.stages)
+
+                    @pl.when(step >= config.stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[stage])
+
+                    place = pl.ds(tile_of(i) * config.rows, config.rows)
+                    plgpu.copy_gmem_to_smem(query_ref.at[b, place, head], q.at[stage], full.at[stage])
+                    plgpu.copy_gmem_to_smem(dout_ref.at[b, place, head], do.at[stage], full.at[stage])
+                    plgpu.copy_gmem_to_smem(rows_ref.at[b, head, :, place], qrows.at[stage], full.at[stage])
+                    return head, step + 1
+
+                def one(g, step):
+                    return lax.fori_loop(0, count, bring, (first_head + g, step))[1]
+
+                return lax.fori_loop(0, problem.group, one, steps)
+
+            steps = heads(visits.masked, visits.masked_tile, jnp.int32(0))
+            steps = heads(visits.full, visits.full_tile, steps)
+
+            # No barrier may be left with an arrival that nobody has seen.
+            def drain(i, _):
+                plgpu.barrier_wait(empty.at[lax.rem(i, config.stages)])
+
+            lax.fori_loop(jnp.maximum(steps - config.stages, 0), steps, drain, None)
+
+        def compute(makes_dkey: bool, makes_dvalue: bool, first: jax.Array | int):
+            """Of the keys from `first` on in the block's tile."""
+            shape = (WARPGROUP_ROWS, config.rows)
+            words = mixed_words(extras_refs["words"]) if "words" in extras_refs else None
+
+            def run(*accumulators):
+                accumulators = list(accumulators)
+                dk = accumulators.pop(0) if makes_dkey else None
+                dv = accumulators.pop(0) if makes_dvalue else None
+
+                def release(n):
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(empty.at[lax.rem(n, config.stages)])
+
+                def step(n, head, query_tile, is_masked):
+                    stage = lax.rem(n, config.stages)
+                    tile = Tile(
+                        problem=problem,
+                        query_axis=1,
+                        shape=shape,
+                        batch=b,
+                        head=head,
+                        row=query_tile * config.rows,
+                        column=first_key + first,
+                        extras=extras_refs,
+                        words=words,
+                        places=qrows.at[stage, 2],
+                    )
+                    plgpu.barrier_wait(full.at[stage])
+
+                    own = pl.ds(first + not_invariant(n) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                    own_k, own_v = k.at[own], v.at[own]
+
+                    def products(s, *others):
+                        plgpu.wgmma(s, own_k, q.at[stage].transpose((1, 0)))
+                        for dp in others:
+                            plgpu.wgmma(dp, own_v, do.at[stage].transpose((1, 0)))
+                        scores = plgpu.wgmma_accumulator_load(s, wait_n=len(others))
+                        if config.overlaps:
+                            pl.when(n > 0)(lambda: release(n - 1))
+                        lse = plgpu.load(qrows.at[stage, 0], layout=tile.row_layout())
+                        weights, slope = tile.weights(scores, lse, is_masked=is_masked)
+                        weights = tile.marked(weights)
+                        if dv is not None:
+                            plgpu.wgmma(dv, tile.dropped(weights).astype(problem.dtype), do.at[stage])
+                        for dp in others:
+                            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else 1)
+                            delta = plgpu.load(qrows.at[stage, 1], layout=tile.row_layout())
+                            dscores = tile.score_gradients(weights, dweights, delta)
+                            dscores = dscores if slope is None else dscores * slope
+                            assert dk is not None
+                            plgpu.wgmma(dk, dscores.astype(problem.dtype), q.at[stage])
+                        if not config.overlaps:
+                            plgpu.wgmma_wait(0)
+                            release(n)
+
+                    count = 2 if makes_dkey else 1
+                    pl.run_scoped(products, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * count)
+
+                masked_steps = problem.group * visits.masked
+
+                def masked_step(n, _):
+                    head = first_head + lax.div(n, visits.masked)
+                    step(n, head, visits.masked_tile(lax.rem(n, visits.masked)), True)
+
+                def full_step(n, _):
+                    i = n - masked_steps
+                    step(n, first_head + lax.div(i, visits.full), visits.full_tile(lax.rem(i, visits.full)), False)
+
+                if not isinstance(visits.masked, int) or visits.masked:
+                    lax.fori_loop(0, masked_steps, masked_step, None)
+                steps = problem.group * (visits.masked + visits.full)
+                lax.fori_loop(masked_steps, steps, full_step, None)
+                results = [a[...] for a in (dk, dv) if a is not None]
+                if config.overlaps:
+                    pl.when(steps > 0)(lambda: release(steps - 1))
+                return results
+
+            count = makes_dkey + makes_dvalue
+            results = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32)] * count)
+            if not config.shares_keys:
+                # The other warpgroup may still multiply by what the result is about to overwrite.
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+            place = (b, pl.ds(first_key + first, WARPGROUP_ROWS), key_head)
+            own_k, own_v = (held_tile.at[pl.ds(first, WARPGROUP_ROWS)] for held_tile in (k, v))
+            if makes_dkey:
+                store_columns(own_k, results.pop(0) * problem.scale)
+            if makes_dvalue:
+                store_columns(own_v, results.pop(0) * kept_scale(problem))
+            plgpu.commit_smem()
+            if makes_dkey:
+                plgpu.copy_smem_to_gmem(own_k, dkey_ref.at[place])
+            if makes_dvalue:
+                plgpu.copy_smem_to_gmem(own_v, dvalue_ref.at[place])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            plgpu.barrier_wait(held)
+            if config.shares_keys:
+                compute(True, True, warpgroup * WARPGROUP_ROWS)
+                return
+            pl.when(warpgroup == 0)(lambda: compute(False, True, 0))
+            pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
+
+    dtype = problem.dtype
+    kernel = plgpu.kernel(
+        attention_backward_keys,
+        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in (key, value)],
+        grid=(blocks * lanes,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            (
+                shared((config.columns, size), dtype),
+                shared((config.columns, size), dtype),
+                shared((config.stages, config.rows, size), dtype),
+                shared((config.stages, config.rows, size), dtype),
+                plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
+                plgpu.Barrier(num_arrivals=2),
+                plgpu.Barrier(num_arrivals=3, num_barriers=config.stages),
+                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+                plgpu.Barrier(num_arrivals=config.warpgroups),
+            ),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+    )
+    dkey, dvalue = kernel(query, key, value, dout, rows, dict(extras))
+    return dkey, dvalue

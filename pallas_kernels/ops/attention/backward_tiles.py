@@ -1,0 +1,240 @@
+"""What both kernels of the backward pass do with a tile of scores.
+
+A tile lies with its queries along axis 0 (the kernel of dquery) or along axis 1 (that of dkey and dvalue); everything
+else is the same, and is said here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.primitives.random import keep_mask
+
+_LONGEST_TILE = 128
+"""Keys of the longest tile; the others divide it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A tile of scores of one warpgroup.
+
+    query_axis: 0 or 1.
+    batch, head: of the queries. row, column: its first query and key.
+    extras: references in device memory, those that there are: "query_segments", "key_segments" (padded to whole tiles)
+        and "dense" (as the tile lies: its last two axes are those of the tile, each padded or of length 1).
+    words: of the dropout key, mixed.
+    places: numbers, from 0 on or further, of what lies along axis 1: queries' in shared memory, float32, or keys' in
+        device memory. Numbers that a thread works out by itself, 16 or 32 of them, the compiler holds in registers
+        throughout the loop.
+    """
+
+    problem: Problem
+    query_axis: int
+    shape: tuple[int, int]
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+    extras: Mapping[str, Any]
+    words: Any
+    places: Any = None
+
+    def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
+        """exp(score - lse) of the products query @ key, and the scores' slope by them where that is not constant.
+
+        lse: of the tile's queries, in base 2.
+        """
+        problem = self.problem
+        slope = None
+        if problem.softcap is None:
+            scores = products * (problem.scale * LOG2_E)
+        else:
+            # tanh by its exponential: the approximate instruction is too coarse for scores.
+            bounded = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap)))
+            scores = bounded * (problem.softcap * LOG2_E)
+            # Between 0 and 1, and in 16 bits for want of registers.
+            slope = (1 - bounded * bounded).astype(jnp.float16)
+        seen = self._seen() if is_masked else None
+        if problem.dense is not None:
+            dense = self._dense()
+            if problem.dense == "bias":
+                scores = scores + dense.astype(jnp.float32) * LOG2_E
+            else:
+                shown = dense.astype(jnp.int32) != 0
+                seen = shown if seen is None else seen & shown
+        exponents = scores - self._along_queries(lse)
+        if seen is not None:
+            exponents = jnp.where(seen, exponents, LOWEST)
+        return jnp.exp2(exponents), slope
+
+    def marked(self, weights: jax.Array) -> jax.Array:
+        """The weights, with a minus sign on those that dropout sets to zero: a mask of its own would not fit in
+        registers beside them."""
+        problem = self.problem
+        if not problem.dropout_rate:
+            return weights
+        rows, columns = self._places()
+        row = problem.dropout_row(self.batch, self.head, rows)
+        keep = keep_mask(
+            self.words,
+            row,
+            columns,
+            features=problem.dropout_features,
+            rate=problem.dropout_rate,
+            rows=problem.batch * problem.heads * problem.masking.queries,
+        )
+        return jnp.where(keep, weights, -weights)
+
+    def dropped(self, marked: jax.Array) -> jax.Array:
+        """The weights that value is multiplied by, of what `marked` gives, up to the factor `kept_scale`."""
+        return jnp.maximum(marked, 0) if self.problem.dropout_rate else marked
+
+    def score_gradients(self, marked: jax.Array, dweights: jax.Array, delta: jax.Array) -> jax.Array:
+        """The gradients of the scores after softcap and bias; delta as in `rows_of`."""
+        if self.problem.dropout_rate:
+            dweights = jnp.where(marked > 0, dweights * kept_scale(self.problem), 0)
+            marked = jnp.abs(marked)
+        return marked * (dweights - self._along_queries(delta))
+
+    def row_layout(self) -> Any:
+        """Of a vector with one value a query."""
+        return plgpu.Layout.WGMMA.reduce(1 - self.query_axis)
+
+    def _along_queries(self, vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, self.shape, (self.query_axis,))
+
+    def _places(self, begin: Any = 0) -> tuple[jax.Array, jax.Array]:
+        """Of each element's query and key, less `begin`."""
+        starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
+        first, second = (
+            plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
+            for axis, start in enumerate(starts)
+        )
+        if self.places is not None:
+            numbers = plgpu.load(self.places, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            second = lax.broadcast_in_dim(numbers.astype(jnp.int32) - begin, self.shape, (1,))
+        return (second, first) if self.query_axis else (first, second)
+
+    def _seen(self) -> jax.Array:
+        segments = []
+        if self.problem.masking.has_segments:
+            for name, start, axis in (
+                ("query_segments", self.row, self.query_axis),
+                ("key_segments", self.column, 1 - self.query_axis),
+            ):
+                ref = self.extras[name].at[self.batch, pl.ds(start, self.shape[axis])]
+                vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+                segments.append(lax.broadcast_in_dim(vector, self.shape, (axis,)))
+        masking = self.problem.masking
+        # Places from where axis 0 begins, so that the few that a thread has of that axis are the same every step.
+        begin = self.column if self.query_axis else self.row
+        row, column = self._places(begin)
+        is_ragged = masking.keys % _LONGEST_TILE > 0
+        if is_ragged:
+            masking = replace(masking, keys=masking.keys - begin)
+        return masking.visible(row, column, *segments, tile=0 if is_ragged else _LONGEST_TILE)
+
+    def _dense(self) -> jax.Array:
+        ref = self.extras["dense"]
+        starts = (self.row, self.column) if self.query_axis == 0 else (self.column, self.row)
+        lead = tuple(0 if size == 1 else place for size, place in zip(ref.shape, (self.batch, self.head), strict=False))
+        axes = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
+        index = [pl.ds(starts[axis], self.shape[axis]) if axis in axes else 0 for axis in (0, 1)]
+        layout = plgpu.Layout.WGMMA if len(axes) == 2 else plgpu.Layout.WGMMA.reduce(1 - axes[0])
+        values = plgpu.load(ref.at[(*lead, *index)], layout=layout, optimized=False)
+        return values if len(axes) == 2 else lax.broadcast_in_dim(values, self.shape, tuple(axes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visits:
+    """The tiles that a block goes over: first those whose elements are masked, on both sides, then the full ones."""
+
+    tiles: TileRange
+
+    @property
+    def before(self) -> Any:
+        """Masked tiles in front of the full ones."""
+        return self.tiles.full_first - self.tiles.first
+
+    @property
+    def masked(self) -> Any:
+        """Masked tiles."""
+        return self.before + self.tiles.last - self.tiles.full_last
+
+    @property
+    def full(self) -> Any:
+        """Full tiles."""
+        return self.tiles.full_last - self.tiles.full_first
+
+    def masked_tile(self, i: Any) -> Any:
+        """The i-th masked tile."""
+        return jnp.where(i < self.before, self.tiles.first + i, self.tiles.full_last + i - self.before)
+
+    def full_tile(self, i: Any) -> Any:
+        """The i-th full tile."""
+        return self.tiles.full_first + i
+
+
+def kept_scale(problem: Problem) -> float:
+    """What dropout multiplies the weights by that it keeps."""
+    return 1 / (1 - problem.dropout_rate)
+
+
+def not_invariant(step: Any) -> jax.Array:
+    """Zero, for all that the compiler knows another one each step (there are fewer than 2**30 of them).
+
+    Added to the place of an operand that stays where it is, it keeps the compiler from computing all of the operand's
+    descriptors in front of the loop and holding them in registers: 25 too many with a head size of 256.
+    """
+    return lax.shift_right_logical(step, 30)
+
+
+def store_columns(ref: Any, values: jax.Array, columns: int = 64) -> None:
+    """Stores values in a reference of their shape, some columns at a time, which takes fewer registers."""
+    for start in range(0, values.shape[1], columns):
+        ref.at[:, pl.ds(start, columns)][...] = values[:, start : start + columns].astype(ref.dtype)
+
+
+_CACHE_BYTES = 40 * 2**20
+"""Of the H200's 50 MiB of L2 cache, what blocks that run together may read again and again."""
+
+
+def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int) -> tuple[Any, Any]:
+    """(tile, lane) of a block of a one-dimensional grid; lanes are heads of a batch whose blocks read the same arrays.
+
+    Lanes are taken in sections whose arrays, `lane_bytes` each, fit in the L2 cache together. In a section all lanes'
+    first tiles come first: so a tile's number should fall as its work grows, and no long block starts late.
+    Source: the order of blocks of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
+    """
+    section = max(1, min(lanes, _CACHE_BYTES // lane_bytes))
+    number = lax.div(block, section * tiles)
+    here = jnp.minimum(section, lanes - number * section)
+    rest = block - number * (section * tiles)
+    tile = lax.div(rest, here)
+    return tile, number * section + rest - tile * here
+
+
+def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
+    """What the kernels need to know of each query: (batch, heads, 3, queries padded to a multiple of `rows`), float32.
+
+    The first is lse in base 2, the second "delta", the sum of dout * out less dlse: what each weight's gradient is
+    lowered by on its way through the softmax. The third is the query's number. Zeros beyond the queries.
+    """
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    # Kept apart from the transposition, with which XLA's reduction takes five times as long.
+    delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
+    if dlse is not None:
+        delta = delta - dlse
+    places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
+    stacked = jnp.stack([lse * LOG2_E, delta, places], axis=2)
+    return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))

@@ -1,0 +1,90 @@
+"""Launch configurations of the attention kernels: what may be chosen, what is chosen, and what is worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pallas_kernels.ops.attention.problem import Problem
+
+ROWS = 64
+"""Queries of a computing warpgroup: those of one wgmma."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How the forward kernel cuts its work.
+
+    warpgroups: that compute, each 64 queries of one head; a further one brings operands.
+    columns: keys of a tile.
+    key_stages, value_stages: tiles of keys and of values in shared memory.
+    overlap: a warpgroup computes one tile's softmax while its products with the previous tile's values run, as far as
+        ptxas does not move the softmax behind the wait for them.
+    fenced: keeps ptxas from it, by a store.
+    queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
+    ping_pong: warpgroups take turns in issuing products, so that one's softmax runs beside the others' products.
+    is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
+        meanwhile; else a block for each, which the hardware deals out as others end.
+    own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
+    splits_rest: the tiles that are left over when all blocks have as many are shared by blocks, that take some keys
+        each. Where all tiles have the same work.
+    memory_registers, compute_registers: of each thread of a warpgroup of either kind.
+    """
+
+    warpgroups: int = 2
+    columns: int = 128
+    key_stages: int = 2
+    value_stages: int = 2
+    overlap: bool = True
+    fenced: bool = False
+    queries_in_registers: bool = False
+    ping_pong: bool = True
+    is_persistent: bool = True
+    own_output: bool = False
+    splits_rest: bool = False
+    memory_registers: int = 40
+    compute_registers: int = 232
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return self.warpgroups * ROWS
+
+
+def default_forward(problem: Problem) -> ForwardConfig:
+    """The untuned choice: see TUNING.md for what was measured."""
+    if problem.head_size > 128:
+        # A block for each tile: with a loop over tiles around it all, 256 features leave too few registers.
+        return ForwardConfig(columns=64, is_persistent=False)
+    masking = problem.masking
+    further = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
+    count = sum(map(bool, further))
+    if count > 1:
+        # Each holds registers of its own beside a tile's scores.
+        return ForwardConfig(columns=64, is_persistent=False)
+    config = ForwardConfig(own_output=True)
+    if count == 0 and problem.head_size == 128 and not masking.has_band and masking.keys % config.columns == 0:
+        return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=True)
+    if count == 0 and problem.head_size == 64 and masking.is_causal:
+        return replace(config, queries_in_registers=True)
+    return config
+
+
+def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
+    """The configurations worth measuring, by name."""
+    base = default_forward(problem)
+    return {
+        "default": base,
+        "no overlap": replace(base, overlap=False),
+        "no ping-pong": replace(base, ping_pong=False),
+        "neither": replace(base, overlap=False, ping_pong=False),
+        "other grid": replace(base, is_persistent=not base.is_persistent),
+        "other output": replace(base, own_output=not base.own_output),
+        "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
+        "rest split or not": replace(base, splits_rest=not base.splits_rest),
+    }
+
+
+def preferred(problem: Problem) -> tuple[str, ...]:
+    """The implementations tried, in this order, where the caller leaves the choice."""
+    del problem
+    return ("mosaic",)

@@ -1,0 +1,307 @@
+"""The work of a block's warpgroups in the forward kernel: see `mosaic_gpu`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.config import ROWS, ForwardConfig
+from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.ops.attention.scores import Scores
+from pallas_kernels.primitives.random import mixed_words
+
+
+class ForwardKernel:
+    """The work of a block's warpgroups. References and static facts; the state is in loops' carries."""
+
+    def __init__(self, problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing):
+        self.problem: Problem = problem
+        self.config: ForwardConfig = config
+        self.schedule: Schedule = schedule
+        self.extras: dict[str, Any] = extra_refs
+        self.buffers: dict[str, Any] = buffers
+        self.barriers: dict[str, Any] = barriers
+        self.lse_of_nothing: float = lse_of_nothing
+
+    def key_tiles(self, batch: jax.Array, tile: jax.Array, part: jax.Array) -> TileRange:
+        """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""
+        masking, config = self.problem.masking, self.config
+        if masking.has_segments:
+            bounds = TileRange(*(self.extras["tiles"][batch, tile, i] for i in range(4)))
+        else:
+            bounds = masking.key_tiles(tile * config.rows, config.rows, config.columns)
+        first, full_first, full_last, last = (jnp.asarray(bound, jnp.int32) for bound in bounds)
+        tiles = -(-masking.keys // config.columns)
+        if self.schedule.rest:  # nothing else bounds what is seen
+            parts = self.schedule.parts
+            start = _rem(part, parts)
+            first = jnp.where(part < 0, 0, _divmod(start * tiles, parts)[0])
+            last = jnp.where(part < 0, tiles, _divmod((start + 1) * tiles, parts)[0])
+        first = jnp.minimum(first, tiles - 1)
+        return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
+
+    def produce(self, block: jax.Array, q_ref, k_ref, v_ref) -> None:
+        """Brings the operands of every tile, as early as there is room."""
+        config, problem, barriers, buffers = self.config, self.problem, self.barriers, self.buffers
+
+        def bring(name: str, ref, stages: int, index: jax.Array, place) -> None:
+            slot = _rem(index, stages)
+
+            @pl.when(index >= stages)
+            def _():
+                plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
+
+            full = barriers[f"{name}_full"].at[slot]
+            plgpu.copy_gmem_to_smem(ref.at[place], buffers[name].at[slot], full)
+            if name == "k" and problem.masking.has_segments:
+                numbers = self.extras["key_segments"].at[place[0], place[1]]
+                plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
+
+        def tile_of_queries(head, tile, count, part, before):
+            batch, q_head = _divmod(head, problem.heads)
+            k_head = _divmod(q_head, problem.group)[0]
+            first, _, _, last = self.key_tiles(batch, tile, part)
+
+            def step(i, _):
+                place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
+                bring("k", k_ref, config.key_stages, before + i, place)
+
+                @pl.when(i == 0)
+                def _():
+                    for warpgroup in range(config.warpgroups):
+
+                        @pl.when(count > 0)
+                        def _(warpgroup=warpgroup):
+                            plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
+
+                        row = tile * config.rows + warpgroup * ROWS
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[batch, pl.ds(row, ROWS), q_head],
+                            buffers["q"].at[warpgroup],
+                            barriers["q_full"].at[warpgroup],
+                        )
+
+                bring("v", v_ref, config.value_stages, before + i, place)
+
+            lax.fori_loop(jnp.int32(0), last - first, step, None)
+            return before + last - first
+
+        total = self.schedule.for_each(block, self.extras.get("table"), tile_of_queries, jnp.int32(0))
+
+        # No barrier may be left with an arrival that nobody has seen.
+        for name, stages in (("k", config.key_stages), ("v", config.value_stages)):
+
+            def drain(i, _, name=name, stages=stages):
+                plgpu.barrier_wait(barriers[f"{name}_empty"].at[_rem(i, stages)])
+
+            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+        for warpgroup in range(config.warpgroups):
+            plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
+
+    def compute(self, block: jax.Array, warpgroup: jax.Array, results) -> None:
+        """The tiles of one computing warpgroup."""
+        config, problem = self.config, self.problem
+        words = mixed_words(self.extras["words"]) if problem.dropout_rate else None
+        scores = Scores(problem=problem, columns=config.columns, extras=self.extras, words=words)
+        if "turn" in self.barriers:
+            # The first one's first turn.
+            plgpu.barrier_arrive(self.barriers["turn"].at[0], predicate=warpgroup == config.warpgroups - 1)
+
+        def tile_of_queries(head, tile, count, part, before):
+            del count
+            accumulators = (
+                plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.head_size, config.columns)
+            )
+            run = partial(self._tile, scores, warpgroup, head, tile, part, before)
+            out, total, maximum, steps = pl.run_scoped(run, *accumulators)
+            self._store(warpgroup, head, tile, part, out, total, maximum, results)
+            return before + steps
+
+        self.schedule.for_each(block, self.extras.get("table"), tile_of_queries, jnp.int32(0))
+        if "turn" in self.barriers:
+
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.barrier_wait(self.barriers["turn"].at[0])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _tile(self, scores: Scores, warpgroup, head, tile, part, before, o_ref, s_ref):
+        """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
+        config, problem, barriers, buffers = self.config, self.problem, self.barriers, self.buffers
+        batch, q_head = _divmod(head, problem.heads)
+        row = tile * config.rows + warpgroup * ROWS
+        first, full_first, full_last, last = self.key_tiles(batch, tile, part)
+        zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
+
+        def start_scores(index) -> jax.Array:
+            slot = _rem(index, config.key_stages)
+            plgpu.barrier_wait(barriers["k_full"].at[slot])
+            s_ref[...] = plgpu.layout_cast(zeros((ROWS, config.columns)), plgpu.Layout.WGMMA)
+            # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
+            # registers for each 16 features, throughout the loop.
+            place = warpgroup + lax.shift_right_logical(index, jnp.int32(30))
+            queries = buffers["q"].at[place] if own_queries is None else own_queries
+            plgpu.wgmma(s_ref, queries, buffers["k"].at[slot].transpose((1, 0)))
+            return slot
+
+        def start_output(index, weights, factor) -> jax.Array:
+            slot = _rem(index, config.value_stages)
+            out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
+            o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
+            plgpu.barrier_wait(barriers["v_full"].at[slot])
+            plgpu.wgmma(o_ref, weights, buffers["v"].at[slot])
+            return slot
+
+        row_segments = None
+        if problem.masking.has_segments:
+            numbers = self.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
+            row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+        def seen_scores(index, slot, *, is_masked: bool, wait_n: int) -> jax.Array:
+            """The product that is under way in `s_ref`, as far as it is seen; and the keys' place is free again."""
+            column = (last - 1 - index) * config.columns
+            value = plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
+            reads_segments = is_masked and row_segments is not None
+            if not reads_segments:
+                plgpu.barrier_arrive(barriers["k_empty"].at[slot])
+            value = scores.scaled(value, batch, q_head, row, column)
+            segments = None
+            if is_masked and row_segments is not None:
+                numbers = buffers["segments"].at[slot]
+                segments = row_segments, plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            if is_masked:
+                value = scores.masked(value, row, column, segments)
+            if reads_segments:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(barriers["k_empty"].at[slot])
+            return value
+
+        def softmax(value, maximum, total, index):
+            column = (last - 1 - index) * config.columns
+            new = jnp.maximum(maximum, jnp.max(value, axis=1) * scores.factor)
+            factor = jnp.exp2(maximum - new)
+            weights = jnp.exp2(value * scores.factor - lax.broadcast_in_dim(new, value.shape, (0,)))
+            total = total * factor + jnp.sum(weights, axis=1)
+            weights = scores.dropped(weights, batch, q_head, row, column)
+            return weights, new, total, factor
+
+        def step(i, carry, *, is_masked: bool):
+            maximum, total, weights, factor = carry
+            self._await_turn(warpgroup)
+            k_slot = start_scores(before + i)
+            v_slot = start_output(before + i - 1, weights, factor)
+            self._pass_turn(warpgroup)
+            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1 if config.overlap else 0)
+            weights, maximum, total, factor = softmax(value, maximum, total, i)
+            if config.fenced:
+                # Nobody reads it. Without a store that takes the softmax's results, ptxas moves all of the softmax
+                # behind the wait for the other product.
+                buffers["fence"].at[warpgroup][...] = total
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
+            return maximum, total, weights.astype(problem.dtype), factor
+
+        plgpu.barrier_wait(barriers["q_full"].at[warpgroup])
+        own_queries = None
+        if config.queries_in_registers:
+            own_queries = plgpu.load(buffers["q"].at[warpgroup], layout=plgpu.Layout.WGMMA)
+            if config.own_output:
+                plgpu.commit_smem()  # what was read may then be overwritten by TMA
+                plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
+        maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
+        total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
+        # The first tile is the one that the mask may cut: its code compares elements wherever there is a mask at all.
+        self._await_turn(warpgroup)
+        k_slot = start_scores(before)
+        self._pass_turn(warpgroup)
+        value = seen_scores(jnp.int32(0), k_slot, is_masked=True, wait_n=0)
+        weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
+        carry = (maximum, total, weights.astype(problem.dtype), factor)
+
+        # Steps count from the last tile of keys: those before `cut` are behind the full ones.
+        steps = last - first
+        cut = jnp.int32(1)
+        if self._many_masked_after:
+            cut = jnp.maximum(last - full_last, 1)
+            carry = lax.fori_loop(jnp.int32(1), cut, partial(step, is_masked=True), carry)
+        full_steps = jnp.maximum(last - full_first, cut) if problem.masking.masks_before else steps
+        carry = lax.fori_loop(cut, full_steps, partial(step, is_masked=False), carry)
+        if problem.masking.masks_before:
+            carry = lax.fori_loop(full_steps, steps, partial(step, is_masked=True), carry)
+        maximum, total, weights, factor = carry
+        if config.own_output and not config.queries_in_registers:
+            plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
+        v_slot = start_output(before + steps - 1, weights, factor)
+        out = o_ref[...]
+        plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
+        return out, total, maximum, steps
+
+    @property
+    def _many_masked_after(self) -> bool:
+        """Whether more than the last one of a tile's tiles of keys, from the back, may be cut by the mask."""
+        masking, config = self.problem.masking, self.config
+        if masking.has_segments:
+            return True
+        if masking.right is None:
+            return False
+        return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
+
+    def _store(self, warpgroup, head, tile, part, out, total, maximum, results) -> None:
+        config, problem, buffers = self.config, self.problem, self.buffers
+        batch, q_head = _divmod(head, problem.heads)
+        row = tile * config.rows + warpgroup * ROWS
+        is_empty = total == 0.0
+        safe = jnp.where(is_empty, 1.0, total)
+        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * (1 - problem.dropout_rate)))
+        lse = maximum * (1 / LOG2_E) + jnp.log(safe)
+        lse = jnp.where(is_empty, self.lse_of_nothing, lse)
+        out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
+        buffer = buffers["out" if config.own_output else "q"].at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = out.astype(problem.dtype)
+        buffers["lse"].at[warpgroup][...] = lse
+        plgpu.commit_smem()
+        rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
+        places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
+        if self.schedule.rest:
+            of_part = jnp.maximum(part, 0)
+            places.append((results[2].at[of_part, own_rows], results[3].at[of_part, own_rows]))
+        for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
+
+            def send(out_place=out_place, lse_place=lse_place):
+                plgpu.copy_smem_to_gmem(buffer, out_place)
+                plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
+
+            if self.schedule.rest:
+                pl.when(is_here)(send)
+            else:
+                send()
+        if not config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.barriers["q_empty"].at[warpgroup])
+
+    def _await_turn(self, warpgroup) -> None:
+        if "turn" in self.barriers:
+            plgpu.barrier_wait(self.barriers["turn"].at[warpgroup])
+
+    def _pass_turn(self, warpgroup) -> None:
+        if "turn" in self.barriers:
+            plgpu.barrier_arrive(self.barriers["turn"].at[_rem(warpgroup + 1, self.config.warpgroups)])
+
+
+def _rem(value: jax.Array, size: int) -> jax.Array:
+    return lax.rem(value, jnp.asarray(size, value.dtype))
+
+
+def _divmod(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    divisor = jnp.asarray(size, value.dtype)
+    return lax.div(value, divisor), lax.rem(value, divisor)

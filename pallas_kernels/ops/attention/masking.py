@@ -1,0 +1,203 @@
+"""Which keys a query sees, said once for a launch: for tiles (what need not be computed) and for elements.
+
+A band of diagonals (causal attention and windows), the keys' length, and segments of packed documents. All of it is
+arithmetic on integers that are Python's, a kernel's scalars, or arrays: the same functions serve both passes and tests.
+What is dense (a mask or bias array) is not here: it says nothing about tiles.
+
+Only keys are bounded. Queries beyond the last are rows of zeros, whose results are not stored and whose cotangents are
+zero, so that they need no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class TileRange(NamedTuple):
+    """Tiles from `first` to before `last` matter; from `full_first` to before `full_last` no element is masked.
+
+    first <= full_first <= full_last <= last. Each an integer, a scalar or an array.
+    """
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    last: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """The mask of a launch, as far as it is not an array.
+
+    queries, keys: their number. Query i and key j are on one diagonal where i == j, also where the numbers differ.
+    left: a query sees at most so many keys before its own place; None: all.
+    right: a query sees at most so many keys after its own place; None: all. Causal attention: 0.
+    has_segments: besides, query and key must carry the same segment number.
+    """
+
+    queries: int
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    has_segments: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no key after the query is seen."""
+        return self.right is not None and self.right <= 0
+
+    @property
+    def has_band(self) -> bool:
+        """Whether diagonals bound what is seen."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def masks_before(self) -> bool:
+        """Whether some tile of keys in front of the full ones may need its elements masked."""
+        return self.left is not None or self.has_segments
+
+    def masks_after(self, columns: int) -> bool:
+        """Whether some tile of keys (`columns` of them) behind the full ones may need its elements masked."""
+        return self.right is not None or self.has_segments or self.keys % columns != 0
+
+    def key_tiles(self, row: Any, rows: int, columns: int) -> TileRange:
+        """For the queries from `row` on, `rows` of them, the tiles of `columns` keys. Without regard to segments."""
+        last_row = _minimum(row + rows, self.queries) - 1
+        start = 0 if self.left is None else _maximum(row - self.left, 0)
+        end = self.keys if self.right is None else _minimum(self.keys, _maximum(last_row + self.right + 1, 0))
+        full_start = 0 if self.left is None else _maximum(last_row - self.left, 0)
+        full_end = self.keys if self.right is None else _minimum(self.keys, _maximum(row + self.right + 1, 0))
+        return _range(start, full_start, full_end, end, columns)
+
+    def query_tiles(self, column: Any, columns: int, rows: int) -> TileRange:
+        """For the keys from `column` on, `columns` of them, the tiles of `rows` queries. Without regard to segments."""
+        last_column = _minimum(column + columns, self.keys) - 1
+        start = 0 if self.right is None else _maximum(column - self.right, 0)
+        end = self.queries if self.left is None else _minimum(self.queries, _maximum(last_column + self.left + 1, 0))
+        full_start = 0 if self.right is None else _maximum(last_column - self.right, 0)
+        # The last tile may go beyond the queries: their rows need no mask.
+        beyond = -(-self.queries // rows) * rows
+        full_end = beyond if self.left is None else _minimum(beyond, _maximum(column + self.left + 1, 0))
+        tiles = _range(start, full_start, full_end, end, rows)
+        if self.keys % columns == 0:
+            return tiles
+        # A tile with keys beyond the last one is masked throughout.
+        is_whole = column + columns <= self.keys
+        none = _where(is_whole, tiles.full_last, tiles.full_first)
+        return tiles._replace(full_last=none)
+
+    def visible(
+        self, row: Any, column: Any, row_segments: Any = None, column_segments: Any = None, *, tile: int = 0
+    ) -> Any:
+        """Which elements are seen, boolean; None where all are.
+
+        row, column: the elements' places, integer arrays that broadcast. row_segments, column_segments: the segment
+        numbers of those places, broadcasting likewise; needed where `has_segments`. tile: keys come in tiles of so
+        many; where the last tile is whole, none lies beyond the last key, and nothing is compared. 0: compare.
+        """
+        conditions = []
+        if self.right is not None:
+            conditions.append(column <= (row + self.right if self.right else row))
+        if self.left is not None:
+            conditions.append(column >= (row - self.left if self.left else row))
+        if not tile or self.keys % tile:
+            conditions.append(column < self.keys)
+        if self.has_segments:
+            conditions.append(row_segments == column_segments)
+        seen = conditions[0] if conditions else None
+        for condition in conditions[1:]:
+            seen = seen & condition
+        return seen
+
+
+def segment_key_tiles(
+    masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
+) -> jax.Array:
+    """`Masking.key_tiles` of every tile of queries, with regard to segments.
+
+    Segment numbers need not be sorted: a tile of keys counts where its range of numbers meets that of the queries. For
+    packed documents, which are sorted, the work is in proportion to the tiles that matter.
+
+    Args:
+        query_segments: (batch, queries), integers.
+        key_segments: (batch, keys).
+
+    Returns:
+        (batch, tiles of queries, 4), int32: the members of `TileRange`.
+    """
+    tile = jnp.arange(-(-masking.queries // rows), dtype=jnp.int32)
+    bounds = masking.key_tiles(tile * rows, rows, columns)
+    return _segment_tiles(bounds, _extent(query_segments, rows), _extent(key_segments, columns), len(tile))
+
+
+def segment_query_tiles(
+    masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
+) -> jax.Array:
+    """`Masking.query_tiles` of every tile of keys, with regard to segments: (batch, tiles of keys, 4), int32."""
+    tile = jnp.arange(-(-masking.keys // columns), dtype=jnp.int32)
+    bounds = masking.query_tiles(tile * columns, columns, rows)
+    return _segment_tiles(bounds, _extent(key_segments, columns), _extent(query_segments, rows), len(tile))
+
+
+def padded_segments(segments: jax.Array, multiple: int) -> jax.Array:
+    """Segment numbers (batch, length) as int32, repeated at the end up to a multiple of a tile."""
+    extra = -segments.shape[1] % multiple
+    return jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, extra)), mode="edge")
+
+
+def _extent(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest segment number of each tile, (batch, tiles)."""
+    tiles = padded_segments(segments, size).reshape(segments.shape[0], -1, size)
+    return tiles.min(-1), tiles.max(-1)
+
+
+def _segment_tiles(bounds: TileRange, own: Sequence[jax.Array], other: Sequence[jax.Array], count: int) -> jax.Array:
+    first, full_first, full_last, last = (jnp.broadcast_to(jnp.asarray(b), (count,))[None, :, None] for b in bounds)
+    own_low, own_high = (value[:, :, None] for value in own)
+    other_low, other_high = (value[:, None, :] for value in other)
+    tile = jnp.arange(other_low.shape[-1], dtype=jnp.int32)
+    matters = (own_low <= other_high) & (other_low <= own_high) & (first <= tile) & (tile < last)
+    is_full = (own_low == own_high) & (other_low == other_high) & (own_low == other_low)
+    is_full &= (full_first <= tile) & (tile < full_last)
+    start, end = _first(matters), len(tile) - _first(matters[..., ::-1])
+    end = jnp.where(matters.any(-1), end, start)
+    full_start = jnp.where(is_full.any(-1), _first(is_full), end)
+    # Where numbers are not sorted, only the first run of full tiles is taken for full.
+    run_end = _first(~is_full & (tile >= full_start[..., None]), default=len(tile))
+    full_end = jnp.minimum(jnp.maximum(run_end, full_start), end)
+    return jnp.stack([start, full_start, full_end, end], axis=-1).astype(jnp.int32)
+
+
+def _first(condition: jax.Array, *, default: int = 0) -> jax.Array:
+    """The place of the first True along the last axis."""
+    return jnp.where(condition.any(-1), jnp.argmax(condition, -1), default)
+
+
+def _range(start: Any, full_start: Any, full_end: Any, end: Any, size: int) -> TileRange:
+    first = _divide(start, size)
+    last = _maximum(_divide(end + size - 1, size), first)
+    full_first = _minimum(_maximum(_divide(full_start + size - 1, size), first), last)
+    full_last = _minimum(_maximum(_divide(full_end, size), full_first), last)
+    return TileRange(first, full_first, full_last, last)
+
+
+def _divide(value: Any, size: int) -> Any:
+    """Of what is not negative, where rounding down takes no more than a division."""
+    return value // size if isinstance(value, int) else jax.lax.div(value, jnp.asarray(size, value.dtype))
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return (a if condition else b) if isinstance(condition, bool) else jnp.where(condition, a, b)

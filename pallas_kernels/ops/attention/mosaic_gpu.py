@@ -1,0 +1,157 @@
+"""Flash attention forward on Mosaic GPU: one launch, online softmax in registers, products asynchronous.
+
+A block has a tile of queries of one head; one warpgroup brings operands by TMA, the others have 64 queries each. Of
+every tile of keys a warpgroup starts the product with its queries, and the product of the previous tile's weights with
+their values behind it, and computes the softmax of the one while the other runs. Warpgroups take turns, so that one's
+exponentials run beside the other's products. Tiles of keys that nothing of is seen are not visited, and elements are
+compared only in those of which something is hidden: first among the tiles, which go from the last one to the first.
+
+Sources: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023,
+https://arxiv.org/abs/2307.08691; Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and
+low-precision", 2024, https://arxiv.org/abs/2407.08608
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, default_forward
+from pallas_kernels.ops.attention.forward_blocks import ForwardKernel
+from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
+from pallas_kernels.ops.attention.parts import with_parts
+from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+HEAD_SIZES = (64, 96, 128, 192, 256)
+
+_GROUP = 8
+"""TMA brings groups of eight rows: lengths are multiples of them."""
+
+
+def attention_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    extras: Extras,
+    *,
+    problem: Problem,
+    config: ForwardConfig | None = None,
+    lse_of_nothing: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, the scores' log-sum-exp.
+
+    query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
+    lse_of_nothing: the log-sum-exp of a query that sees no key.
+    """
+    config = config or default_forward(problem)
+    queries = problem.masking.queries
+    operands = [whole_groups(array) for array in (query, key, value)]
+    arrays = _extra_arrays(extras, problem, config)
+    blocks = target_device().core_count if config.is_persistent else None
+    schedule = Schedule.of(problem, config.rows, config.columns, blocks, splits_rest=config.splits_rest)
+    table = schedule.table
+    if table is not None:
+        arrays["table"] = jnp.asarray(table)
+    out, lse, *parts = _launch(problem, config, schedule, operands, arrays, lse_of_nothing)
+    if schedule.rest:
+        out, lse = with_parts(out, lse, *parts, problem=problem, schedule=schedule, rows=config.rows)
+    everything = (*operands, *arrays.values())
+    return varying_like(out[:, :queries], *everything), varying_like(lse[:, :, :queries], *everything)
+
+
+def whole_groups(array: jax.Array) -> jax.Array:
+    """(batch, length, heads, head size) with zeros behind it up to whole groups of what TMA brings."""
+    extra = -array.shape[1] % _GROUP
+    return jnp.pad(array, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else array
+
+
+def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
+    """What there is of further arrays, as far as whole tiles go."""
+    arrays = {}
+    rows, columns = config.rows, config.columns
+    if extras.query_segments is not None and extras.key_segments is not None:
+        own, other = extras.query_segments, extras.key_segments
+        arrays["tiles"] = segment_key_tiles(problem.masking, own, other, rows, columns)
+        arrays["query_segments"] = padded_segments(own, rows)
+        arrays["key_segments"] = padded_segments(other, columns)
+    if extras.dense is not None:
+        dense = extras.dense
+        extra = -dense.shape[2] % rows if dense.shape[2] > 1 else 0
+        extra = (extra, -dense.shape[3] % columns)
+        arrays["dense"] = jnp.pad(dense, ((0, 0), (0, 0), *((0, e) for e in extra))) if any(extra) else dense
+    if extras.words is not None:
+        arrays["words"] = extras.words
+    return arrays
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """No automatic barriers: shared memory is read by TMA and tensor cores alone. No sums across warps, either."""
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+
+
+def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operands, arrays, lse_of_nothing: float):
+    query = operands[0]
+    warpgroups = config.warpgroups
+    size, dtype = problem.head_size, problem.dtype
+
+    def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
+        *results, buffers, barriers = refs
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        kernel = ForwardKernel(problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing)
+
+        @pl.when(warpgroup == warpgroups)
+        def _():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            kernel.produce(block, q_ref, k_ref, v_ref)
+
+        @pl.when(warpgroup < warpgroups)
+        def _():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            kernel.compute(block, warpgroup, results)
+
+    buffers = {
+        "q": shared((warpgroups, ROWS, size), dtype),
+        "k": shared((config.key_stages, config.columns, size), dtype),
+        "v": shared((config.value_stages, config.columns, size), dtype),
+        "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+    }
+    if config.fenced:
+        buffers["fence"] = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
+    if config.own_output:
+        buffers["out"] = shared((warpgroups, ROWS, size), dtype)
+    has_segments = problem.masking.has_segments
+    if has_segments:
+        buffers["segments"] = plgpu.SMEM((config.key_stages, config.columns), jnp.int32)
+    barriers = {
+        "q_full": plgpu.Barrier(num_barriers=warpgroups),
+        "q_empty": plgpu.Barrier(num_barriers=warpgroups),
+        "k_full": plgpu.Barrier(num_arrivals=2 if has_segments else 1, num_barriers=config.key_stages),
+        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.key_stages),
+        "v_full": plgpu.Barrier(num_barriers=config.value_stages),
+        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.value_stages),
+    }
+    if config.ping_pong and warpgroups > 1:
+        barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
+    out_type = [
+        jax.ShapeDtypeStruct(query.shape, dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
+    ]
+    if schedule.rest:
+        shape = (schedule.rest * schedule.parts, config.rows)
+        out_type += [jax.ShapeDtypeStruct((*shape, size), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)]
+    return plgpu.kernel(
+        attention,
+        out_type=out_type,
+        grid=(schedule.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=(buffers, barriers),
+        compiler_params=compiler_params(),
+    )(*operands, arrays)

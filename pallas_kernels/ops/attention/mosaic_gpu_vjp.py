@@ -1,0 +1,130 @@
+"""The backward pass on Mosaic GPU: what its two kernels are given, and what becomes of their results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.attention.backward_config import (
+    BackwardConfig,
+    FusedConfig,
+    backward_config,
+    features_of,
+    padded_head,
+)
+from pallas_kernels.ops.attention.backward_fused import HEAD_SIZE, fused_gradients
+from pallas_kernels.ops.attention.backward_keys import key_value_gradients
+from pallas_kernels.ops.attention.backward_queries import query_gradients
+from pallas_kernels.ops.attention.backward_tiles import rows_of
+from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.primitives.platform import varying_like
+
+_LINES = 8
+"""TMA brings groups of eight rows."""
+_LEAST, _MOST = 2048, 8192
+"""Lengths with which one kernel is taken for full attention. Blocks wait for each other, the more the longer."""
+_TILE = 256
+"""A multiple of every other tile's length."""
+
+
+def attention_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    extras: Extras | None = None,
+    *,
+    problem: Problem,
+    dlse: jax.Array | None = None,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns (dquery, dkey, dvalue, ddense): like query, key, value and `extras.dense`; None unless that is a bias.
+
+    Args:
+        out, lse: the forward pass's results; lse is 0 for a query that sees no key.
+        dout: the cotangent of out, like query.
+        dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
+        config: the cut; None chooses by head size.
+    """
+    extras = extras or Extras()
+    operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
+    config = config or default_backward(problem)
+    makes_dbias = problem.dense == "bias"
+    whole = math.lcm(_TILE, config.queries.rows)
+    rows = rows_of(out, lse, dout, dlse, whole)
+    q, k, v, do = (_whole(array) for array in (query, key, value, dout))
+    by_keys, by_queries = _extras(extras, problem, config, whole)
+    dscores = None
+    if config.fused is not None and can_fuse(problem):
+        dq, dk, dv = fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused)
+    else:
+        dk, dv = key_value_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.keys)
+        dq, dscores = query_gradients(
+            q, k, v, do, rows, by_queries, problem=problem, config=config.queries, makes_dbias=makes_dbias
+        )
+    gradients = [
+        varying_like(gradient[:, : array.shape[1], :, : array.shape[3]], *operands)
+        for gradient, array in ((dq, query), (dk, key), (dv, value))
+    ]
+    ddense = None
+    if dscores is not None:
+        assert extras.dense is not None
+        dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
+        axes = tuple(axis for axis, size in enumerate(extras.dense.shape) if size == 1)
+        ddense = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.dense.dtype)
+    dquery, dkey, dvalue = gradients
+    return dquery, dkey, dvalue, ddense
+
+
+def can_fuse(problem: Problem) -> bool:
+    """Whether one kernel can make all gradients: its registers are full with a head size of 128 and a causal mask."""
+    masking = problem.masking
+    is_simple = masking.left is None and not masking.has_segments and problem.dense != "bias"
+    return is_simple and padded_head(problem.head_size) == HEAD_SIZE
+
+
+def default_backward(problem: Problem) -> BackwardConfig:
+    """The cut where the caller chooses none: one kernel where it was measured to be the faster form."""
+    features = features_of(problem)
+    config = backward_config(problem.head_size, features=features)
+    masking = problem.masking
+    is_plain = not features and not masking.has_band and problem.head_size == HEAD_SIZE
+    is_measured = all(_LEAST <= length <= _MOST for length in (masking.queries, masking.keys))
+    return replace(config, fused=FusedConfig()) if is_plain and is_measured else config
+
+
+def _whole(array: jax.Array) -> jax.Array:
+    """(batch, length, heads, head size) with zeros up to whole groups of rows and of columns."""
+    rows, columns = -array.shape[1] % _LINES, padded_head(array.shape[3]) - array.shape[3]
+    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else array
+
+
+def _extras(
+    extras: Extras, problem: Problem, config: BackwardConfig, whole: int
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The further operands of the kernel of dkey and dvalue, and of that of dquery."""
+    keys = problem.masking.keys
+    by_keys, by_queries = {}, {"places": jnp.arange(keys + -keys % whole, dtype=jnp.int32)}
+    if extras.words is not None:
+        by_keys["words"] = by_queries["words"] = extras.words
+    if extras.dense is not None:
+        pads = [(0, -size % whole if size > 1 else 0) for size in extras.dense.shape[2:]]
+        dense = jnp.pad(extras.dense, ((0, 0), (0, 0), *pads))
+        by_queries["dense"], by_keys["dense"] = dense, dense.swapaxes(2, 3)
+    if extras.query_segments is not None and extras.key_segments is not None:
+        own, other, masking = extras.query_segments, extras.key_segments, problem.masking
+        segments = {
+            "query_segments": padded_segments(own, whole),
+            "key_segments": padded_segments(other, whole),
+        }
+        by_keys |= segments
+        by_queries |= segments
+        by_keys["tiles"] = segment_query_tiles(masking, own, other, config.keys.rows, config.keys.columns)
+        by_queries["tiles"] = segment_key_tiles(masking, own, other, config.queries.rows, config.queries.columns)
+    return by_keys, by_queries

@@ -1,0 +1,69 @@
+"""What a launch of the attention kernels computes, beside its arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.attention.masking import Masking
+
+LOG2_E = 1.4426950408889634
+
+LOWEST = -1e30
+"""Where running maxima begin, in base 2. Far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Static facts of a launch.
+
+    heads: of the queries; a multiple of key_heads, that of keys and values.
+    scale: of the scores.
+    softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
+    dropout_rate: the share of weights set to zero, the others divided by what is left.
+    dense: an array that masks ("mask", int8, 0 hides) or is added to the scores ("bias"), or None.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    head_size: int
+    dtype: jnp.dtype
+    masking: Masking
+    scale: float
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    dense: str | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def dropout_features(self) -> int:
+        """The row length that `keep_mask` is told: even, so that neighbours share their random bits."""
+        return self.masking.keys + self.masking.keys % 2
+
+    def dropout_row(self, batch: Any, head: Any, row: Any) -> jax.Array:
+        """The row that `keep_mask` is told for a query."""
+        return (batch * self.heads + head) * self.masking.queries + row
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """The further arrays of a launch; None what it has not.
+
+    query_segments, key_segments: (batch, queries), (batch, keys), integers.
+    dense: (1 or batch, 1 or heads, 1 or queries, keys); int8 where `Problem.dense` is "mask", else floating.
+    words: (2,) uint32, `primitives.random.key_words` of the dropout key.
+    """
+
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    dense: jax.Array | None = None
+    words: jax.Array | None = None

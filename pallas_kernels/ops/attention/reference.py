@@ -1,0 +1,226 @@
+"""Attention in plain `jax.numpy`: the definition, the implementation `"xla"`, and two further forms for the study."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.arguments import Segments, Window, masking_of, segments_of
+from pallas_kernels.primitives.random import array_keep_mask
+
+SCORES_BYTES = 16 * 2**30
+"""Where all scores would take more, those of one key head at a time are computed."""
+
+
+def attention_reference(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window = None,
+    segment_ids: Segments = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    return_residuals: bool = False,
+):
+    """See `pallas_kernels.attention`. All scores are written out, those of all heads unless they are too many at once.
+
+    Computes in float32 (float64 for float64 inputs).
+    """
+    given = {"bias": bias, "mask": mask, "is_causal": is_causal, "scale": scale, "window": window}
+    given |= {"segment_ids": segment_ids, "softcap": softcap}
+    batch, queries, heads, _ = query.shape
+    size = 4 * batch * heads * queries * key.shape[1]
+    if size > SCORES_BYTES and not dropout_rate and key.shape[2] > 1:
+        out, lse = _head_by_head(query, key, value, given)
+    else:
+        out, lse = _attend(query, key, value, given, dropout_rate, dropout_key)
+    return (out, lse) if return_residuals else out
+
+
+def _attend(query, key, value, given, dropout_rate: float = 0.0, dropout_key=None) -> tuple[jax.Array, jax.Array]:
+    scores = masked_scores(query, key, **given)
+    maximum = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
+    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    is_empty = total == 0
+    weights = weights / jnp.where(is_empty, 1, total)
+    out = weighted_values(weights, value, query, dropout_rate, dropout_key)
+    lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(jnp.where(is_empty, 1, total)))
+    return out, lse.reshape(query.shape[0], query.shape[2], query.shape[1])
+
+
+def _head_by_head(query, key, value, given) -> tuple[jax.Array, jax.Array]:
+    """One key head after the other."""
+    batch, queries, heads, size = query.shape
+    key_heads = key.shape[2]
+    own = {name: _by_head(given[name], key_heads) for name in ("bias", "mask") if _has_heads(given[name])}
+    operands = (
+        jnp.moveaxis(query.reshape(batch, queries, key_heads, heads // key_heads, size), 2, 0),
+        jnp.moveaxis(key[:, :, :, None], 2, 0),
+        jnp.moveaxis(value[:, :, :, None], 2, 0),
+        own,
+    )
+
+    def one(operands):
+        query, key, value, own = operands
+        return _attend(query, key, value, {**given, **own})
+
+    out, lse = lax.map(one, operands)
+    return jnp.moveaxis(out, 0, 2).reshape(query.shape), jnp.moveaxis(lse, 0, 1).reshape(batch, heads, queries)
+
+
+def _has_heads(dense: jax.Array | None) -> bool:
+    return dense is not None and dense.ndim > 2 and dense.shape[-3] > 1
+
+
+def _by_head(dense: jax.Array, key_heads: int) -> jax.Array:
+    """(key heads, batch, group, queries, keys)."""
+    dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+    batch, heads, queries, keys = dense.shape
+    return jnp.moveaxis(dense.reshape(batch, key_heads, heads // key_heads, queries, keys), 1, 0)
+
+
+def masked_scores(
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window = None,
+    segment_ids: Segments = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """What the softmax is taken of, (batch, key heads, group, queries, keys), float32 or wider; -inf where hidden."""
+    heads, key_heads = query.shape[2], key.shape[2]
+    scores = _scores(query, key, scale, softcap)
+    if bias is not None:
+        scores = scores + _grouped(bias, key_heads, heads).astype(scores.dtype)
+    seen = _seen(query, key, is_causal, window, segment_ids)
+    if mask is not None:
+        mask = _grouped(mask, key_heads, heads)
+        seen = mask if seen is None else seen & mask
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+
+def weighted_values(
+    weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
+) -> jax.Array:
+    """The values' sums with weights (batch, key heads, group, queries, keys), after dropout; like query."""
+    keys = value.shape[1]
+    if dropout_rate:
+        assert dropout_key is not None
+        shape = (query.shape[0], query.shape[2], query.shape[1], keys + keys % 2)
+        keep = array_keep_mask(dropout_key, shape, rate=dropout_rate)[..., :keys]
+        weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def attention_unfused(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
+    """Three kernels or more: scores to memory, softmax, weights times values."""
+    return _attend(query, key, value, {"is_causal": is_causal})[0]
+
+
+def attention_online(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
+    """Online softmax over tiles of 128 keys, for all queries at once: no row of scores is ever whole.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867
+    """
+    return _tiled(query, key, value, is_causal=is_causal, rows=query.shape[1], columns=128)
+
+
+def attention_chunked(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
+    """Tiles of 1024 queries after each other, each with online softmax over 1024 keys: memory linear in the length.
+
+    Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021, https://arxiv.org/abs/2112.05682
+    """
+    return _tiled(query, key, value, is_causal=is_causal, rows=1024, columns=1024)
+
+
+FORMS = {"unfused": attention_unfused, "online": attention_online, "chunked": attention_chunked}
+"""The study's forms by name: (query, key, value, is_causal) to the output."""
+
+
+def _scores(query: jax.Array, key: jax.Array, scale: float | None, softcap: float | None) -> jax.Array:
+    """Scaled and capped, (batch, key heads, group, queries, keys)."""
+    batch, queries, heads, size = query.shape
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    grouped = query.reshape(batch, queries, key.shape[2], heads // key.shape[2], size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=wide)
+    scores = scores * (1 / math.sqrt(size) if scale is None else scale)
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _grouped(dense: jax.Array, key_heads: int, heads: int) -> jax.Array:
+    """A mask or bias that broadcasts to (batch, heads, queries, keys), as it broadcasts to scores."""
+    dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+    batch, own, queries, keys = dense.shape
+    if own == 1:
+        return dense[:, :, None]
+    return dense.reshape(batch, key_heads, heads // key_heads, queries, keys)
+
+
+def _seen(query, key, is_causal: bool, window: Window, segment_ids: Segments) -> jax.Array | None:
+    masking = masking_of(query.shape[1], key.shape[1], is_causal, window, segment_ids is not None)
+    row, column = jnp.arange(masking.queries)[:, None], jnp.arange(masking.keys)
+    segments = (None, None)
+    if segment_ids is not None:
+        own, other = segments_of(segment_ids)
+        segments = (own[:, None, None, :, None], other[:, None, None, None, :])
+    return masking.visible(row, column, *segments, tile=1)
+
+
+def _tiled(query, key, value, *, is_causal: bool, rows: int, columns: int) -> jax.Array:
+    batch, queries, heads, size = query.shape
+    keys, key_heads = key.shape[1:3]
+    rows, columns = min(rows, queries), min(columns, keys)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+
+    def padded(array, multiple):
+        return jnp.pad(array, ((0, 0), (0, -array.shape[1] % multiple), (0, 0), (0, 0)))
+
+    def tiles(array, size):
+        return jnp.moveaxis(padded(array, size).reshape(batch, -1, size, *array.shape[2:]), 1, 0)
+
+    masking = masking_of(queries, keys, is_causal, None, False)
+
+    def one(carry):
+        index, own = carry
+        row = index * rows + jnp.arange(rows)[:, None]
+
+        def step(state, tile):
+            out, maximum, total = state
+            start, own_key, own_value = tile
+            scores = _scores(own, own_key, None, None)
+            seen = masking.visible(row, start * columns + jnp.arange(columns))
+            scores = jnp.where(seen, scores, -jnp.inf)
+            new = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
+            safe = jnp.where(new == -jnp.inf, 0, new)
+            weights, factor = jnp.exp(scores - safe), jnp.exp(maximum - safe)
+            product = jnp.einsum(
+                "bkgts,bskd->bkgtd", weights.astype(value.dtype), own_value, preferred_element_type=wide
+            )
+            return (out * factor + product, new, total * factor + jnp.sum(weights, axis=-1, keepdims=True)), None
+
+        shape = (batch, key_heads, heads // key_heads, rows)
+        start = (jnp.zeros((*shape, size), wide), jnp.full((*shape, 1), -jnp.inf, wide), jnp.zeros((*shape, 1), wide))
+        key_tiles, value_tiles = tiles(key, columns), tiles(value, columns)
+        (out, _, total), _ = lax.scan(step, start, (jnp.arange(len(key_tiles)), key_tiles, value_tiles))
+        out = out / jnp.where(total == 0, 1, total)
+        return jnp.moveaxis(out, 3, 1).reshape(batch, rows, heads, size).astype(query.dtype)
+
+    query_tiles = tiles(query, rows)
+    out = lax.map(one, (jnp.arange(len(query_tiles)), query_tiles))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, size)[:, :queries]

@@ -1,0 +1,151 @@
+"""Which tile of which head a block takes when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.ops.attention.problem import Problem
+
+L2_BYTES = 24 * 1024 * 1024
+"""Keys and values that may be in use at a time: half of the L2 cache of an H200."""
+
+TILE_COST = 1
+"""What a tile of queries costs beside its tiles of keys, in tiles of keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order of all tiles of queries, and how blocks share it.
+
+    Heads that share keys come next to each other. Where work differs from tile to tile (causal attention: the last tile
+    has the most), heads are taken in sections whose keys and values stay in the L2 cache, and in each section the
+    longest tiles of all heads come first, so that what runs at the end is short.
+
+    tiles: of queries, in a head. heads: all of them, batch by batch. section: so many heads, which divides `heads`.
+    blocks: that share the work. costs: of a tile by its number, where they differ; blocks then take tiles as hardware
+    would deal them out, always the one that is done first, by a table; else block b takes places b, b + blocks...
+    parts: the tiles of the last round, which would keep few blocks busy, are each taken by so many blocks, that share
+        the keys; what they find is added up afterwards. 1: they are not.
+    """
+
+    tiles: int
+    heads: int
+    section: int
+    blocks: int
+    costs: tuple[int, ...] | None = None
+    parts: int = 1
+
+    @classmethod
+    def of(
+        cls, problem: Problem, rows: int, columns: int, blocks: int | None, *, splits_rest: bool = False
+    ) -> Schedule:
+        """That of a problem; blocks: None for one a tile. splits_rest: whether there may be `parts`."""
+        masking = problem.masking
+        tiles = -(-masking.queries // rows)
+        heads = problem.batch * problem.heads
+        differs = masking.right is not None and masking.left is None and not masking.has_segments
+        pairs = max(1, L2_BYTES // (4 * masking.keys * problem.head_size))
+        section = problem.group
+        if differs:
+            whole = problem.batch * problem.key_heads
+            section *= max(count for count in range(1, min(pairs, whole) + 1) if whole % count == 0)
+        costs = None
+        if differs:
+            bounds = (masking.key_tiles(tile * rows, rows, columns) for tile in range(tiles))
+            costs = tuple(max(1, bound.last - bound.first) + TILE_COST for bound in bounds)
+        total = tiles * heads
+        blocks = total if blocks is None else min(blocks, total)
+        parts = 1
+        if splits_rest and total % blocks and not masking.has_band and not masking.has_segments:
+            parts = min(blocks // (total % blocks), -(-masking.keys // columns))
+        return cls(tiles=tiles, heads=heads, section=section, blocks=blocks, costs=costs, parts=parts)
+
+    @property
+    def rest(self) -> int:
+        """Tiles of the last round that are taken in parts."""
+        return self.tiles * self.heads % self.blocks if self.parts > 1 else 0
+
+    @property
+    def rest_places(self) -> list[tuple[int, int]]:
+        """(head among all, tile) of those."""
+        total = self.tiles * self.heads
+        indices = [index % (self.section * self.tiles) for index in range(total - self.rest, total)]
+        first = (total - 1) // (self.section * self.tiles) * self.section
+        return [(first + index % self.section, index // self.section) for index in indices]
+
+    @property
+    def table(self) -> np.ndarray | None:
+        """(blocks, 1 + longest): how many tiles each block takes, and their places; None where it takes no table."""
+        total = self.tiles * self.heads
+        if self.costs is None or self.blocks == total:
+            return None
+        taken: list[list[int]] = [[] for _ in range(self.blocks)]
+        free = [(0, block) for block in range(self.blocks)]
+        for index in range(total):
+            done, block = heapq.heappop(free)
+            taken[block].append(index)
+            tile = self.tiles - 1 - index % (self.section * self.tiles) // self.section
+            heapq.heappush(free, (done + self.costs[tile], block))
+        table = np.zeros((self.blocks, 1 + max(map(len, taken))), np.int32)
+        for block, places in enumerate(taken):
+            table[block, : 1 + len(places)] = (len(places), *places)
+        return table
+
+    def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(head among all, tile) of a place in the order."""
+        section, rest = _divmod(index, self.section * self.tiles)
+        tile, head = _divmod(rest, self.section)
+        if self.costs is not None:
+            tile = self.tiles - 1 - tile
+        return section * self.section + head, tile
+
+    def for_each(self, block: jax.Array, table: Any, work: Callable[..., jax.Array], carry: jax.Array) -> jax.Array:
+        """carry = work(head among all, tile, count of the block's tiles before, part, carry) for each of its tiles.
+
+        table: a reference to `table`, or None where there is none. part: of a tile taken in parts, counted through all
+        of them; else -1.
+        """
+        total = self.tiles * self.heads
+        whole = jnp.int32(-1)
+        if self.blocks == total:
+            return work(*self.place(block), jnp.int32(0), whole, carry)
+        if self.parts > 1:
+            rounds = total // self.blocks
+            count = rounds + (block < self.rest * self.parts).astype(jnp.int32)
+
+            def partly(i, carry):
+                is_last = i == rounds
+                index = i * self.blocks + jnp.where(is_last, _divmod(block, self.parts)[0], block)
+                return work(*self.place(index), i, jnp.where(is_last, block, whole), carry)
+
+            return lax.fori_loop(jnp.int32(0), count, partly, carry)
+        if table is None:
+            rounds, rest = divmod(total, self.blocks)
+            count = rounds + (block < rest).astype(jnp.int32)
+
+            def one(i, carry):
+                return work(*self.place(i * self.blocks + block), i, whole, carry)
+
+            return lax.fori_loop(jnp.int32(0), count, one, carry)
+        count, longest = table[block, 0], table.shape[1] - 2
+
+        def listed(i, carry):
+            index, carry = carry
+            # The next place is read while this one's work is done.
+            following = table[block, 1 + jnp.minimum(i + 1, longest)]
+            return following, work(*self.place(index), i, whole, carry)
+
+        return lax.fori_loop(jnp.int32(0), count, listed, (table[block, 1], carry))[1]
+
+
+def _divmod(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    divisor = jnp.asarray(size, value.dtype)
+    return lax.div(value, divisor), lax.rem(value, divisor)

@@ -1,0 +1,90 @@
+"""From a product of queries and keys to weights: scale, softcap, bias, mask, dropout. Scores are in base 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.problem import LOG2_E, Problem
+from pallas_kernels.primitives.random import Words, keep_mask
+
+
+def tanh(value: jax.Array) -> jax.Array:
+    """From one exponential: the hardware's own tanh is off by 5e-4, which a softcap of 50 makes 2% of a weight."""
+    return 1 - 2 / (1 + jnp.exp2(value * (2 * LOG2_E)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What becomes of the products of a tile of 64 queries by `columns` keys, in the layout of the accumulators.
+
+    extras: references to `Extras`' arrays, padded to whole tiles. words: what `mixed_words` gives, for dropout.
+    """
+
+    problem: Problem
+    columns: int
+    extras: dict[str, Any]
+    words: Words | None = None
+
+    @property
+    def factor(self) -> float:
+        """What `scaled`'s scores are still to be multiplied by, above zero: part of the exponential's own product."""
+        problem = self.problem
+        is_plain = problem.softcap is None and problem.dense != "bias" and problem.scale > 0
+        return problem.scale * LOG2_E if is_plain else 1.0
+
+    def scaled(self, product: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+        """Scaled, capped, and with the dense array's part: what does not depend on the tile's place in the mask."""
+        problem = self.problem
+        scores = product
+        if problem.softcap is not None:
+            scores = (problem.softcap * LOG2_E) * tanh(scores * (problem.scale / problem.softcap))
+        elif self.factor == 1.0:
+            scores = scores * (problem.scale * LOG2_E)
+        if problem.dense == "bias":
+            scores = scores + self._dense(batch, head, row, column).astype(jnp.float32) * LOG2_E
+        elif problem.dense == "mask":
+            scores = jnp.where(self._dense(batch, head, row, column) != 0, scores, -jnp.inf)
+        return scores
+
+    def masked(self, scores: jax.Array, row: Any, column: Any, segments: tuple[jax.Array, jax.Array] | None):
+        """-inf where the mask hides the key. segments: the numbers of the tile's queries and of its keys."""
+        rows, columns = self._places(row, column)
+        own = () if segments is None else (lax.broadcast_in_dim(v, scores.shape, (i,)) for i, v in enumerate(segments))
+        seen = self.problem.masking.visible(rows, columns, *own, tile=self.columns)
+        return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+    def dropped(self, weights: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+        """Weights with those that dropout hits at zero; the others are not yet divided by what is left."""
+        problem = self.problem
+        if not problem.dropout_rate:
+            return weights
+        rows, columns = self._places(problem.dropout_row(batch, head, row), column)
+        assert self.words is not None
+        keep = keep_mask(self.words, rows, columns, features=problem.dropout_features, rate=problem.dropout_rate)
+        return jnp.where(keep, weights, 0.0)
+
+    def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
+        shape, layout = (64, self.columns), plgpu.Layout.WGMMA
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        return rows + row, columns + column
+
+    def _dense(self, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
+        ref = self.extras["dense"]
+        batches, heads, rows, _ = ref.shape
+        head = head if heads > 1 else 0
+        batch = batch if batches > 1 else 0
+        shape = (64, self.columns)
+        if rows == 1:
+            place = ref.at[batch, head, 0, pl.ds(column, self.columns)]
+            values = plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(values, shape, (1,))
+        place = ref.at[batch, head, pl.ds(row, 64), pl.ds(column, self.columns)]
+        return plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)

@@ -1,0 +1,177 @@
+"""The public function: checks and dispatch. Gradients, which decoding has no use for, are XLA's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
+from pallas_kernels.ops.decode_attention.plan import Scores
+from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+
+DTYPES = ("bfloat16", "float16")
+HEAD_SIZES = (64, 96, 128, 192, 256)
+MOST_TOKENS = 8
+
+
+def decode_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    page_table: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Attention of each sequence's newest tokens over its cache of keys and values. For inference.
+
+    The T tokens are a sequence's last ones, their own keys and values already in the cache: token t of them is at
+    position p = length - T + t, and sees the keys at positions 0 to p. So T = 1 sees all `length` keys, and of T > 1
+    each sees one key more than the token before. A token that sees no key (position below zero) gets zeros.
+
+        softmax(softcap * tanh(scale * query @ keys^T / softcap)) @ values      (without softcap: no tanh)
+
+    Query heads come in groups: N / K consecutive ones share a head of keys and values.
+
+    Args:
+        query: (B, T, N, D), floating; 1 <= T <= 8 for "mosaic".
+        key_cache, value_cache: (B, S, K, D) of query's dtype, with K a divisor of N. What is in them behind a
+            sequence's length does not matter, as long as it is finite.
+        lengths: (B,) integers: keys of each sequence, its newest tokens' included. Values outside 0 to S count as 0, S.
+        scale: None: D ** -0.5.
+        window: a token at position p sees keys p - window to p only. None: all before it.
+        softcap: scores are capped to this, softly, before anything is masked. None: not.
+        page_table: (B, P) integers, for caches in pages: key_cache and value_cache are then (pages, page size, K, D),
+            and key j of sequence b is number j % page size of page page_table[b, j // page size]; S is P times the page
+            size. Entries behind a sequence's end may be anything. None: the caches are (B, S, K, D).
+        implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 or
+            float16, D 64, 96, 128, 192 or 256, S a multiple of 8, pages of 8, 16, 32 or a multiple of 64 keys), "xla",
+            a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+
+    Returns:
+        (B, T, N, D), of query's dtype. Gradients of query and caches are computed by XLA.
+
+    Raises:
+        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
+        NotImplementedError: the requested implementation cannot run, with the reason.
+    """
+    query, key_cache, value_cache = (jnp.asarray(array) for array in (query, key_cache, value_cache))
+    lengths = jnp.asarray(lengths)
+    page_table = None if page_table is None else jnp.asarray(page_table)
+    _check(query, key_cache, value_cache, lengths, page_table, window, softcap)
+    lengths = lengths.astype(jnp.int32)
+    page_table = None if page_table is None else page_table.astype(jnp.int32)
+    rule = Scores(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+    )
+    support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
+    chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):
+        return _xla(rule, query, key_cache, value_cache, lengths, page_table)
+    operands = [query, key_cache, value_cache, lengths] + ([] if page_table is None else [page_table])
+    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
+    marked = [varying_like(operand, *operands) for operand in operands] + [None] * (5 - len(operands))
+    return _mosaic(rule, *marked)  # pyright: ignore
+
+
+def mosaic_unsupported(query: jax.Array, key_cache: jax.Array, page_table: jax.Array | None = None) -> str | None:
+    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    if query.dtype.name not in DTYPES:
+        return f"query is {query.dtype.name}, the kernels take {', '.join(DTYPES)}"
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"heads are of size {query.shape[-1]}, the kernels take {', '.join(map(str, HEAD_SIZES))}"
+    if query.shape[1] > MOST_TOKENS:
+        return f"there are {query.shape[1]} tokens a sequence, the kernels take at most {MOST_TOKENS}"
+    if page_table is not None and key_cache.shape[1] not in (8, 16, 32) and key_cache.shape[1] % 64:
+        return f"pages have {key_cache.shape[1]} keys, the kernels take 8, 16, 32 and multiples of 64"
+    if key_cache.shape[1] % 8:
+        return f"the caches have room for {key_cache.shape[1]} keys, the kernels take multiples of 8"
+    return mosaic_gpu_unsupported()
+
+
+def _check(query, key_cache, value_cache, lengths, page_table, window, softcap) -> None:
+    arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"decode_attention: {name} must be floating, got {array.dtype.name}; cast it first.")
+        if array.dtype != query.dtype:
+            raise TypeError(
+                f"decode_attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}; cast "
+                "one of them first."
+            )
+        if array.ndim != 4:
+            raise ValueError(f"decode_attention: {name} must have four dimensions, got shape {array.shape}.")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"decode_attention: lengths must be integers, got {lengths.dtype.name}.")
+    batch, _, heads, head_size = query.shape
+    if key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"decode_attention: key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape."
+        )
+    if key_cache.shape[3] != head_size or (page_table is None and key_cache.shape[0] != batch):
+        raise ValueError(
+            f"decode_attention: key_cache must be (B, S, K, D) with B and D of query {query.shape}, got "
+            f"{key_cache.shape}."
+        )
+    if key_cache.shape[2] == 0 or heads % key_cache.shape[2]:
+        raise ValueError(
+            f"decode_attention: query's {heads} heads must be a multiple of key_cache's {key_cache.shape[2]} heads."
+        )
+    if lengths.shape != (batch,):
+        raise ValueError(f"decode_attention: lengths must be one value a sequence, ({batch},), got {lengths.shape}.")
+    if page_table is not None:
+        if not jnp.issubdtype(page_table.dtype, jnp.integer):
+            raise TypeError(f"decode_attention: page_table must be integers, got {page_table.dtype.name}.")
+        if page_table.ndim != 2 or page_table.shape[0] != batch:
+            raise ValueError(
+                f"decode_attention: page_table must be (B, pages of a sequence) with B = {batch}, got "
+                f"{page_table.shape}."
+            )
+    if window is not None and window < 0:
+        raise ValueError(f"decode_attention: window must not be negative, got {window}; None is no window.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"decode_attention: softcap must be positive, got {softcap}; None is no cap.")
+
+
+def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> jax.Array:
+    return decode_attention_reference(
+        query,
+        key_cache,
+        value_cache,
+        lengths,
+        scale=rule.scale,
+        window=rule.window,
+        softcap=rule.softcap,
+        page_table=page_table,
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mosaic(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> jax.Array:
+    return decode_forward(query, key_cache, value_cache, lengths, page_table=page_table, scores=rule)
+
+
+def _mosaic_fwd(rule, *operands):
+    return _mosaic(rule, *operands), operands
+
+
+def _mosaic_bwd(rule, operands, cotangent):
+    arrays, (lengths, page_table) = operands[:3], operands[3:]
+
+    def forward(query, key_cache, value_cache):
+        return _xla(rule, query, key_cache, value_cache, lengths, page_table)
+
+    gradients = jax.vjp(forward, *arrays)[1](cotangent)
+    return (*gradients, None, None)
+
+
+_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

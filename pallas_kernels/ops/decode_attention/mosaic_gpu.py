@@ -1,0 +1,320 @@
+"""Decoding attention on Mosaic GPU: every key and value is read once, by as many blocks as there are multiprocessors.
+
+The heads that share keys and the newest tokens are the rows of one product. A sequence's keys are cut into parts; a
+block takes part after part. One of its warpgroups brings tiles of keys and values by TMA, ahead of the others across
+parts too; those take tiles in turn, each with a ring of places and an online softmax of its own, and put together what
+they have at the end of a part (unnormalised sums, maxima and sums of weights). Where parts are less than a sequence
+that goes to device memory, and a second, small kernel puts parts together in a fixed order.
+
+Tiles that no query sees are not read: the time is that of the lengths, not of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.decode_attention.combine import LANES, combine
+from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, default_config
+from pallas_kernels.ops.decode_attention.finish import Finish, finish_types
+from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
+from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+_LOWEST = -1e30
+"""Below all scores, and where maxima begin."""
+_UNSEEN = -3e38
+"""Scores of keys that a query does not see: their weights are zero beside any maximum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Shared memory and its barriers: of keys and values a ring for each computing warpgroup."""
+
+    query: Any
+    keys: Any
+    values: Any
+    query_full: Any
+    query_empty: Any
+    keys_full: Any
+    keys_empty: Any
+    values_full: Any
+    values_empty: Any
+
+
+def _ring_types(plan: Plan) -> dict[str, Any]:
+    config = plan.config
+    tiles = (config.warpgroups, config.stages, config.tile_keys, plan.head_size)
+    queries = 2 if config.is_persistent else 1
+    rings = config.warpgroups * config.stages
+    return {
+        "query": shared((queries, ROWS, plan.head_size), plan.dtype),
+        "keys": shared(tiles, plan.dtype),
+        "values": shared(tiles, plan.dtype),
+        "query_full": plgpu.Barrier(num_barriers=queries),
+        "query_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=queries),
+        **{n: plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings) for n in ("keys_full", "values_full")},
+        **{name: plgpu.Barrier(num_barriers=rings) for name in ("keys_empty", "values_empty")},
+    }
+
+
+def decode_forward(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    scores: Scores,
+    page_table: jax.Array | None = None,
+    config: DecodeConfig | None = None,
+) -> jax.Array:
+    """Returns the result, like query.
+
+    query: (B, T, N, D), key_cache, value_cache: (B, S, K, D) of one 16-bit dtype, S a multiple of eight, D of 32.
+    lengths: (B,) int32. page_table: (B, pages of a sequence) int32, for caches (pages, page size, K, D), the page size
+    8, 16, 32 or a multiple of 64.
+    """
+    batch, tokens, heads, head_size = query.shape
+    keys, kv_heads = key_cache.shape[1:3]
+    if page_table is not None:
+        keys *= page_table.shape[1]
+    cores = target_device().core_count
+    if config is None:
+        config = default_config(sequences=batch * kv_heads, keys=keys, head_size=head_size, cores=cores)
+    plan = Plan(
+        batch=batch,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        group=heads // kv_heads,
+        keys=keys,
+        head_size=head_size,
+        dtype=query.dtype,
+        scores=scores,
+        config=config.fitted(head_size=head_size, itemsize=query.dtype.itemsize),
+        pages=None if page_table is None else key_cache.shape[0],
+        page_size=key_cache.shape[1],
+    )
+    rows = tokens * plan.group
+    grouped = query.reshape(batch, tokens, kv_heads, plan.group, head_size).swapaxes(1, 2)
+    grouped = grouped.reshape(batch, kv_heads, rows, head_size)
+    if plan.rows != rows:
+        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.rows - rows), (0, 0)))
+    indices = [lengths] if page_table is None else [lengths, page_table]
+    outputs = _launch(plan, grouped, key_cache, value_cache, indices, cores)
+    out = (
+        outputs[0]
+        if plan.is_direct
+        else combine(
+            *outputs,
+            tokens=tokens,
+            group=plan.group,
+            head_size=head_size,
+            factor=scores.factor,
+            dtype=query.dtype,
+        )
+    )
+    return varying_like(out, query, key_cache, value_cache, *indices)
+
+
+def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> tuple[jax.Array, ...]:
+    """The result, where parts are whole sequences; else sums (parts, B, K, rows, D rounded up to 128), and maxima and
+    sums of weights (parts, 2, B, K, 64 times row blocks)."""
+    config = plan.config
+    blocks = min(cores, plan.items) if config.is_persistent else plan.items
+
+    def decode_attention(query_ref, keys_ref, values_ref, index_refs, *refs):
+        lengths_ref, page_table_ref = index_refs if plan.pages is not None else (*index_refs, None)
+        *output_refs, ring_refs, finish_refs = refs
+        ring, finish = Ring(**ring_refs), Finish(plan=plan, outputs=output_refs, **finish_refs)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _():
+            if config.memory_registers is not None:
+                plgpu.set_max_registers(config.memory_registers, action="decrease")
+            _produce(plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _():
+            if config.compute_registers is not None:
+                plgpu.set_max_registers(config.compute_registers, action="increase")
+            _compute(plan, lengths_ref, ring, finish, warpgroup)
+
+    out_type = [jax.ShapeDtypeStruct((plan.batch, plan.tokens, plan.kv_heads * plan.group, plan.head_size), plan.dtype)]
+    if not plan.is_direct:
+        like = (config.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // LANES) * LANES)
+        statistics = (config.splits, 2, plan.batch, plan.kv_heads, plan.row_blocks * ROWS)
+        out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (like, statistics)]
+    return plgpu.kernel(
+        decode_attention,
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=(_ring_types(plan), finish_types(plan)),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(query, key_cache, value_cache, list(indices))
+
+
+def _for_each_item(plan: Plan, work, carry: Any) -> Any:
+    """Calls work(item, its number among the block's, carry), which gives the next carry; returns the last."""
+
+    @plgpu.nd_loop((plan.items,), collective_axes="block", init_carry=carry)
+    def last(info, carry: Any) -> Any:
+        return work(plan.item(info.index[0]), info.local_index, carry)
+
+    return last
+
+
+def _produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring: Ring) -> None:
+    """Brings queries, keys and values of every part, as early as there is room."""
+    config = plan.config
+    queries = 2 if config.is_persistent else 1
+    brought = min(ROWS, -(-plan.rows // 8) * 8)
+
+    def work(item: Item, number, before):
+        first, count = item.tiles(lengths_ref)[1:]
+        slot = lax.rem(number, queries)
+
+        @pl.when(number >= queries)
+        def _():
+            plgpu.barrier_wait(ring.query_empty.at[slot])
+
+        plgpu.copy_gmem_to_smem(
+            query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, brought)],
+            ring.query.at[slot, pl.ds(0, brought)],
+            ring.query_full.at[slot],
+        )
+
+        def bring(i, _):
+            for warpgroup in range(config.warpgroups):
+                tile = i * config.warpgroups + warpgroup
+
+                @pl.when(tile < count)
+                def _(warpgroup=warpgroup, tile=tile):
+                    load = before[warpgroup] + i
+                    stage = lax.rem(load, config.stages)
+                    place = warpgroup * config.stages + stage
+                    sources = item.sources(first + tile, page_table_ref)
+                    for ref, buffer, full, empty in (
+                        (keys_ref, ring.keys, ring.keys_full, ring.keys_empty),
+                        (values_ref, ring.values, ring.values_full, ring.values_empty),
+                    ):
+
+                        @pl.when(load >= config.stages)
+                        def _(empty=empty):
+                            plgpu.barrier_wait(empty.at[place])
+
+                        size = config.tile_keys // plan.pieces
+                        for piece, source in enumerate(sources):
+                            rows = pl.ds(piece * size, size)
+                            target = (
+                                buffer.at[warpgroup, stage, rows] if plan.pieces > 1 else buffer.at[warpgroup, stage]
+                            )
+                            plgpu.copy_gmem_to_smem(ref.at[source], target, full.at[place])
+
+        lax.fori_loop(0, item.own(count, 0), bring, None)
+        return *(before[w] + item.own(count, w) for w in range(config.warpgroups)), number + 1
+
+    *loads, items = _for_each_item(plan, work, (jnp.int32(0),) * (config.warpgroups + 1))
+
+    # No barrier may be left with an arrival that nobody has seen.
+    def drain(barriers, first, places, total):
+        def wait(i, _):
+            plgpu.barrier_wait(barriers.at[first + lax.rem(i, places)])
+
+        lax.fori_loop(jnp.maximum(total - places, 0), total, wait, None)
+
+    for warpgroup, total in enumerate(loads):
+        for barriers in (ring.keys_empty, ring.values_empty):
+            drain(barriers, warpgroup * config.stages, config.stages, total)
+    drain(ring.query_empty, 0, queries, items)
+
+
+def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
+    """Attention of the queries over this warpgroup's tiles of every part."""
+    config, layout = plan.config, plgpu.Layout.WGMMA
+    queries = 2 if config.is_persistent else 1
+    tile_shape = (ROWS, config.tile_keys)
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def over(value, shape):
+        return lax.broadcast_in_dim(value, shape, (0,))
+
+    def positions(item: Item, length):
+        """Each row's token's place in the sequence, beside every key of a tile."""
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + item.row_block * ROWS
+        return over(length - plan.tokens + lax.div(row, jnp.int32(plan.group)), tile_shape)
+
+    def work(item: Item, number, before):
+        length, first, count = item.tiles(lengths_ref)
+        own = item.own(count, warpgroup)
+        query_slot = lax.rem(number, queries)
+        plgpu.barrier_wait(ring.query_full.at[query_slot])
+
+        def tile(i, carry, *, is_masked: bool):
+            sums, maximum, total = carry
+            stage = lax.rem(before + i, config.stages)
+            place = warpgroup * config.stages + stage
+            plgpu.barrier_wait(ring.keys_full.at[place])
+
+            def multiply(accumulator):
+                plgpu.wgmma(accumulator, ring.query.at[query_slot], ring.keys.at[warpgroup, stage].transpose((1, 0)))
+                return accumulator[...]
+
+            scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile_shape, jnp.float32))
+            plgpu.barrier_arrive(ring.keys_empty.at[place])
+            scores = plan.scores.prepare(scores)
+            if is_masked:
+                start = (first + i * config.warpgroups + warpgroup) * config.tile_keys
+                key = plgpu.broadcasted_iota(jnp.int32, tile_shape, 1, layout=layout) + start
+                position = positions(item, length)
+                is_seen = key <= position
+                if plan.scores.window is not None:
+                    is_seen &= key >= position - plan.scores.window
+                scores = jnp.where(is_seen, scores, _UNSEEN)
+            highest = jnp.maximum(maximum, jnp.max(scores, axis=1))
+            shrink = jnp.exp2((maximum - highest) * plan.scores.factor)
+            weights = jnp.exp2((scores - over(highest, tile_shape)) * plan.scores.factor)
+            total = total * shrink + jnp.sum(weights, axis=1)
+            rounded = weights.astype(plan.dtype)
+            plgpu.barrier_wait(ring.values_full.at[place])
+
+            def accumulate(accumulator):
+                accumulator[...] = sums * over(shrink, sums.shape)
+                plgpu.wgmma(accumulator, rounded, ring.values.at[warpgroup, stage])
+                return accumulator[...]
+
+            sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(sums.shape, jnp.float32))
+            plgpu.barrier_arrive(ring.values_empty.at[place])
+            return sums, highest, total
+
+        carry = (
+            full((ROWS, plan.head_size), 0, layout),
+            full((ROWS,), _LOWEST, layout.reduce(1)),
+            full((ROWS,), 0, layout.reduce(1)),
+        )
+        unmasked = jnp.int32(0)
+        if plan.scores.window is None:
+            # Tiles whose last key all tokens see.
+            seen = (length - plan.tokens + 1) // config.tile_keys - first
+            unmasked = jnp.clip((seen + config.warpgroups - 1 - warpgroup) // config.warpgroups, 0, own)
+            carry = lax.fori_loop(0, unmasked, lambda i, c: tile(i, c, is_masked=False), carry)
+        sums, maximum, total = lax.fori_loop(unmasked, own, lambda i, c: tile(i, c, is_masked=True), carry)
+        plgpu.barrier_arrive(ring.query_empty.at[query_slot])
+        pl.when(warpgroup == 0)(lambda: finish.take_and_store(item, sums, maximum, total))
+        if config.warpgroups > 1:
+            pl.when(warpgroup > 0)(lambda: finish.give(warpgroup - 1, sums, maximum, total))
+        return before + own
+
+    _for_each_item(plan, work, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,142 @@
+"""One launch without its arrays: what is done to scores, and which block reads which keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, stored_columns
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What is done to scores, and which keys are seen."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def factor(self) -> float:
+        """From a difference of prepared scores to the exponent of two; not zero, so that unseen keys weigh nothing."""
+        return _LOG2E * (1.0 if self.softcap is not None else max(abs(self.scale), 1e-30))
+
+    def prepare(self, products: jax.Array) -> jax.Array:
+        """Scores as far as their order matters: their differences are scaled, not they themselves, so that equal scores
+        weigh the same however large they are."""
+        if self.softcap is None:
+            return -products if self.scale < 0 else products
+        # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
+        doubled = jnp.exp2(products * (2 * self.scale / self.softcap * _LOG2E))
+        return self.softcap * (1 - 2 / (1 + doubled))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A launch without its arrays.
+
+    tokens: of each sequence that are asked about; group: heads of queries a head of keys. Their products are the rows;
+        `row_blocks` of at most 64 make them.
+    keys: that a sequence has room for.
+    pages: None, or their number where the caches are pages of `page_size` keys.
+    """
+
+    batch: int
+    kv_heads: int
+    tokens: int
+    group: int
+    keys: int
+    head_size: int
+    dtype: jnp.dtype
+    scores: Scores
+    config: DecodeConfig
+    pages: int | None = None
+    page_size: int = 0
+
+    @property
+    def pieces(self) -> int:
+        """Copies that bring a tile of keys: it may be of several pages."""
+        return 1 if self.pages is None else max(1, self.config.tile_keys // self.page_size)
+
+    @property
+    def rows(self) -> int:
+        """Of all row blocks, as they lie in memory: fewer than eight or whole groups of eight, which TMA wants."""
+        rows = self.tokens * self.group
+        whole = 8 if rows <= ROWS else ROWS
+        return rows if rows < whole else -(-rows // whole) * whole
+
+    @property
+    def row_blocks(self) -> int:
+        """Each reads all keys."""
+        return pl.cdiv(self.rows, ROWS)
+
+    @property
+    def items(self) -> int:
+        """Pieces of work."""
+        return self.row_blocks * self.batch * self.kv_heads * self.config.splits
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a part's result is the final one, of a whole sequence and all its rows."""
+        # TMA wants a token's rows to begin at a multiple of 128 bytes in shared memory.
+        is_aligned = self.tokens == 1 or stored_columns(self.head_size) * self.dtype.itemsize % 128 == 0
+        return self.config.splits == 1 and self.row_blocks == 1 and is_aligned
+
+    def item(self, index: jax.Array) -> Item:
+        """Work number `index`. Heads of the same keys are next to each other: their rows lie side by side in memory.
+        A sequence's parts are too, so that each block gets parts of many sequences, long ones and short ones."""
+        index, head = index // self.kv_heads, lax.rem(index, self.kv_heads)
+        index, row_block = index // self.row_blocks, lax.rem(index, self.row_blocks)
+        batch, split = index // self.config.splits, lax.rem(index, self.config.splits)
+        return Item(plan=self, batch=batch, head=head, row_block=row_block, split=split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A part of one sequence's keys, with one head and block of rows."""
+
+    plan: Plan
+    batch: jax.Array
+    head: jax.Array
+    row_block: jax.Array
+    split: jax.Array
+
+    def tiles(self, lengths: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The sequence's length, the part's first tile and number of tiles."""
+        plan = self.plan
+        size = plan.config.tile_keys
+        length = jnp.clip(lengths[self.batch], 0, plan.keys)
+        end = (length + size - 1) // size
+        begin = jnp.int32(0)
+        if plan.scores.window is not None:
+            begin = jnp.maximum(length - plan.tokens - plan.scores.window, 0) // size
+        count = end - begin
+        first = count * self.split // plan.config.splits
+        last = count * (self.split + 1) // plan.config.splits
+        return length, begin + first, last - first
+
+    def sources(self, tile: jax.Array, page_table: Any) -> list[tuple[Any, ...]]:
+        """Where in the caches the pieces of a tile are."""
+        plan, first = self.plan, tile * self.plan.config.tile_keys
+        if plan.pages is None:
+            return [(self.batch, pl.ds(first, plan.config.tile_keys), self.head)]
+        size = plan.config.tile_keys // plan.pieces
+        found = []
+        for piece in range(plan.pieces):
+            key = jnp.minimum(first + piece * size, plan.keys - size)
+            # What the table has behind the sequence's end may be anything.
+            page = jnp.clip(page_table[self.batch, key // plan.page_size], 0, plan.pages - 1)
+            found.append((page, pl.ds(lax.rem(key, plan.page_size), size), self.head))
+        return found
+
+    def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
+        """How many of the part's tiles a computing warpgroup takes."""
+        return (count + self.plan.config.warpgroups - 1 - warpgroup) // self.plan.config.warpgroups

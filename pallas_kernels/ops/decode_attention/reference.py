@@ -1,0 +1,49 @@
+"""Decoding attention in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def decode_attention_reference(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    page_table: jax.Array | None = None,
+) -> jax.Array:
+    """See `pallas_kernels.decode_attention`.
+
+    Scores and softmax are in float32, weights are rounded to the values' dtype. With float64 inputs all is float64.
+    """
+    if page_table is not None:
+        pages = jnp.clip(page_table, 0, key_cache.shape[0] - 1)
+        key_cache, value_cache = (
+            cache[pages].reshape(pages.shape[0], -1, *cache.shape[2:]) for cache in (key_cache, value_cache)
+        )
+    batch, tokens, heads, head_size = query.shape
+    keys, kv_heads = key_cache.shape[1:3]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    factor = head_size**-0.5 if scale is None else scale
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key_cache, preferred_element_type=wide) * factor
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    position = jnp.clip(lengths, 0, keys)[:, None] - tokens + jnp.arange(tokens)
+    key = jnp.arange(keys)
+    is_seen = key <= position[..., None]
+    if window is not None:
+        is_seen &= key >= position[..., None] - window
+    is_seen = is_seen[:, None, None]  # (batch, 1, 1, tokens, keys)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total)).astype(value_cache.dtype)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, value_cache, preferred_element_type=wide)
+    return out.reshape(query.shape).astype(query.dtype)
