@@ -104,8 +104,9 @@ def _whole_row(operands):
         trips = (rows - block + blocks - 1) // blocks
         words = mixed_words(refs["words"]) if "words" in refs else None
         gain = load_row(refs["scale"], segments) if "scale" in refs else None
-        if gain is not None and "gain" in refs:  # each thread reads back what it stores here itself
+        if gain is not None and "gain" in refs:
             store_row(refs["gain"], gain, segments)
+            plgpu.commit_smem()  # columns that a ragged row's last segment repeats are written by two threads
         streams = [refs[name] for name in ("total", "dy", "dtotal_in") if name in refs]
 
         def load_gain():

@@ -96,10 +96,10 @@ class BackwardShape:
         if columns > most_columns or (second_read == "float32" and columns > 16) or warpgroups * blocks_per_core > 12:
             return None
         is_overlapped = second_read == "overlapped"
-        # Reading again is as quick or quicker (dropout and RMSNorm at 32768 x 4096 bf16: 322 µs, kept 353) but for two
-        # streams of 8192 bf16 columns, of which more than two rows under way are too many: LayerNorm at 8192 rows
-        # 102 µs, 4 steps 113 µs, RMSNorm 102 and 112 µs.
-        keeps_row = warpgroups == 4 and self._has_two_long_streams
+        # Reading again is as quick or quicker (dropout and RMSNorm at 32768 x 4096 bf16: 322 µs, kept 353) but for 8192
+        # bf16 columns, of which more than two rows under way are too many: LayerNorm at 8192 rows 102 µs, 4 steps
+        # 113 µs, RMSNorm 102 and 112 µs; of three streams 137 µs, read again 141 µs, and 130 and 136 µs.
+        keeps_row = warpgroups == 4 and self._keeps_long_rows
         most = most_steps or (6 if is_overlapped else 2 if keeps_row and second_read is None else 4)
         steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 3072, most=most)
         if steps < (4 if is_overlapped else 2):
@@ -120,8 +120,21 @@ class BackwardShape:
         steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 4096)
         return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps) if steps >= 2 else None
 
+    def _default_with_dropout(self) -> BackwardConfig | None:
+        """What was measured to be faster where one more array is written."""
+        if self.itemsize != 2:
+            return None
+        if self.features == 8192 and not self.centered:  # at 8192 rows 171 µs, the rows one after the other 187 µs
+            return self.shared(warpgroups=4, blocks_per_core=1, second_read="overlapped")
+        if self.features == 4096:  # at 32768 rows 330 µs, with more rows under way 349 µs; LayerNorm 335 and 345 µs
+            return self.shared(warpgroups=2, blocks_per_core=2, second_read="reload", most_steps=2)
+        return None
+
     def default(self) -> BackwardConfig:
         """The untuned choice."""
+        measured = self._default_with_dropout() if self.has_dropout else None
+        if measured is not None:
+            return measured
         # RMSNorm on an H200 at 32768 x 4096 bf16: 4 warpgroups and 1 block 251 µs, pipelines of 3 blocks 253 µs,
         # direct loads 327 µs. Fewer warpgroups where four would not have 16 bytes of a row for each thread.
         per_warpgroup = 128 * ACCESS_BYTES // self.itemsize
@@ -131,7 +144,7 @@ class BackwardShape:
         warpgroups = max((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), default=0)
         if warpgroups:
             # Two streams leave time that a second block fills, where rows are not kept.
-            four = (2, 1) if self.streams == 2 and not self.centered and not self._has_two_long_streams else (1,)
+            four = (2, 1) if self.streams == 2 and not self.centered and not self._keeps_long_rows else (1,)
             two = (1,) if self.centered and self.streams == 3 and self.features > 2048 else (2, 1)
             blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1)}[warpgroups]
             configs = (self.shared(warpgroups=warpgroups, blocks_per_core=b) for b in blocks)
@@ -163,16 +176,26 @@ class BackwardShape:
         return {_name(config): config for config in configs if config is not None}
 
     @property
-    def _has_two_long_streams(self) -> bool:
-        return self.streams == 2 and self.itemsize == 2 and self.features == 8192
+    def _keeps_long_rows(self) -> bool:
+        return not self.has_dropout and self.itemsize == 2 and self.features == 8192
 
     def _steps(self, blocks_per_core: int, other_bytes: int, *, most: int = 4) -> int:
         budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - other_bytes
         return min(most, budget // (self.streams * self.features * self.itemsize))
 
 
+FEW_ROWS = 512
+"""Below, a row should not wait for TMA."""
+
+
 def default_forward(
-    features: int, itemsize: int, *, is_centered: bool = False, has_dropout: bool = False
+    rows: int,
+    features: int,
+    itemsize: int,
+    *,
+    is_centered: bool = False,
+    has_residual: bool = False,
+    has_dropout: bool = False,
 ) -> ForwardConfig:
     """The untuned choice for rows of `features` values of `itemsize` bytes."""
     if itemsize == 2 and has_dropout and (features == 4096 or (features == 8192 and not is_centered)):
@@ -181,6 +204,12 @@ def default_forward(
     if itemsize == 2 and is_centered and 4096 < features <= 8192:
         # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
         return ForwardConfig(piece=4)
+    if itemsize == 2 and is_centered and not has_residual and 2048 < features <= 4096:
+        # LayerNorm at 32768 x 4096 bf16: 130.2 µs, in pieces 126.8 µs.
+        return ForwardConfig(piece=2)
+    if itemsize == 2 and has_residual and not is_centered and features == 4096 and rows >= FEW_ROWS:
+        # RMSNorm at 32768 x 4096 bf16 with a residual: 258.6 and 258.9 µs, so 256.8 and 255.2 µs.
+        return ForwardConfig(holds="shared", warpgroups=4, piece=1)
     return ForwardConfig()
 
 
@@ -194,10 +223,9 @@ def forward_candidates(features: int, itemsize: int) -> dict[str, ForwardConfig]
             name = f"{warpgroups} warpgroups"
             for piece in (0, 1) if warpgroups > 1 else ():
                 candidates[f"{name}, pieces of {piece}"] = ForwardConfig(warpgroups=warpgroups, piece=piece)
-            if warpgroups < 4:
-                for piece in (1, 2):
-                    config = ForwardConfig(holds="shared", warpgroups=warpgroups, piece=piece)
-                    candidates[f"{name}, shared, pieces of {piece}"] = config
+            for piece in (1, 2) if warpgroups < 4 else (1,):
+                config = ForwardConfig(holds="shared", warpgroups=warpgroups, piece=piece)
+                candidates[f"{name}, shared, pieces of {piece}"] = config
     for chunk in (2048, 4096, 8192):
         if features > 2 * chunk:
             candidates[f"chunk {chunk}"] = ForwardConfig(register_columns=chunk, chunk=chunk)

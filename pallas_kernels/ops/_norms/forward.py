@@ -45,7 +45,12 @@ def norm_forward(
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
     config = config or default_forward(
-        x.shape[1], x.dtype.itemsize, is_centered=norm.centered, has_dropout=words is not None
+        x.shape[0],
+        x.shape[1],
+        x.dtype.itemsize,
+        is_centered=norm.centered,
+        has_residual=residual is not None,
+        has_dropout=words is not None,
     )
     body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}

@@ -12,18 +12,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.config import BatchNormConfig, rows_at_once
+from pallas_kernels.ops.batch_norm.config import BatchNormConfig
 from pallas_kernels.ops.batch_norm.split import RowSplit
-from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, launch, rows_at_once
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 Values = Mapping[str, jax.Array]
 
 SHIFT_ROWS = 8
 """Rows whose mean is the shift of a block."""
-
-# Each thread reads back only what it stored itself, or what a barrier of ours lies between.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +154,8 @@ def apply_columns(
         itemsize=itemsize,
         stride=features,
     )
-    operands = {**arrays, **columns}
 
-    def kernel(*all_refs):
-        refs, result_ref = dict(zip(operands, all_refs, strict=False)), all_refs[-1]
-
+    def make_work(refs, result_ref):
         def work(group, parts):
             first = (blocks.rows - 1 - group) * at_once
             for part in parts:
@@ -171,17 +165,10 @@ def apply_columns(
                 for row, values in zip(mine, loaded, strict=True):
                     result_ref[row, part.columns] = step({**values, **column_values}).astype(result_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), work)
+        return work
 
-    kernel.__name__ = name
-    result = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(first_array.shape, first_array.dtype),
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(*operands.values())
-    return varying_like(result, *operands.values())
+    out_type = jax.ShapeDtypeStruct(first_array.shape, first_array.dtype)
+    return launch(name, {**arrays, **columns}, out_type, blocks, make_work)
 
 
 def _load(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:

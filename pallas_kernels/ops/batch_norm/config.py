@@ -36,14 +36,7 @@ def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) 
 
 def candidates() -> dict[str, BatchNormConfig]:
     """The configurations worth measuring, by name, in both phases."""
-    shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 4, 4), (8, 4, 4))
+    shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 8, 8), (4, 4, 4))
     return {
         f"{r} rows {w} warpgroups, {a} rows": BatchNormConfig(rows=r, warpgroups=w, apply_rows=a) for r, w, a in shapes
     }
-
-
-def rows_at_once(wanted: int, rows: int) -> int:
-    """The most rows a block can take at once, up to `wanted`, so that all blocks take as many."""
-    while rows % wanted:
-        wanted -= 1
-    return wanted

@@ -14,7 +14,18 @@ from pallas_kernels.ops.batch_norm.config import candidates
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
 from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 _EPSILON = 1e-5
 
@@ -28,10 +39,8 @@ def _call(
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
     parameter = ArraySpec(shape=shape[-1:], dtype=parameter_dtype or dtype, mean=1.0, deviation=0.3)
-    name = "x".join(map(str, shape)) + f"-{dtype}"
-    name += f"-{parameter_dtype}_scale" if parameter_dtype else ""
-    name += f"-mean_{mean:g}" if mean != 0.5 else ""
-    name += f"-{fill}" if fill != "normal" else ""
+    scale_dtype = parameter_dtype and f"{parameter_dtype}_scale"
+    name = call_name(shape, dtype, scale_dtype, mean != 0.5 and f"mean_{mean:g}", fill=fill)
     arguments = {
         "x": ArraySpec(shape=shape, dtype=dtype, fill=fill, mean=mean),
         "scale": parameter,
@@ -39,9 +48,6 @@ def _call(
     }
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(9, 512),
@@ -56,15 +62,15 @@ _ARG_SPECS = (
     _call(8, 256, fill="extreme", tags=("test", "extreme")),
     _call(6, 256, fill="ones", tags=("test", "extreme")),
     _call(4, 0, tags=("test", "empty")),
-    _call(2000, 1024, tags=_GPU),
-    _call(1999, 4097, tags=_GPU),
-    _call(3000, 1152, dtype="float32", mean=100.0, tags=_GPU),
-    _call(777, 8192, parameter_dtype="float32", tags=_GPU),
-    _call(32768, 1024, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(2000, 1024, tags=GPU),
+    _call(1999, 4097, tags=GPU),
+    _call(3000, 1152, dtype="float32", mean=100.0, tags=GPU),
+    _call(777, 8192, parameter_dtype="float32", tags=GPU),
+    _call(32768, 1024, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 

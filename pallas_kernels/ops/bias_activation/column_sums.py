@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.bias_activation.config import ColumnSumConfig, rows_at_once
-from pallas_kernels.ops.bias_activation.mosaic_gpu import COMPILER_PARAMS, load_bias, load_row_part, make_keep
-from pallas_kernels.primitives.elementwise import Blocks, Part
+from pallas_kernels.ops.bias_activation.config import ColumnSumConfig
+from pallas_kernels.ops.bias_activation.mosaic_gpu import load_bias, load_row_part, make_keep
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, launch, rows_at_once
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import LANES
 
@@ -132,23 +132,16 @@ def add_rows(partials: jax.Array, dtype: Any) -> jax.Array:
         return jnp.sum(partials, axis=0).astype(dtype)
     blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=4, stride=features)
 
-    def bias_gradient(partials_ref, sum_ref):
+    def make_work(refs, sum_ref):
         def work(_, parts):
             for part in parts:
-                places = (partials_ref.at[row, part.columns] for row in range(rows))
+                places = (refs["partials"].at[row, part.columns] for row in range(rows))
                 first, *others = [plgpu.load(place, layout=part.segment.layout, optimized=False) for place in places]
                 sum_ref[part.columns] = sum(others, start=first).astype(sum_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), work)
+        return work
 
-    total = plgpu.kernel(
-        bias_gradient,
-        out_type=jax.ShapeDtypeStruct((features,), dtype),
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(partials)
-    return varying_like(total, partials)
+    return launch("bias_gradient", {"partials": partials}, jax.ShapeDtypeStruct((features,), dtype), blocks, make_work)
 
 
 def _local(part: Part) -> pl.Slice:

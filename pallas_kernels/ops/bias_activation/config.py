@@ -99,10 +99,3 @@ def column_sum_candidates(rows: int, itemsize: int) -> dict[str, ColumnSumConfig
         )
         for v, r, w, p in shapes
     }
-
-
-def rows_at_once(wanted: int, rows: int) -> int:
-    """The most rows a block can take at once, up to `wanted`, so that all blocks take as many."""
-    while rows % wanted:
-        wanted -= 1
-    return wanted

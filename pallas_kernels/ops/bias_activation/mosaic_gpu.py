@@ -11,19 +11,14 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.ops.bias_activation.config import ElementwiseConfig, default_elementwise, rows_at_once
+from pallas_kernels.ops.bias_activation.config import ElementwiseConfig, default_elementwise
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns, folded_rows
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns, folded_rows, launch, rows_at_once
 from pallas_kernels.primitives.random import keep_mask, mixed_words
 
 Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]
 """Drops elements of a part of a row: of its values, the row and the part."""
-
-# No automatic barriers: nothing that is written is read again.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
 def bias_activation_forward(
@@ -102,8 +97,7 @@ def elementwise_kernel(
         stride=features if rows > 1 else None,
     )
 
-    def kernel(*all_refs):
-        refs, y_ref = dict(zip(operands, all_refs, strict=False)), all_refs[-1]
+    def make_work(refs, y_ref):
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)
 
         def work(group, parts):
@@ -114,17 +108,9 @@ def elementwise_kernel(
                 for row, values in zip(group_rows, loaded, strict=True):
                     y_ref[row, part.columns] = step(row, part, {**values, **bias}, keep).astype(y_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), work)
+        return work
 
-    kernel.__name__ = name
-    y = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(*operands.values())
-    return varying_like(y, *operands.values())
+    return launch(name, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), blocks, make_work)
 
 
 def load_bias(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:

@@ -16,7 +16,18 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_ba
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.random import key_words
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 _KEY = ArraySpec(shape=(2,), dtype="uint32", fill="bits")
 
@@ -34,11 +45,9 @@ def _call(
     """`bias`: its dtype, "same" as x's, or None."""
     x = ArraySpec(shape=shape, dtype=dtype, fill=fill, deviation=2.0)
     bias_dtype = dtype if bias == "same" else bias
-    name = "x".join(map(str, shape)) + f"-{dtype}-{activation}"
-    name += "-no_bias" if bias is None else "" if bias == "same" else f"-{bias}_bias"
-    name += "-residual" if residual else ""
-    name += f"-dropout_{rate}" if rate else ""
-    name += f"-{fill}" if fill != "normal" else ""
+    which_bias = "no_bias" if bias is None else bias != "same" and f"{bias}_bias"
+    dropout = bool(rate) and f"dropout_{rate}"
+    name = call_name(shape, dtype, activation, which_bias, residual and "residual", dropout, fill=fill)
     arguments = {
         "x": x,
         "bias": None if bias_dtype is None else ArraySpec(shape=shape[-1:], dtype=bias_dtype),
@@ -48,9 +57,6 @@ def _call(
     }
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(6, 1024),
@@ -68,28 +74,28 @@ _ARG_SPECS = (
     _call(2, 512, fill="extreme", bias=None, activation="gelu", tags=("test", "extreme")),
     _call(0, 512, tags=("test", "empty")),
     _call(4, 0, bias=None, tags=("test", "empty")),
-    _call(1000, 4096, activation="gelu", residual=True, tags=_GPU),
-    _call(333, 8192, activation="silu", bias="float32", tags=_GPU),
-    _call(517, 4096, dtype="float32", tags=_GPU),
-    _call(517, 4096, dtype="float32", activation="gelu", rate=0.1, tags=_GPU),
-    _call(2000, 1152, rate=0.1, residual=True, tags=_GPU),
-    _call(1001, 4097, activation="gelu", tags=_GPU),
-    _call(700, 4100, activation="relu", dtype="float16", residual=True, tags=_GPU),
-    _call(1001, 4097, bias=None, rate=0.1, tags=_GPU),
-    _call(4, 262144, tags=_GPU),
-    _call(2048, 1001, rate=0.1, residual=True, tags=_GPU),
-    _call(1000, 127, activation="gelu", tags=_GPU),
-    _call(4096, 1, dtype="float32", tags=_GPU),
-    _call(8192, 16384, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(8192, 8192, activation="gelu", tags=_BENCH),
-    _call(8192, 8192, bias=None, tags=_BENCH),
-    _call(8192, 8192, rate=0.1, residual=True, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(8192, 4097, tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(1000, 4096, activation="gelu", residual=True, tags=GPU),
+    _call(333, 8192, activation="silu", bias="float32", tags=GPU),
+    _call(517, 4096, dtype="float32", tags=GPU),
+    _call(517, 4096, dtype="float32", activation="gelu", rate=0.1, tags=GPU),
+    _call(2000, 1152, rate=0.1, residual=True, tags=GPU),
+    _call(1001, 4097, activation="gelu", tags=GPU),
+    _call(700, 4100, activation="relu", dtype="float16", residual=True, tags=GPU),
+    _call(1001, 4097, bias=None, rate=0.1, tags=GPU),
+    _call(4, 262144, tags=GPU),
+    _call(2048, 1001, rate=0.1, residual=True, tags=GPU),
+    _call(1000, 127, activation="gelu", tags=GPU),
+    _call(4096, 1, dtype="float32", tags=GPU),
+    _call(8192, 16384, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(8192, 8192, activation="gelu", tags=BENCH),
+    _call(8192, 8192, bias=None, tags=BENCH),
+    _call(8192, 8192, rate=0.1, residual=True, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(8192, 4097, tags=BENCH),
+    _call(1, 4096, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 

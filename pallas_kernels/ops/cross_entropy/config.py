@@ -36,8 +36,9 @@ class ForwardConfig:
     loads: "registers" gives a row to one warpgroup, which reads it once; "ring" gives it to the `warpgroups` of a
         persistent block, or to each share of them that works at one of its `rows_at_once`; they bring it to shared
         memory by TMA, `chunk_lines` lines of 512 bytes at a time, into `slots` places each, and with a gradient keep
-        `held` more chunks each in registers; "split" gives `chunk` columns of a row to each block, twice; "chunked" has
-        one warpgroup walk along the row, `chunk` columns at a time (loss only).
+        `held` more chunks each in registers, and blocks begin up to seven times `stagger` nanoseconds apart; "split"
+        gives `chunk` columns of a row to each block, twice; "chunked" has one warpgroup walk along the row, `chunk`
+        columns at a time (loss only).
     """
 
     loads: Literal["registers", "ring", "split", "chunked"]
@@ -46,6 +47,7 @@ class ForwardConfig:
     chunk_lines: int = 16
     slots: int = 6
     held: int = 0
+    stagger: int = 0
     chunk: int = 4096
 
 
@@ -72,7 +74,10 @@ def default_forward(rows: int, vocabulary: int, itemsize: int, *, with_gradient:
     if not possible:
         return ForwardConfig(loads="chunked")
     needs_registers = with_gradient and possible[0].held > 0
-    return possible[1] if needs_registers and len(possible) > 1 else possible[0]
+    if not needs_registers or len(possible) == 1:
+        return possible[0]
+    # Blocks that begin together read together and write together: 1077 µs, a microsecond apart 1068 µs, two 1072 µs.
+    return replace(possible[1], stagger=1000) if itemsize == 2 else possible[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +200,9 @@ def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -
         if config is not None:
             size = f"{config.slots} x {config.chunk_lines} lines, {config.held} held"
             candidates[f"ring {warpgroups} warpgroups {rows_at_once} rows {size}"] = config
+            if warpgroups == 3 and config.held:
+                for stagger in (1000, 2000):
+                    candidates[f"ring 3 warpgroups {size}, {stagger} ns apart"] = replace(config, stagger=stagger)
     for chunk in (2048, 4096, 8192):
         candidates[f"split {chunk}"] = ForwardConfig(loads="split", chunk=chunk)
     if not with_gradient and vocabulary > 4096:

@@ -30,6 +30,7 @@ from pallas_kernels.primitives.rows import (
     row_sum,
     split_row,
     store_row,
+    sum_of,
     to_float32,
     zeros_row,
 )
@@ -139,7 +140,7 @@ def _chunked_kernel(logits, labels, weights, *, terms, with_gradient, config):
         tail = to_float32(load_row(logits_row, rest))
         if rest:
             maximum = jnp.maximum(maximum, row_max(tail))
-        total = jnp.sum(totals * jnp.exp(highest - maximum))
+        total = sum_of(totals * jnp.exp(highest - maximum))
         logit_sum = jnp.sum(sums) if terms.label_smoothing else None
         if rest:
             total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)

@@ -34,7 +34,7 @@ from pallas_kernels.ops.cross_entropy.config import WARP_LANES, ForwardConfig, R
 from pallas_kernels.ops.cross_entropy.formula import LOWEST_LOGIT, Exponential, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives.platform import is_interpreted, target_device
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, sum_of
 
 
 def ring_kernel(
@@ -173,7 +173,7 @@ def ring_kernel(
             spread = plgpu.layout_cast(lax.broadcast_in_dim(line_shift, piece[:2], (0,)), layout.reduce(2))
             exchange[turn, 0, group] = jnp.max(maximum, axis=1)
             exchange[turn, 1, group] = line_shift
-            exchange[turn, 2, group] = jnp.sum(jnp.sum(totals, axis=2) * exponential.ratio(shift, spread), axis=1)
+            exchange[turn, 2, group] = sum_of(jnp.sum(totals, axis=2) * exponential.ratio(shift, spread), axis=1)
             if terms.label_smoothing:
                 exchange[turn, 3, group] = jnp.sum(jnp.sum(sums, axis=2), axis=1)
             plgpu.commit_smem()
@@ -191,6 +191,8 @@ def ring_kernel(
                     logit_sum += exchange[(turn, 3, *line)]
             return maximum, shift, total, logit_sum
 
+        if config.stagger and not is_interpreted():
+            pl.delay(lax.rem(lax.axis_index("block"), 8) * config.stagger)
         for load in range(slots):
             fetch(jnp.int32(0), jnp.int32(load))
 

@@ -15,7 +15,18 @@ from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -30,14 +41,9 @@ def _call(
         "labels": ArraySpec(shape=shape[:-1], dtype="int32", fill="integers", minimum=0, maximum=shape[-1]),
         **static,
     }
-    name = "x".join(map(str, shape)) + f"-{dtype}"
-    name += f"-{fill}" if fill != "normal" else ""
-    name += "".join(f"-{key}_{value}" for key, value in static.items())
+    name = call_name(shape, dtype, fill != "normal" and fill, *(f"{key}_{value}" for key, value in static.items()))
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(2, 1024),
@@ -60,25 +66,25 @@ _ARG_SPECS = (
     _call(0, 512, tags=("test", "empty")),
     _call(0, 512, reduction="mean", tags=("test", "empty")),
     # On a GPU each kernel once: what holds rows in registers, the rings (whole rows kept, held, read twice), the split.
-    _call(300, 4096, reduction="mean", tags=_GPU),
-    _call(300, 12288, dtype="float32", reduction="mean", tags=_GPU),
-    _call(300, 12416, dtype="float32", reduction="mean", label_smoothing=0.1, tags=_GPU),
-    _call(300, 32000, dtype="float16", reduction="mean", tags=_GPU),
-    _call(300, 50304, reduction="mean", label_smoothing=0.1, z_loss=1e-4, tags=_GPU),
-    _call(200, 50257, reduction="mean", label_smoothing=0.1, tags=(*_GPU, "ragged")),
-    _call(200, 4097, dtype="float32", reduction="mean", tags=(*_GPU, "ragged")),
-    _call(40, 50257, reduction="mean", label_smoothing=0.1, tags=(*_GPU, "ragged")),
-    _call(300, 128256, reduction="mean", tags=_GPU),
-    _call(150, 128256, dtype="float32", reduction="sum", z_loss=1e-4, tags=_GPU),
-    _call(150, 262144, fill="extreme", reduction="mean", tags=_GPU),
-    _call(40, 262144, fill="extreme", tags=_GPU),
-    _call(8192, 128256, reduction="mean", tags=(*_BENCH, "block")),
-    _call(8192, 128256, tags=_BENCH),
-    _call(8192, 32000, reduction="mean", tags=_BENCH),
-    _call(8192, 50304, reduction="mean", tags=_BENCH),
-    _call(4096, 128256, dtype="float32", reduction="mean", tags=_BENCH),
-    _call(64, 128256, reduction="mean", tags=_BENCH),
-    _call(1, 32000, tags=_BENCH),
+    _call(300, 4096, reduction="mean", tags=GPU),
+    _call(300, 12288, dtype="float32", reduction="mean", tags=GPU),
+    _call(300, 12416, dtype="float32", reduction="mean", label_smoothing=0.1, tags=GPU),
+    _call(300, 32000, dtype="float16", reduction="mean", tags=GPU),
+    _call(300, 50304, reduction="mean", label_smoothing=0.1, z_loss=1e-4, tags=GPU),
+    _call(200, 50257, reduction="mean", label_smoothing=0.1, tags=(*GPU, "ragged")),
+    _call(200, 4097, dtype="float32", reduction="mean", tags=(*GPU, "ragged")),
+    _call(40, 50257, reduction="mean", label_smoothing=0.1, tags=(*GPU, "ragged")),
+    _call(300, 128256, reduction="mean", tags=GPU),
+    _call(150, 128256, dtype="float32", reduction="sum", z_loss=1e-4, tags=GPU),
+    _call(150, 262144, fill="extreme", reduction="mean", tags=GPU),
+    _call(40, 262144, fill="extreme", tags=GPU),
+    _call(8192, 128256, reduction="mean", tags=(*BENCH, "block")),
+    _call(8192, 128256, tags=BENCH),
+    _call(8192, 32000, reduction="mean", tags=BENCH),
+    _call(8192, 50304, reduction="mean", tags=BENCH),
+    _call(4096, 128256, dtype="float32", reduction="mean", tags=BENCH),
+    _call(64, 128256, reduction="mean", tags=BENCH),
+    _call(1, 32000, tags=BENCH),
 )
 
 

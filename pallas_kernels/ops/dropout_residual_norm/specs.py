@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.config import BackwardShape, forward_candidates
 from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops._norms.variants import norm_variants
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu import dropout_residual_norm_forward
 from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu_vjp import dropout_residual_norm_backward
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.random import array_keep_mask, key_words
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -44,14 +54,10 @@ def _call(
         "key": ArraySpec(shape=(2,), dtype="uint32", fill="bits"),
         "norm": norm,
     }
-    name = "x".join(map(str, shape)) + f"-{dtype}-{norm}-rate{rate:g}"
-    name += "" if has_all else "-" + ("_".join(affine) or "plain")
-    name += f"-{fill}" if fill != "normal" else ""
+    which = not has_all and ("_".join(affine) or "plain")
+    name = call_name(shape, dtype, norm, f"rate{rate:g}", which, fill=fill)
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(3, 512),
@@ -68,22 +74,22 @@ _ARG_SPECS = (
     _call(3, 256, fill="extreme", tags=("test", "extreme")),
     _call(3, 256, fill="zeros", norm="layer_norm", tags=("test", "extreme")),
     _call(0, 256, tags=("test", "empty")),
-    _call(1000, 4096, tags=_GPU),
-    _call(333, 8192, norm="layer_norm", tags=_GPU),
-    _call(300, 16384, tags=_GPU),
-    _call(300, 8192, dtype="float32", tags=_GPU),
-    _call(2000, 1152, tags=(*_GPU, "ragged")),
-    _call(1000, 4097, norm="layer_norm", tags=(*_GPU, "ragged")),
-    _call(700, 4100, tags=(*_GPU, "ragged")),
-    _call(64, 65536, norm="layer_norm", tags=(*_GPU, "long")),
-    _call(40, 65537, tags=(*_GPU, "ragged", "long")),
-    _call(8192, 4096, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(32768, 4096, norm="layer_norm", tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(1000, 4096, tags=GPU),
+    _call(333, 8192, norm="layer_norm", tags=GPU),
+    _call(300, 16384, tags=GPU),
+    _call(300, 8192, dtype="float32", tags=GPU),
+    _call(2000, 1152, tags=(*GPU, "ragged")),
+    _call(1000, 4097, norm="layer_norm", tags=(*GPU, "ragged")),
+    _call(700, 4100, tags=(*GPU, "ragged")),
+    _call(64, 65536, norm="layer_norm", tags=(*GPU, "long")),
+    _call(40, 65537, tags=(*GPU, "ragged", "long")),
+    _call(8192, 4096, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(32768, 4096, norm="layer_norm", tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(1, 4096, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 
@@ -103,21 +109,14 @@ def _norm(norm: str, rate: float) -> Norm:
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    x, scale = arguments["x"], arguments.get("scale")
-    features, itemsize = x.shape[-1], jnp.dtype(x.dtype).itemsize
-    if phase == "forward":
-        candidates = forward_candidates(features, itemsize)
-        return {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
-    shape = BackwardShape(
-        features=features,
-        itemsize=itemsize,
-        streams=3,
-        gain_bytes=0 if scale is None else jnp.dtype(scale.dtype).itemsize,
-        sums=sum(arguments.get(name) is not None for name in ("scale", "bias")),
-        has_dropout=True,
+    return norm_variants(
+        phase,
+        arguments,
+        forward=_forward_variant,
+        backward=_backward_variant,
         centered=arguments["norm"] == "layer_norm",
+        has_dropout=True,
     )
-    return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
 
 
 def _forward_variant(*, x, residual, rate, key, norm, scale=None, bias=None, config):

@@ -7,15 +7,10 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.ops.gated_activation.config import ElementwiseConfig, default_forward
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks
-from pallas_kernels.primitives.platform import varying_like
-
-# No automatic barriers: nothing that is written is read again.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+from pallas_kernels.primitives.elementwise import Blocks, launch
 
 
 def gated_activation_forward(
@@ -30,8 +25,8 @@ def gated_activation_forward(
     config = config or default_forward(rows * features, itemsize)
     blocks = Blocks(rows=rows, features=features, columns=config.columns(itemsize), itemsize=itemsize)
 
-    def gated_activation(*refs):
-        *inputs, y_ref = refs
+    def make_work(refs, y_ref):
+        inputs = tuple(refs.values())
 
         def work(row, parts):
             for part in parts:
@@ -40,17 +35,11 @@ def gated_activation_forward(
                 gate, up = (value.astype(jnp.float32) for value in loaded)
                 y_ref[row, part.columns] = (activation.value(gate, y_ref.dtype) * up).astype(y_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), work)
+        return work
 
-    operands = (gate,) if up is None else (gate, up)
-    y = plgpu.kernel(
-        gated_activation,
-        out_type=jax.ShapeDtypeStruct((rows, features), gate.dtype),
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(*operands)
-    return varying_like(y, *operands)
+    operands = {"gate": gate} if up is None else {"gate": gate, "up": up}
+    out_type = jax.ShapeDtypeStruct((rows, features), gate.dtype)
+    return launch("gated_activation", operands, out_type, blocks, make_work)
 
 
 def halves(refs, row, columns) -> tuple[Any, Any]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.ops.gated_activation.config import ElementwiseConfig, default_backward
-from pallas_kernels.ops.gated_activation.mosaic_gpu import COMPILER_PARAMS, halves
+from pallas_kernels.ops.gated_activation.mosaic_gpu import halves
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.elementwise import Blocks, launch
 
 
 def gated_activation_backward(
@@ -33,10 +31,10 @@ def gated_activation_backward(
     itemsize = dy.dtype.itemsize
     config = config or default_backward(rows * features, itemsize)
     blocks = Blocks(rows=rows, features=features, columns=config.columns(itemsize), itemsize=itemsize)
-    count = 1 if up is None else 2
+    branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
 
-    def gated_activation_gradient(*refs):
-        inputs, dy_ref, outputs = refs[:count], refs[count], refs[count + 1 :]
+    def make_work(refs, *outputs):
+        inputs, dy_ref = [refs[name] for name in branches], refs["dy"]
 
         def work(row, parts):
             for part in parts:
@@ -48,16 +46,8 @@ def gated_activation_backward(
                 dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
                 dup_ref[...] = (dy * value).astype(dup_ref.dtype)
 
-        blocks.run(lax.axis_index("block"), work)
+        return work
 
-    operands = (gate,) if up is None else (gate, up)
-    out_type = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
-    outputs = plgpu.kernel(
-        gated_activation_gradient,
-        out_type=(out_type,) * count,
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(*operands, dy)
-    outputs = tuple(varying_like(output, *operands, dy) for output in outputs)
+    out_type = (jax.ShapeDtypeStruct(gate.shape, gate.dtype),) * len(branches)
+    outputs = launch("gated_activation_gradient", {**branches, "dy": dy}, out_type, blocks, make_work)
     return outputs[0], (None if up is None else outputs[1])

@@ -14,7 +14,18 @@ from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forw
 from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -30,18 +41,13 @@ def _call(
     gate = ArraySpec(
         shape=(*shape[:-1], 2 * shape[-1]) if packed else shape, dtype=dtype, fill=fill, deviation=deviation
     )
-    name = "x".join(map(str, shape)) + f"-{dtype}-{activation}"
-    name += "-packed" if packed else ""
-    name += f"-{fill}" if fill != "normal" else ""
+    name = call_name(shape, dtype, activation, packed and "packed", fill=fill)
     return ArgSpec(
         name=name,
         arguments={"gate": gate, **({} if packed else {"up": gate}), "activation": activation},
         tags=frozenset(tags),
     )
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(3, 1024),
@@ -59,19 +65,19 @@ _ARG_SPECS = (
     _call(2, 512, fill="zeros", activation="gelu", tags=("test", "extreme")),
     _call(0, 512, tags=("test", "empty")),
     _call(4, 0, packed=True, tags=("test", "empty")),
-    _call(333, 8192, activation="gelu", tags=_GPU),
-    _call(333, 8192, activation="gelu_tanh", dtype="float32", tags=_GPU),
-    _call(300, 4099, activation="relu", dtype="float16", tags=_GPU),
-    _call(700, 14336, packed=True, tags=_GPU),
-    _call(700, 4100, packed=True, activation="gelu", tags=_GPU),
-    _call(301, 4097, packed=True, activation="relu_squared", dtype="float32", tags=_GPU),
-    _call(8192, 14336, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(8192, 8192, activation="gelu_tanh", tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(333, 8192, activation="gelu", tags=GPU),
+    _call(333, 8192, activation="gelu_tanh", dtype="float32", tags=GPU),
+    _call(300, 4099, activation="relu", dtype="float16", tags=GPU),
+    _call(700, 14336, packed=True, tags=GPU),
+    _call(700, 4100, packed=True, activation="gelu", tags=GPU),
+    _call(301, 4097, packed=True, activation="relu_squared", dtype="float32", tags=GPU),
+    _call(8192, 14336, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(8192, 8192, activation="gelu_tanh", tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(1, 4096, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 

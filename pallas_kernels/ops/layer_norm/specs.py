@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.config import BackwardShape, forward_candidates
+from pallas_kernels.ops._norms.variants import norm_variants
 from pallas_kernels.ops.layer_norm.api import layer_norm
 from pallas_kernels.ops.layer_norm.mosaic_gpu import layer_norm_forward
 from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -32,16 +41,10 @@ def _call(
         "bias": ArraySpec(shape=shape[-1:], dtype=dtype, deviation=0.1),
     }
     arguments = {"x": x, **{name: parameters[name] for name in affine}, **({"residual": x} if residual else {})}
-    name = "x".join(map(str, shape)) + f"-{dtype}"
-    name += "" if len(affine) == 2 else "-" + ("_".join(affine) or "plain")
-    name += "-residual" if residual else ""
-    name += f"-mean{mean:g}" if mean else ""
-    name += f"-{fill}" if fill != "normal" else ""
+    which = len(affine) < 2 and ("_".join(affine) or "plain")
+    name = call_name(shape, dtype, which, residual and "residual", bool(mean) and f"mean{mean:g}", fill=fill)
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(3, 512),
@@ -65,25 +68,25 @@ _ARG_SPECS = (
     _call(3, 256, fill="ones", residual=False, tags=("test", "extreme")),
     _call(0, 512, tags=("test", "empty")),
     _call(4, 0, residual=False, tags=("test", "empty")),
-    _call(1000, 4096, tags=_GPU),
-    _call(300, 4096, dtype="float32", mean=3e3, residual=False, tags=_GPU),
-    _call(333, 8192, tags=_GPU),
-    _call(300, 16384, tags=_GPU),
-    _call(300, 8192, dtype="float32", tags=_GPU),
-    _call(500, 4096, affine=(), tags=_GPU),
-    _call(2000, 1152, tags=(*_GPU, "ragged")),
-    _call(1000, 4097, tags=(*_GPU, "ragged")),
-    _call(700, 4100, residual=False, tags=(*_GPU, "ragged")),
-    _call(64, 65536, tags=(*_GPU, "long")),
-    _call(40, 65537, tags=(*_GPU, "ragged", "long")),
-    _call(8192, 1024, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(32768, 4096, residual=False, tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(8192, 8192, residual=False, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(1000, 4096, tags=GPU),
+    _call(300, 4096, dtype="float32", mean=3e3, residual=False, tags=GPU),
+    _call(333, 8192, tags=GPU),
+    _call(300, 16384, tags=GPU),
+    _call(300, 8192, dtype="float32", tags=GPU),
+    _call(500, 4096, affine=(), tags=GPU),
+    _call(2000, 1152, tags=(*GPU, "ragged")),
+    _call(1000, 4097, tags=(*GPU, "ragged")),
+    _call(700, 4100, residual=False, tags=(*GPU, "ragged")),
+    _call(64, 65536, tags=(*GPU, "long")),
+    _call(40, 65537, tags=(*GPU, "ragged", "long")),
+    _call(8192, 1024, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(32768, 4096, residual=False, tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(8192, 8192, residual=False, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(1, 4096, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 
@@ -100,20 +103,7 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    x, scale = arguments["x"], arguments.get("scale")
-    features, itemsize = x.shape[-1], jnp.dtype(x.dtype).itemsize
-    if phase == "forward":
-        candidates = forward_candidates(features, itemsize)
-        return {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
-    shape = BackwardShape(
-        features=features,
-        itemsize=itemsize,
-        streams=2 if arguments.get("residual") is None else 3,
-        gain_bytes=0 if scale is None else jnp.dtype(scale.dtype).itemsize,
-        sums=sum(arguments.get(name) is not None for name in ("scale", "bias")),
-        centered=True,
-    )
-    return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
+    return norm_variants(phase, arguments, forward=_forward_variant, backward=_backward_variant, centered=True)
 
 
 def _forward_variant(*, x, scale=None, bias=None, residual=None, config):

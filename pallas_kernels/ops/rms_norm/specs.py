@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.config import BackwardShape, forward_candidates
+from pallas_kernels.ops._norms.variants import norm_variants
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -31,15 +40,9 @@ def _call(
         "scale": ArraySpec(shape=shape[-1:], dtype=scale_dtype or dtype, mean=1.0, deviation=0.1),
         **({"residual": x} if residual else {}),
     }
-    name = "x".join(map(str, shape)) + f"-{dtype}"
-    name += f"-{scale_dtype}_scale" if scale_dtype else ""
-    name += "-residual" if residual else ""
-    name += f"-{fill}" if fill != "normal" else ""
+    name = call_name(shape, dtype, scale_dtype and f"{scale_dtype}_scale", residual and "residual", fill=fill)
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(6, 1024),
@@ -61,28 +64,28 @@ _ARG_SPECS = (
     _call(4, 512, fill="ones", residual=False, tags=("test", "extreme")),
     _call(0, 512, tags=("test", "empty")),
     _call(4, 0, residual=False, tags=("test", "empty")),
-    _call(1000, 4096, tags=_GPU),
-    _call(333, 8192, scale_dtype="float32", tags=_GPU),
-    _call(300, 16384, tags=_GPU),
-    _call(517, 4096, dtype="float32", tags=_GPU),
-    _call(300, 8192, dtype="float32", tags=_GPU),
-    _call(2000, 1152, tags=(*_GPU, "ragged")),
-    _call(1000, 4097, tags=(*_GPU, "ragged")),
-    _call(700, 4100, residual=False, tags=(*_GPU, "ragged")),
-    _call(64, 65536, tags=(*_GPU, "long")),
-    _call(40, 65537, tags=(*_GPU, "ragged", "long")),
-    _call(8, 262144, residual=False, tags=(*_GPU, "long")),
-    _call(8192, 4096, tags=(*_BENCH, "block")),
-    _call(32768, 4096, tags=_BENCH),
-    _call(32768, 4096, residual=False, tags=_BENCH),
-    _call(8192, 8192, tags=_BENCH),
-    _call(8192, 8192, residual=False, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(16384, 1024, tags=_BENCH),
-    _call(65536, 1152, tags=(*_BENCH, "ragged")),
-    _call(4096, 16384, tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
+    _call(1000, 4096, tags=GPU),
+    _call(333, 8192, scale_dtype="float32", tags=GPU),
+    _call(300, 16384, tags=GPU),
+    _call(517, 4096, dtype="float32", tags=GPU),
+    _call(300, 8192, dtype="float32", tags=GPU),
+    _call(2000, 1152, tags=(*GPU, "ragged")),
+    _call(1000, 4097, tags=(*GPU, "ragged")),
+    _call(700, 4100, residual=False, tags=(*GPU, "ragged")),
+    _call(64, 65536, tags=(*GPU, "long")),
+    _call(40, 65537, tags=(*GPU, "ragged", "long")),
+    _call(8, 262144, residual=False, tags=(*GPU, "long")),
+    _call(8192, 4096, tags=(*BENCH, "block")),
+    _call(32768, 4096, tags=BENCH),
+    _call(32768, 4096, residual=False, tags=BENCH),
+    _call(8192, 8192, tags=BENCH),
+    _call(8192, 8192, residual=False, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(16384, 1024, tags=BENCH),
+    _call(65536, 1152, tags=(*BENCH, "ragged")),
+    _call(4096, 16384, tags=BENCH),
+    _call(1, 4096, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
 )
 
 
@@ -99,20 +102,7 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    x, scale = arguments["x"], arguments["scale"]
-    features, itemsize = x.shape[-1], jnp.dtype(x.dtype).itemsize
-    has_residual = arguments.get("residual") is not None
-    if phase == "forward":
-        candidates = forward_candidates(features, itemsize)
-        return {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
-    shape = BackwardShape(
-        features=features,
-        itemsize=itemsize,
-        streams=3 if has_residual else 2,
-        gain_bytes=jnp.dtype(scale.dtype).itemsize,
-        sums=1,
-    )
-    return {name: partial(_backward_variant, config=config) for name, config in shape.candidates().items()}
+    return norm_variants(phase, arguments, forward=_forward_variant, backward=_backward_variant)
 
 
 def _forward_variant(*, x, scale, residual=None, config):

@@ -13,7 +13,7 @@ from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.rope.config import candidates
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
 
 
 def _call(
@@ -40,9 +40,6 @@ def _call(
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
 
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
-
 _ARG_SPECS = (
     _call(1, 3, 8, 4, 128),
     _call(2, 2, 16, 8, 128, dtype="float32", per_batch=True),
@@ -52,20 +49,20 @@ _ARG_SPECS = (
     _call(1, 2, 12, 1, 128, tags=("test", "ragged")),
     _call(1, 2, 4, 4, 80, tags=("test", "ragged")),
     _call(0, 2, 4, 4, 64, tags=("test", "empty")),
-    _call(2, 500, 32, 8, 128, tags=_GPU),
-    _call(2, 333, 32, 8, 128, dtype="float32", per_batch=True, tags=_GPU),
-    _call(2, 333, 12, 12, 64, dtype="float16", tags=_GPU),
-    _call(2, 333, 16, 4, 256, tags=_GPU),
-    _call(2, 333, 32, 8, 128, interleaved=True, per_batch=True, tags=_GPU),
-    _call(2, 333, 32, 32, 64, dtype="float32", interleaved=True, tags=_GPU),
-    _call(2, 333, 16, 8, 128, dtype="float16", interleaved=True, tags=_GPU),
-    _call(2, 4096, 32, 8, 128, tags=(*_BENCH, "block")),
-    _call(8, 4096, 32, 8, 128, tags=_BENCH),
-    _call(8, 4096, 32, 8, 128, interleaved=True, tags=_BENCH),
-    _call(4, 4096, 32, 8, 128, dtype="float32", tags=_BENCH),
-    _call(4, 4096, 32, 8, 128, dtype="float32", interleaved=True, tags=_BENCH),
-    _call(16, 1, 32, 8, 128, per_batch=True, tags=_BENCH),
-    _call(1, 1, 32, 8, 128, tags=_BENCH),
+    _call(2, 500, 32, 8, 128, tags=GPU),
+    _call(2, 333, 32, 8, 128, dtype="float32", per_batch=True, tags=GPU),
+    _call(2, 333, 12, 12, 64, dtype="float16", tags=GPU),
+    _call(2, 333, 16, 4, 256, tags=GPU),
+    _call(2, 333, 32, 8, 128, interleaved=True, per_batch=True, tags=GPU),
+    _call(2, 333, 32, 32, 64, dtype="float32", interleaved=True, tags=GPU),
+    _call(2, 333, 16, 8, 128, dtype="float16", interleaved=True, tags=GPU),
+    _call(2, 4096, 32, 8, 128, tags=(*BENCH, "block")),
+    _call(8, 4096, 32, 8, 128, tags=BENCH),
+    _call(8, 4096, 32, 8, 128, interleaved=True, tags=BENCH),
+    _call(4, 4096, 32, 8, 128, dtype="float32", tags=BENCH),
+    _call(4, 4096, 32, 8, 128, dtype="float32", interleaved=True, tags=BENCH),
+    _call(16, 1, 32, 8, 128, per_batch=True, tags=BENCH),
+    _call(1, 1, 32, 8, 128, tags=BENCH),
 )
 
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.ops.softmax.config import RowConfig, default_forward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
-from pallas_kernels.ops.softmax.rounding import normalise
+from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, sum_of_weights
 from pallas_kernels.ops.softmax.rounding import online_add as exact_online_add
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
@@ -34,6 +34,7 @@ from pallas_kernels.primitives.rows import (
     row_sum,
     split_row,
     store_row,
+    sum_of,
     zeros_row,
 )
 
@@ -88,7 +89,8 @@ def _whole_row_body(x, masking, config):
         scores = masking.apply(values, mask, columns, row)
         maximum = jnp.maximum(row_max(scores), LOWEST)
         weights = map_row(lambda v: jnp.exp(v - maximum), scores)
-        store_row(y_ref.at[row], normalise(weights, row_sum(weights, segments), is_exact=is_exact), segments)
+        total = sum_of_weights(weights, segments, is_exact=is_exact and x.shape[1] <= MOST_EXACT)
+        store_row(y_ref.at[row], normalise(weights, total, is_exact=is_exact), segments)
 
     return body
 
@@ -123,7 +125,7 @@ def _online_body(x, masking, config):
         tail = scores(0, rest) if rest else ()
         if rest:
             maximum = jnp.maximum(maximum, row_max(tail))
-        total = jnp.sum(totals * jnp.exp(highest - maximum))
+        total = sum_of(totals * jnp.exp(highest - maximum))
         if rest:
             total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)
 

@@ -11,6 +11,8 @@ The mask plays no part: p is zero where it hides.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,7 +22,7 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import RowConfig, default_backward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
-from pallas_kernels.ops.softmax.rounding import quotient
+from pallas_kernels.ops.softmax.rounding import quotient, remainder
 from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory, shared_row_gradient
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
@@ -59,14 +61,14 @@ def softmax_backward(
     return varying_like(dx, weights, dy)
 
 
-def _gradient(p, dy, product, scale):
-    if scale is None:
-        return p * (dy - product)
-    return p * ((dy - product) * jnp.float32(scale))
+def _gradient(p, centered, scale):
+    return p * centered if scale is None else p * (centered * jnp.float32(scale))
 
 
 def _whole_row_body(weights, masking, config):
-    segments = whole_row_segments(weights.shape[1], weights.dtype.itemsize, masking)
+    itemsize = weights.dtype.itemsize
+    segments = whole_row_segments(weights.shape[1], itemsize, masking)
+    is_exact = itemsize == 4
 
     def body(row, weights_ref, dy_ref, dx_ref):
         columns = columns_from(segments, 0, masking)
@@ -76,12 +78,25 @@ def _whole_row_body(weights, masking, config):
             dy = load_kept(dy_ref.at[row], segments, masking, row)
             return masking.limit(to_float32(p), columns, row, 0.0), to_float32(dy)
 
+        def center(dy, mean):
+            return map_row(lambda d: d - mean, dy)
+
         p, dy = load(row)
-        product = quotient(row_sum(map_row(jnp.multiply, p, dy), segments), row_sum(p, segments))
+        total = row_sum(p, segments)
+
+        def mean_of(values):
+            return quotient(row_sum(map_row(jnp.multiply, p, values), segments), total)
+
+        means = [mean_of(dy)]
+        centered = center(dy, means[0])
+        if is_exact:
+            means.append(remainder(mean_of(centered), means[0]))
+            centered = center(centered, means[1])
         if config.second_read == "reload":
             # A row the compiler cannot see through; else it keeps the first read's values in registers.
             p, dy = load(lax.optimization_barrier(row))
-        store_row(dx_ref.at[row], map_row(lambda p, d: _gradient(p, d, product, masking.scale), p, dy), segments)
+            centered = functools.reduce(center, means, dy)
+        store_row(dx_ref.at[row], map_row(lambda p, c: _gradient(p, c, masking.scale), p, centered), segments)
 
     return body
 
@@ -112,7 +127,7 @@ def _chunked_body(weights, masking, config):
         product = quotient(product, total)
 
         def write(columns, segments):
-            dx = map_row(lambda p, d: _gradient(p, d, product, masking.scale), *load(columns, segments))
+            dx = map_row(lambda p, d: _gradient(p, d - product, masking.scale), *load(columns, segments))
             store_row(dx_ref.at[row, columns], dx, segments)
 
         @pl.loop(0, needed)

@@ -6,6 +6,8 @@ share a multiprocessor, so that one reads while another writes.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +17,7 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import SHARED_BYTES, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
-from pallas_kernels.ops.softmax.rounding import quotient
+from pallas_kernels.ops.softmax.rounding import quotient, remainder
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
@@ -48,6 +50,7 @@ def shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, 
     access = 32 * segments[0].vector
     columns = config.shared_columns if not line % config.shared_columns else access
     piece = (WarpSegment(offset=0, size=columns, vector=segments[0].vector),)
+    turns = 2 if weights.dtype.itemsize == 4 else 1
 
     def softmax_gradient(weights_ref, dy_ref, dx_ref, held, sums, arrived, summed):
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
@@ -63,24 +66,37 @@ def shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, 
             place = pl.ds(i * columns, columns)
             return tuple(to_float32(load_row(held.at[s, group, :, place], piece)) for s in range(2))
 
-        def accumulate(i, state):
-            p, dy = load(i)
-            return map_row(lambda s, p, d: s + p * d, state[0], p, dy), map_row(jnp.add, state[1], p)
+        def over_row(turn, terms):
+            """The sums over the row of what `terms` makes of weights and dy; each turn has places and a barrier."""
 
-        state = lax.fori_loop(0, line // columns, accumulate, (zeros_row(piece), zeros_row(piece)))
-        for s in range(2):
-            sums[s, group] = line_sums(state[s])
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(summed)
-        plgpu.barrier_wait(summed)
-        product, total = (_pairwise([sums[s, g, w] for g in range(warpgroups) for w in range(WARPS)]) for s in range(2))
-        product = quotient(product, total)
+            def accumulate(i, state):
+                added = terms(*load(i))
+                return tuple(map_row(jnp.add, total, values) for total, values in zip(state, added, strict=True))
+
+            start = (zeros_row(piece),) * (2 if turn == 0 else 1)
+            state = lax.fori_loop(0, line // columns, accumulate, start)
+            for s, values in enumerate(state):
+                sums[turn, s, group] = line_sums(values)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(summed.at[turn])
+            plgpu.barrier_wait(summed.at[turn])
+            lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
+            return [_pairwise([sums[(turn, s, *at)] for at in lines]) for s in range(len(state))]
+
+        def center(dy, means):
+            return functools.reduce(lambda dy, mean: map_row(lambda d: d - mean, dy), means, dy)
+
+        product, total = over_row(0, lambda p, dy: (map_row(jnp.multiply, p, dy), p))
+        means = [quotient(product, total)]
+        if turns == 2:
+            (product,) = over_row(1, lambda p, dy: (map_row(jnp.multiply, p, center(dy, means)),))
+            means.append(remainder(quotient(product, total), means[0]))
         scale = jnp.float32(1.0 if masking.scale is None else masking.scale)
 
         @pl.loop(0, line // columns)
         def _(i):
             p, dy = load(i)
-            gradient = map_row(lambda p, d: p * ((d - product) * scale), p, dy)
+            gradient = map_row(lambda p, d: p * (d * scale), p, center(dy, means))
             store_row(dx_ref.at[row, group, :, pl.ds(i * columns, columns)], gradient, piece)
 
     dx = plgpu.kernel(
@@ -92,9 +108,9 @@ def shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, 
         thread_name="warpgroup",
         scratch_types=(
             plgpu.SMEM((2, *parts), weights.dtype),
-            plgpu.SMEM((2, warpgroups, WARPS), jnp.float32),
+            plgpu.SMEM((turns, 2, warpgroups, WARPS), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=turns),
         ),
         compiler_params=compiler_params(weights.dtype, reduction_scratch_bytes=512),
     )(weights.reshape(rows, *parts), dy.reshape(rows, *parts))

@@ -15,7 +15,18 @@ from pallas_kernels.ops.softmax.forms import FORMS, FUSED
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import (
+    BENCH,
+    GPU,
+    ArgSpec,
+    Arguments,
+    ArraySpec,
+    Fill,
+    OpSpec,
+    Traffic,
+    array_bytes,
+    call_name,
+)
 
 
 def _call(
@@ -29,19 +40,16 @@ def _call(
     **static: Any,
 ) -> ArgSpec:
     arguments: dict[str, Any] = {"x": ArraySpec(shape=shape, dtype=dtype, fill=fill, deviation=deviation), **static}
-    name = "x".join(map(str, shape)) + f"-{dtype}"
-    name += f"-{fill}" if fill != "normal" else ""
-    name += f"-deviation_{deviation:g}" if deviation > 100 else ""
+    which_mask = None
     if mask is not None:
         mask_fill = "integers" if mask_dtype == "bool" else "normal"
         arguments["mask"] = ArraySpec(shape=mask, dtype=mask_dtype, fill=mask_fill, maximum=2)
-        name += f"-{mask_dtype}_mask_" + "x".join(map(str, mask))
-    name += "".join(f"-{key}_{value}" for key, value in static.items())
+        which_mask = f"{mask_dtype}_mask_" + "x".join(map(str, mask))
+    which_deviation = deviation > 100 and f"deviation_{deviation:g}"
+    others = (f"{key}_{value}" for key, value in static.items())
+    name = call_name(shape, dtype, fill != "normal" and fill, which_deviation, which_mask, *others)
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(3, 1024),
@@ -69,31 +77,31 @@ _ARG_SPECS = (
     _call(2, 512, deviation=1e3, dtype="float32", tags=("test", "extreme")),
     _call(0, 512, tags=("test", "empty")),
     _call(4, 0, tags=("test", "empty")),
-    _call(1000, 4096, tags=_GPU),
-    _call(333, 8192, tags=_GPU),
-    _call(300, 16384, tags=_GPU),
-    _call(517, 4096, dtype="float32", tags=_GPU),
-    _call(300, 8192, dtype="float32", tags=_GPU),
-    _call(100, 16384, dtype="float32", tags=_GPU),
-    _call(1000, 4096, dtype="float16", scale=0.3, tags=_GPU),
-    _call(2, 4, 1024, 1024, is_causal=True, tags=_GPU),
-    _call(2, 2, 333, 1000, is_causal=True, dtype="float32", tags=_GPU),
-    _call(2, 4, 512, 1024, mask=(2, 1, 512, 1024), scale=0.125, tags=_GPU),
-    _call(2, 4, 512, 1027, mask=(2, 1, 512, 1027), tags=_GPU),
-    _call(2, 4, 512, 1024, mask=(4, 512, 1024), mask_dtype="bfloat16", tags=_GPU),
-    _call(2, 300, 4096, mask=(2, 1, 4096), mask_dtype="float32", is_causal=True, tags=_GPU),
-    _call(2000, 1152, tags=(*_GPU, "ragged")),
-    _call(1000, 4097, tags=(*_GPU, "ragged")),
-    _call(64, 65536, tags=(*_GPU, "long")),
-    _call(40, 65537, dtype="float32", tags=(*_GPU, "ragged", "long")),
-    _call(2, 20, 20000, mask=(20000,), is_causal=True, tags=(*_GPU, "long")),
-    _call(8, 262144, tags=(*_GPU, "long")),
-    _call(32768, 4096, tags=(*_BENCH, "block")),
-    _call(8192, 8192, tags=_BENCH),
-    _call(16384, 4096, dtype="float32", tags=_BENCH),
-    _call(16384, 16384, tags=_BENCH),
-    _call(64, 4096, tags=_BENCH),
-    _call(1, 4096, tags=_BENCH),
+    _call(1000, 4096, tags=GPU),
+    _call(333, 8192, tags=GPU),
+    _call(300, 16384, tags=GPU),
+    _call(517, 4096, dtype="float32", tags=GPU),
+    _call(300, 8192, dtype="float32", tags=GPU),
+    _call(100, 16384, dtype="float32", tags=GPU),
+    _call(1000, 4096, dtype="float16", scale=0.3, tags=GPU),
+    _call(2, 4, 1024, 1024, is_causal=True, tags=GPU),
+    _call(2, 2, 333, 1000, is_causal=True, dtype="float32", tags=GPU),
+    _call(2, 4, 512, 1024, mask=(2, 1, 512, 1024), scale=0.125, tags=GPU),
+    _call(2, 4, 512, 1027, mask=(2, 1, 512, 1027), tags=GPU),
+    _call(2, 4, 512, 1024, mask=(4, 512, 1024), mask_dtype="bfloat16", tags=GPU),
+    _call(2, 300, 4096, mask=(2, 1, 4096), mask_dtype="float32", is_causal=True, tags=GPU),
+    _call(2000, 1152, tags=(*GPU, "ragged")),
+    _call(1000, 4097, tags=(*GPU, "ragged")),
+    _call(64, 65536, tags=(*GPU, "long")),
+    _call(40, 65537, dtype="float32", tags=(*GPU, "ragged", "long")),
+    _call(2, 20, 20000, mask=(20000,), is_causal=True, tags=(*GPU, "long")),
+    _call(8, 262144, tags=(*GPU, "long")),
+    _call(32768, 4096, tags=(*BENCH, "block")),
+    _call(8192, 8192, tags=BENCH),
+    _call(16384, 4096, dtype="float32", tags=BENCH),
+    _call(16384, 16384, tags=BENCH),
+    _call(64, 4096, tags=BENCH),
+    _call(1, 4096, tags=BENCH),
 )
 
 
