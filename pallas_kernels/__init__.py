@@ -1,13 +1,24 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
+from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.ops._products.fold import fold_scale
+from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.batch_norm.api import batch_norm
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
+from pallas_kernels.ops.decode_attention.api import decode_attention
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.gated_linear.api import gated_linear
 from pallas_kernels.ops.layer_norm.api import layer_norm
 from pallas_kernels.ops.linear.api import linear
+from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
+from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
+from pallas_kernels.ops.lora_linear.api import lora_linear
+from pallas_kernels.ops.norm_linear.api import norm_linear
+from pallas_kernels.ops.qkv_projection.api import qkv_projection
+from pallas_kernels.ops.quantized_linear.api import quantized_linear
+from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight, quantize
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.softmax.api import softmax
@@ -19,17 +30,30 @@ __all__ = [
     "ArgSpec",
     "ArraySpec",
     "ErrorBound",
+    "Norm",
     "OpSpec",
+    "QuantizedWeight",
+    "Rope",
     "Traffic",
+    "attention",
     "batch_norm",
     "bias_activation",
     "cross_entropy",
+    "decode_attention",
     "dropout_residual_norm",
+    "fold_scale",
     "gated_activation",
     "gated_linear",
     "get_op",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_residual_norm",
+    "lora_linear",
+    "norm_linear",
+    "qkv_projection",
+    "quantize",
+    "quantized_linear",
     "rms_norm",
     "rope",
     "softmax",

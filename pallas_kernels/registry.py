@@ -9,14 +9,22 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pallas_kernels.ops.attention.specs import ATTENTION
 from pallas_kernels.ops.batch_norm.specs import BATCH_NORM
 from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
+from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
 from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
 from pallas_kernels.ops.linear.specs import LINEAR
+from pallas_kernels.ops.linear_cross_entropy.specs import LINEAR_CROSS_ENTROPY
+from pallas_kernels.ops.linear_residual_norm.specs import LINEAR_RESIDUAL_NORM
+from pallas_kernels.ops.lora_linear.specs import LORA_LINEAR
+from pallas_kernels.ops.norm_linear.specs import NORM_LINEAR
+from pallas_kernels.ops.qkv_projection.specs import QKV_PROJECTION
+from pallas_kernels.ops.quantized_linear.specs import QUANTIZED_LINEAR
 from pallas_kernels.ops.rms_norm.specs import RMS_NORM
 from pallas_kernels.ops.rope.specs import ROPE
 from pallas_kernels.ops.softmax.specs import SOFTMAX
@@ -37,6 +45,14 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             BATCH_NORM,
             LINEAR,
             GATED_LINEAR,
+            NORM_LINEAR,
+            QKV_PROJECTION,
+            LINEAR_RESIDUAL_NORM,
+            QUANTIZED_LINEAR,
+            LORA_LINEAR,
+            LINEAR_CROSS_ENTROPY,
+            ATTENTION,
+            DECODE_ATTENTION,
         )
     }
 )

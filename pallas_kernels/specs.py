@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Fill = Literal["normal", "zeros", "ones", "extreme", "bits", "integers"]
+Fill = Literal["normal", "zeros", "ones", "extreme", "bits", "integers", "sorted"]
 """Values of an array: random normal, constants, plus and minus 1e4, (unsigned integers) all bits random, or uniform
-integers in a range (for booleans the range 0 to 2)."""
+integers in a range (for booleans the range 0 to 2), also sorted along the last axis."""
 
 Arguments = Mapping[str, Any]
 """Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values, each in a `Static` until `plain`
@@ -51,6 +51,8 @@ class ArraySpec:
                 return jax.random.bits(key, self.shape, dtype)
             case "integers":
                 return jax.random.randint(key, self.shape, self.minimum, self.maximum).astype(dtype)
+            case "sorted":
+                return jnp.sort(jax.random.randint(key, self.shape, self.minimum, self.maximum), axis=-1).astype(dtype)
 
 
 @jax.tree_util.register_static
@@ -64,6 +66,20 @@ class Static:
 def plain(arguments: Arguments) -> dict[str, Any]:
     """The arguments as an operation takes them: static values out of their wrapping."""
     return {name: value.value if isinstance(value, Static) else value for name, value in arguments.items()}
+
+
+GPU = ("gpu",)
+BENCH = ("gpu", "bench")
+"""The commonest tags of an `ArgSpec` besides "test"."""
+
+
+def call_name(shape: Sequence[int], *details: str | bool | None, fill: Fill = "normal") -> str:
+    """The name of an `ArgSpec`, as 2x512-float32-residual: a shape and what else tells it from others, if anything.
+
+    details: what is false or empty is left out, and so is the usual fill.
+    """
+    told = (*details, fill != "normal" and fill)
+    return "-".join(("x".join(map(str, shape)), *(detail for detail in told if isinstance(detail, str) and detail)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +153,7 @@ class OpSpec:
     flops: additions and multiplications of a phase's matrix products, where an operation has any.
     variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
         takes the arguments (backward: and `cotangents`) and runs that kernel alone.
+    problem: what the tuned table knows a call with such arguments by (`pallas_kernels.tuning`), where it is looked up.
     """
 
     name: str
@@ -152,6 +169,7 @@ class OpSpec:
     variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]]
     error_bound: ErrorBound = ErrorBound()
     flops: Callable[[Arguments, str], int] | None = None
+    problem: Callable[[Arguments], Mapping[str, int | str]] | None = None
 
     def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:
         """The argument specs that carry all of `tags`."""

@@ -85,13 +85,12 @@ def oracle(case: Case, compute: Callable[[Case, str | None], dict[str, jax.Array
         is_float = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
         return jnp.asarray(np.asarray(value, np.float64)) if is_float else value
 
+    def run(arguments, cotangents):
+        return compute(Case(op=case.op, arguments=arguments, cotangents=cotangents), "xla")
+
     with jax.enable_x64(True):
-        wide = Case(
-            op=case.op,
-            arguments={name: widen(value) for name, value in case.arguments.items()},
-            cotangents=jax.tree.map(widen, case.cotangents),
-        )
-        return {name: np.asarray(value) for name, value in compute(wide, "xla").items()}
+        wide = jax.tree.map(widen, (dict(case.arguments), case.cotangents))
+        return {name: np.asarray(value) for name, value in jax.jit(run)(*wide).items()}
 
 
 def error_reports(
