@@ -1,0 +1,296 @@
+"""Attention: what the base over the registry cannot say. Masks and schedules are checked against all elements."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ops.attention import reference, specs
+from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import masking_of, problem_of
+from pallas_kernels.ops.attention.config import ForwardConfig
+from pallas_kernels.ops.attention.masking import Masking, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
+from pallas_kernels.ops.attention.reference import FORMS, attention_reference
+from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.ops.attention.specs import ATTENTION
+from pallas_kernels.specs import plain
+
+BANDS = [(None, None), (None, 0), (40, 0), (7, 12), (0, 0), (None, 33), (50, None)]
+LENGTHS = [(128, 128), (200, 136), (40, 300), (257, 64), (1, 8), (130, 129)]
+
+
+def seen_by(masking: Masking, own: Any = None, other: Any = None) -> np.ndarray:
+    """All elements, (queries, keys)."""
+    row, column = np.arange(masking.queries)[:, None], np.arange(masking.keys)[None, :]
+    segments = () if own is None else (own[:, None], other[None, :])
+    return np.broadcast_to(np.asarray(masking.visible(row, column, *segments)), (masking.queries, masking.keys))
+
+
+def check_tiles(seen: np.ndarray, ranges, rows: int, columns: int) -> None:
+    """The ranges hold every tile with something seen, and in the full ones nothing is hidden.
+
+    Rows beyond the last are no matter; columns beyond the last are hidden.
+    """
+    tiles = -(-seen.shape[1] // columns)
+    for i, (first, full_first, full_last, last) in enumerate(ranges):
+        part = seen[i * rows : (i + 1) * rows]
+        assert 0 <= first <= full_first <= full_last <= last
+        assert last <= tiles or first == last
+        for j in range(tiles):
+            tile = part[:, j * columns : (j + 1) * columns]
+            if tile.any():
+                assert first <= j < last
+            if full_first <= j < full_last:
+                assert tile.all()
+                assert tile.shape[1] == columns
+            elif first <= j < last and j * columns + columns <= seen.shape[1]:
+                is_needless = tile.all() and full_first < full_last
+                assert not is_needless, "a full tile beside the full range"
+
+
+@pytest.mark.parametrize(("left", "right"), BANDS)
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_tile_ranges_hold_what_is_seen(queries, keys, left, right):
+    masking = Masking(queries=queries, keys=keys, left=left, right=right)
+    seen = seen_by(masking)
+    for rows, columns in ((64, 64), (128, 64), (64, 128)):
+        count = -(-queries // rows)
+        ranges = [masking.key_tiles(i * rows, rows, columns) for i in range(count)]
+        check_tiles(seen, ranges, rows, columns)
+        traced = jax.vmap(lambda row, m=masking, r=rows, c=columns: jnp.stack(jnp.asarray(m.key_tiles(row, r, c))))
+        np.testing.assert_array_equal(traced(jnp.arange(count) * rows), np.asarray(ranges))
+
+
+@pytest.mark.parametrize(("left", "right"), BANDS)
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_query_tiles_are_the_same_question_turned_round(queries, keys, left, right):
+    masking = Masking(queries=queries, keys=keys, left=left, right=right)
+    seen = seen_by(masking)
+    rows = columns = 64
+    for j in range(-(-keys // columns)):
+        first, full_first, full_last, last = masking.query_tiles(j * columns, columns, rows)
+        for i in range(-(-queries // rows)):
+            tile = seen[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            assert not tile.any() or first <= i < last
+            if full_first <= i < full_last:
+                assert tile.all()
+                assert tile.shape[1] == columns
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_segment_tiles_hold_what_is_seen(is_sorted, seed):
+    random = np.random.default_rng(seed)
+    for left, right in ((None, None), (None, 0), (90, 20)):
+        own, other = random.integers(0, 5, (2, 200)), random.integers(0, 5, (2, 330))
+        own, other = (np.sort(own), np.sort(other)) if is_sorted else (own, other)
+        masking = Masking(queries=200, keys=330, left=left, right=right, has_segments=True)
+        by_rows = np.asarray(segment_key_tiles(masking, jnp.asarray(own), jnp.asarray(other), 32, 16))
+        by_columns = np.asarray(segment_query_tiles(masking, jnp.asarray(own), jnp.asarray(other), 32, 16))
+        for batch in range(2):
+            seen = seen_by(masking, own[batch], other[batch])
+            for i, j in itertools.product(range(7), range(21)):
+                tile = seen[i * 32 : (i + 1) * 32, j * 16 : (j + 1) * 16]
+                for place, (first, full_first, full_last, last) in ((j, by_rows[batch, i]), (i, by_columns[batch, j])):
+                    assert 0 <= first <= full_first <= full_last <= last, f"seed={seed}"
+                    assert not tile.any() or first <= place < last, f"seed={seed}"
+                    assert tile.all() or not full_first <= place < full_last, f"seed={seed}"
+
+
+def test_segments_of_packed_documents_leave_out_other_documents_tiles():
+    segments = jnp.repeat(jnp.arange(8), 128)[None]
+    masking = Masking(queries=1024, keys=1024, right=0, has_segments=True)
+    tiles = np.asarray(segment_key_tiles(masking, segments, segments, 128, 64))
+    assert (tiles[0, :, 3] - tiles[0, :, 0] == 2).all()
+
+
+@pytest.mark.parametrize("blocks", [None, 3, 7, 132])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_schedule_takes_every_tile_once(blocks, is_causal):
+    query = jax.ShapeDtypeStruct((2, 700, 6, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, 700, 2, 64), jnp.bfloat16)
+    problem, _ = problem_of(query, key, is_causal=is_causal, **NOTHING)  # pyright: ignore[reportArgumentType]
+    schedule = Schedule.of(problem, 128, 128, blocks)
+    table = schedule.table
+
+    def places(block):
+        taken = []
+        total = schedule.tiles * schedule.heads
+        if schedule.blocks == total:
+            return [schedule.place(jnp.int32(block))]
+        listed = None if table is None else table[block, 1 : 1 + table[block, 0]]
+        indices = range(block, total, schedule.blocks) if listed is None else listed
+        for index in indices:
+            taken.append(schedule.place(jnp.int32(index)))
+        return taken
+
+    taken = [tuple(map(int, place)) for block in range(schedule.blocks) for place in places(block)]
+    assert sorted(taken) == sorted(itertools.product(range(12), range(6)))
+    if is_causal and table is not None:
+        work = [sum(int(place[1]) + 2 for place in places(block)) for block in range(schedule.blocks)]
+        assert max(work) - min(work) <= 8
+
+
+NOTHING: dict[str, Any] = {
+    "bias": None,
+    "mask": None,
+    "scale": None,
+    "window": None,
+    "segment_ids": None,
+    "softcap": None,
+    "dropout_rate": 0.0,
+    "dropout_key": None,
+}
+
+
+def operands(seed, batch=1, queries=16, keys=16, heads=2, key_heads=1, size=64, dtype=jnp.bfloat16):
+    one, two, three = jax.random.split(jax.random.key(seed), 3)
+    shape = (batch, keys, key_heads, size)
+    return (
+        jax.random.normal(one, (batch, queries, heads, size), dtype),
+        jax.random.normal(two, shape, dtype),
+        jax.random.normal(three, shape, dtype),
+    )
+
+
+def test_tiles_taken_in_parts_are_added_up(interpreter, seed):
+    query, key, value = operands(seed, queries=120, keys=136, heads=3)
+    problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
+    config = ForwardConfig(own_output=True, queries_in_registers=True, splits_rest=True)
+    assert Schedule.of(problem, 128, 128, 2, splits_rest=True).rest == 1
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want, want_lse = attention_reference(query, key, value, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(interpreter, seed):
+    query, key, value = operands(seed, queries=8, keys=8, heads=1)
+    mask = (jnp.arange(8) % 2 == 0)[:, None] & jnp.ones((8, 8), bool)
+
+    def call(query, key, value, implementation):
+        return attention(query, key, value, mask=mask, return_residuals=True, implementation=implementation)
+
+    (out, lse), pullback = jax.vjp(lambda q, k, v: call(q, k, v, "mosaic"), query, key, value)
+    assert not np.asarray(out[:, 1::2], np.float32).any(), f"seed={seed}"
+    assert (np.asarray(lse[..., 1::2]) == -np.inf).all(), f"seed={seed}"
+    expected, pullback_of_xla = jax.vjp(lambda q, k, v: call(q, k, v, "xla"), query, key, value)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-4, err_msg=f"seed={seed}")
+    cotangents = (jnp.ones_like(out), jnp.where(jnp.isfinite(lse), 0.5, 0.0))
+    for got, want in zip(pullback(cotangents), pullback_of_xla(cotangents), strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        assert np.isfinite(got).all(), f"seed={seed}"
+        np.testing.assert_allclose(got, want, atol=0.06, rtol=0.03, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_forms_agree(form, is_causal, seed):
+    query, key, value = operands(seed, queries=150, keys=260, dtype=jnp.float32)
+    got = FORMS[form](query, key, value, is_causal=is_causal)
+    want = attention_reference(query, key, value, is_causal=is_causal)
+    np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"seed={seed}")
+
+
+def test_reference_is_jax_attention(seed):
+    query, key, value = operands(seed, batch=2, queries=40, keys=50, heads=4, key_heads=2, dtype=jnp.float32)
+    bias = jax.random.normal(jax.random.key(seed + 1), (2, 1, 40, 50))
+    mask = jax.random.bernoulli(jax.random.key(seed + 2), 0.7, (1, 4, 40, 50)).at[..., 0].set(True)
+    given: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": True, "scale": 0.3}
+    want = jax.nn.dot_product_attention(query, key, value, **given, implementation="xla")
+    np.testing.assert_allclose(attention(query, key, value, **given), want, atol=2e-5, err_msg=f"seed={seed}")
+    want = jax.nn.dot_product_attention(query, key, value, local_window_size=(5, 3), implementation="xla")
+    got = attention(query, key, value, window=(5, 3))
+    np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"seed={seed}")
+
+
+def test_a_window_that_bounds_nothing_is_no_window():
+    assert masking_of(100, 100, True, 99, False) == masking_of(100, 100, True, None, False)
+    assert masking_of(100, 100, False, 99, False) == masking_of(100, 100, False, None, False)
+    assert masking_of(100, 100, False, (98, None), False).left == 98
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"softcap": 0.0}, ValueError, "positive"),
+        ({"window": (-1, 0)}, ValueError, "window"),
+        ({"window": 1.5}, ValueError, "window"),
+        ({"mask": jnp.ones((16, 16))}, TypeError, "boolean"),
+        ({"mask": jnp.ones((3, 16), bool)}, ValueError, "broadcast"),
+        ({"bias": jnp.ones((16, 16), jnp.int32)}, TypeError, "floating"),
+        ({"segment_ids": jnp.zeros((1, 9), jnp.int32)}, ValueError, "segment_ids"),
+        ({"segment_ids": jnp.zeros((1, 16))}, TypeError, "integers"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_key"),
+        ({"dropout_rate": 1.0}, ValueError, "dropout"),
+        ({"scale": jnp.float32(2)}, TypeError, "Python number"),
+        ({"implementation": "cudnn", "softcap": 2.0}, NotImplementedError, "softcap"),
+        ({"implementation": "cudnn"}, NotImplementedError, "NVIDIA"),
+        ({"implementation": "mosaic"}, NotImplementedError, "Hopper"),
+        ({"implementation": "mosaic_gpu"}, ValueError, "mosaic"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    query, key, value = operands(0)
+    with pytest.raises(error, match=words):
+        attention(query, key, value, **changed)
+
+
+def test_shapes_that_do_not_belong_together():
+    query, key, value = operands(0)
+    with pytest.raises(ValueError, match="multiple"):
+        attention(query[:, :, :1].repeat(3, 2), key.repeat(2, 2), value.repeat(2, 2))
+    with pytest.raises(ValueError, match="key and value"):
+        attention(query, key, value[:, :8])
+    with pytest.raises(TypeError, match="dtype"):
+        attention(query, key.astype(jnp.float32), value)
+
+
+@pytest.mark.parametrize("given", [{"mask": True}, {"bias": True, "is_causal": True}])
+def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[str, Any], seed):
+    query, key, value = operands(seed, batch=2, queries=20, keys=30, heads=6, key_heads=3, dtype=jnp.float32)
+    arrays = {
+        "mask": jax.random.bernoulli(jax.random.key(seed), 0.5, (1, 6, 20, 30)),
+        "bias": jax.random.normal(jax.random.key(seed), (2, 6, 20, 30)),
+    }
+    given = {name: arrays.get(name, value) for name, value in given.items()}
+    want = attention_reference(query, key, value, **given, return_residuals=True)
+    monkeypatch.setattr(reference, "SCORES_BYTES", 0)
+    got = attention_reference(query, key, value, **given, return_residuals=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=f"seed={seed}")
+    if "mask" in given:
+        return
+    call = ATTENTION.arg_specs[0]
+    arguments = plain({**call.make(seed), **({"is_causal": True} if "is_causal" in given else {})})
+    dout = jax.random.normal(jax.random.key(seed), arguments["query"].shape, jnp.bfloat16)
+    monkeypatch.setattr(specs, "SCORES_BYTES", 2**40)
+    want = ATTENTION.backward("xla", arguments, (dout,))
+    monkeypatch.setattr(specs, "SCORES_BYTES", 0)
+    for one, other in zip(ATTENTION.backward("xla", arguments, (dout,)), want, strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.03, err_msg=f"seed={seed}")
+
+
+def test_backward_from_a_log_sum_exp_is_the_same_for_all_implementations(interpreter, seed):
+    spec = ATTENTION.tagged("test")[0]
+    arguments = plain(spec.make(seed))
+    dout = jax.random.normal(jax.random.key(seed), arguments["query"].shape, jnp.bfloat16)
+    got, want = (ATTENTION.backward(name, arguments, (dout,)) for name in ("mosaic", "xla"))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.1, rtol=0.03, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": (5, 3)}, {"is_causal": True, "window": (9, 0)}])
+def test_operations_are_counted_of_what_is_seen(given, seed):
+    query, key, _ = operands(seed, batch=2, queries=40, keys=24)
+    seen = seen_by(masking_of(40, 24, bool(given.get("is_causal")), given.get("window"), has_segments=False))
+    arguments = {"query": query, "key": key, **given}
+    assert specs.flops(arguments, "forward") == 4 * 2 * 2 * 64 * seen.sum()
+    numbers = (jnp.arange(40) // 10)[None].repeat(2, 0), (jnp.arange(24) // 6)[None].repeat(2, 0)
+    seen = seen & (np.asarray(numbers[0])[0][:, None] == np.asarray(numbers[1])[0])
+    assert specs.flops({**arguments, "segment_ids": numbers}, "backward") == 10 * 2 * 2 * 64 * seen.sum()

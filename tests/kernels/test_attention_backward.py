@@ -1,0 +1,170 @@
+"""The backward kernels of attention by themselves, against gradients in float64. More shapes are tested on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import interpreter_semaphores
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.backward_config import FusedConfig, backward_config
+from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
+from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
+from pallas_kernels.ops.attention.reference import attention_reference
+from pallas_kernels.primitives.random import keep_mask
+from pallas_kernels.specs import ErrorBound
+
+NOTHING = {
+    "bias": None,
+    "mask": None,
+    "is_causal": False,
+    "scale": None,
+    "window": None,
+    "segment_ids": None,
+    "softcap": None,
+    "dropout_rate": 0.0,
+    "dropout_key": None,
+}
+
+FUSED = {"causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True, "softcap": 4.0})}
+
+# (batch, queries, keys, heads, key heads, head size), arguments
+CASES = {
+    "causal, grouped heads, fewer queries": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
+    "window, segments": ((1, 136, 136, 1, 1, 64), {"segment_ids": True, "window": (70, 9)}),
+    "mask, softcap, scale": ((1, 64, 64, 1, 1, 64), {"mask": (1, 1, 64, 64), "softcap": 2.0, "scale": 0.5}),
+    "bias, causal, more queries": ((1, 72, 24, 2, 1, 128), {"bias": (1, 1, 72, 24), "is_causal": True}),
+    "dropout, bias of keys": ((2, 8, 71, 1, 1, 96), {"bias": (71,), "dropout_rate": 0.3, "dropout_key": True}),
+    "head size 256": ((1, 1, 72, 1, 1, 256), {}),
+}
+
+
+def normal(key, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def make(name, seed, dtype=jnp.bfloat16):
+    """(query, key, value), the cotangent, and further arguments."""
+    (batch, queries, keys, heads, key_heads, size), arguments = (CASES | FUSED)[name]
+    draw = iter(jax.random.split(jax.random.key(seed), 8))
+    shape = (batch, queries, heads, size)
+    query, dout = (normal(next(draw), *shape, dtype=dtype) for _ in range(2))
+    key, value = (normal(next(draw), batch, keys, key_heads, size, dtype=dtype) for _ in range(2))
+    arguments = NOTHING | arguments
+    if arguments["segment_ids"]:
+        arguments["segment_ids"] = jnp.sort(jax.random.randint(next(draw), (batch, queries), 0, 3), axis=-1)
+    if arguments["dropout_key"]:
+        arguments["dropout_key"] = jax.random.key(seed)
+    if arguments["mask"]:
+        # The first query sees nothing.
+        seen = jax.random.bernoulli(next(draw), 0.5, arguments["mask"])
+        arguments["mask"] = seen.at[..., 0, :].set(False)
+    if arguments["bias"]:
+        arguments["bias"] = normal(next(draw), *arguments["bias"], dtype=dtype)
+    return (query, key, value), dout, arguments
+
+
+def reference(operands, dout, dlse, arguments, static):
+    """out and lse (0 of a query that sees nothing), and the gradients of query, key, value and bias."""
+    arguments = arguments | static
+    bias = arguments["bias"]
+    inputs = operands if bias is None else (*operands, bias)
+
+    def function(query, key, value, *bias):
+        given = arguments | ({"bias": bias[0]} if bias else {})
+        out, lse = attention_reference(query, key, value, **given, return_residuals=True)
+        return out, jnp.where(lse == -jnp.inf, 0, lse)
+
+    results, pull = jax.vjp(function, *inputs)
+    return results, pull((dout, dlse.astype(results[1].dtype)))
+
+
+def check(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False):
+    operands, dout, arguments = make(name, seed, dtype)
+    batch, queries, heads, _ = dout.shape
+    dlse = with_dlse * jax.random.normal(jax.random.key(seed + 1), (batch, heads, queries))
+    dynamic = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
+    static = {name: value for name, value in arguments.items() if name not in dynamic}
+    compute = jax.jit(lambda *inputs: reference(*inputs, static))
+    (out, lse), baseline = compute(operands, dout, dlse, dynamic)
+    with jax.enable_x64(True):
+
+        def wide(value):
+            is_float = jnp.issubdtype(value.dtype, jnp.floating)
+            return jnp.asarray(np.asarray(value, np.float64)) if is_float else value
+
+        _, exact = compute(*jax.tree.map(wide, (operands, dout, dlse, dynamic)))
+        exact = [np.asarray(value) for value in exact]
+
+    @jax.jit
+    def gradients(operands, out, lse, dout, dlse, dynamic):
+        problem, extras = problem_of(*operands[:2], **dynamic, **static)
+        dlse = dlse if with_dlse else None
+        *got, ddense = attention_backward(*operands, out, lse, dout, extras, problem=problem, dlse=dlse, config=config)
+        assert (ddense is None) == (arguments["bias"] is None)
+        return got if ddense is None else [*got, ddense.reshape(arguments["bias"].shape)]
+
+    got = gradients(operands, out, lse, dout, dlse, dynamic)
+    names = ["query", "key", "value", "bias"][: len(exact)]
+    reports = testing.error_reports(
+        *(dict(zip(names, values, strict=True)) for values in (got, baseline, exact)), ErrorBound()
+    )
+    testing.assert_within(reports, f"{name} seed={seed}")
+    return got
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, seed):
+    dquery, *_ = check(name, seed)
+    if "mask" in name:
+        assert not np.asarray(dquery, np.float32)[:, 0].any()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
+    config = backward_config(64)
+    config = replace(
+        config, keys=replace(config.keys, overlaps=True), queries=replace(config.queries, columns=64, overlaps=True)
+    )
+    check("causal, grouped heads, fewer queries", seed, config=config, dtype=jnp.float16, with_dlse=True)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_one_kernel_adds_in_order(seed, monkeypatch):
+    counts = interpreter_semaphores.extend(monkeypatch)
+    config = replace(backward_config(128), fused=FusedConfig())
+    check("causal, two tiles of keys", seed, config=config)
+    # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees.
+    assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("tiles", "lanes", "lane_bytes"), [(3, 7, 2**24), (4, 5, 2**40), (2, 3, 5)])
+def test_every_block_has_its_own_place(tiles, lanes, lane_bytes):
+    blocks = np.arange(tiles * lanes, dtype=np.int32)
+    tile, lane = jax.vmap(lambda block: block_place(block, tiles=tiles, lanes=lanes, lane_bytes=lane_bytes))(blocks)
+    assert sorted(zip(tile.tolist(), lane.tolist(), strict=True)) == [
+        (i, j) for i in range(tiles) for j in range(lanes)
+    ]
+
+
+def test_visits_go_over_every_tile_once():
+    visits = Visits(tiles=TileRange(2, 4, 7, 8))
+    masked = [int(visits.masked_tile(i)) for i in range(visits.masked)]
+    full = [int(visits.full_tile(i)) for i in range(visits.full)]
+    assert (masked, full) == ([2, 3, 7], [4, 5, 6])
+
+
+def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
+    words = jax.random.bits(jax.random.key(seed), (2,), jnp.uint32)
+    rows, columns = np.arange(64)[:, None], np.arange(32)
+    one, other = (
+        keep_mask((words[0], words[1]), rows, columns, features=32, rate=0.4, rows=count) for count in (64, None)
+    )
+    np.testing.assert_array_equal(one, other)

@@ -1,0 +1,159 @@
+"""What the shared base cannot say of decoding attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.ops.decode_attention.api import decode_attention
+from pallas_kernels.ops.decode_attention.config import DecodeConfig, choose_splits
+from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
+from pallas_kernels.ops.decode_attention.plan import Scores
+from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
+from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
+
+
+def arrays(
+    batch=2, tokens=1, heads=2, keys=128, kv_heads=1, head_size=64, dtype=jnp.bfloat16, seed=0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, *cache = jax.random.split(jax.random.key(seed), 3)
+
+    def draw(key, shape):
+        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+    key_cache, value_cache = (draw(key, (batch, keys, kv_heads, head_size)) for key in cache)
+    return draw(query, (batch, tokens, heads, head_size)), key_cache, value_cache
+
+
+def exact(query, key_cache, value_cache, lengths, *, scale=None, window=None):
+    """Token by token in NumPy's float64."""
+    query, key_cache, value_cache = (np.asarray(a, np.float64) for a in (query, key_cache, value_cache))
+    batch, tokens, heads, head_size = query.shape
+    group = heads // key_cache.shape[2]
+    out = np.zeros_like(query)
+    for b, t, n in np.ndindex(batch, tokens, heads):
+        position = int(lengths[b]) - tokens + t
+        begin = 0 if window is None else max(0, position - window)
+        if position < 0:
+            continue
+        k, v = (cache[b, begin : position + 1, n // group] for cache in (key_cache, value_cache))
+        scores = k @ query[b, t, n] * (head_size**-0.5 if scale is None else scale)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights / weights.sum() @ v
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 0}, {"scale": -0.2}, {"scale": 0.0}])
+def test_reference_is_softmax_of_what_each_token_sees(options, seed):
+    operands = arrays(batch=5, tokens=3, heads=4, keys=9, kv_heads=2, head_size=8, dtype=jnp.float32, seed=seed)
+    lengths = jnp.array([0, 1, 2, 5, 9])
+    got = decode_attention_reference(*operands, lengths, **options)
+    np.testing.assert_allclose(got, exact(*operands, lengths, **options), atol=1e-5, err_msg=f"seed={seed}")
+
+
+CUT = DecodeConfig(splits=3, stages=2)
+WHOLE = DecodeConfig(is_persistent=False, warpgroups=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [(CUT, {}), (CUT, {"window": 40}), (WHOLE, {"scale": -0.2}), (WHOLE, {"scale": 0.0})]
+)
+@pytest.mark.usefixtures("interpreter")
+def test_lengths_of_every_kind(config, options, seed):
+    """Empty, shorter than the tokens, one key, one tile less a key, more than the cache: as if they were alone."""
+    lengths = jnp.array([0, 1, 2, 63, 1000])
+    operands = arrays(batch=5, tokens=2, keys=136, seed=seed)
+    rule = Scores(scale=options.get("scale", 0.125), window=options.get("window"), softcap=None)
+    got = decode_forward(*operands, lengths, scores=rule, config=config)
+    baseline = decode_attention_reference(*operands, lengths, **options)
+    expected = exact(*operands, jnp.minimum(lengths, 136), **options)
+    reports = testing.error_reports({"out": got}, {"out": baseline}, {"out": expected}, DECODE_ATTENTION.error_bound)
+    testing.assert_within(reports, f"seed={seed}")
+    assert not np.asarray(got[0], np.float32).any()
+    assert not np.asarray(got[1, 0], np.float32).any()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_results_repeat_bit_for_bit():
+    operands = arrays()
+    lengths = jnp.array([100, 128])
+    first, second = (decode_attention(*operands, lengths, implementation="mosaic") for _ in range(2))
+    np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_gradients_are_those_of_xla():
+    operands = arrays(batch=1, keys=64)
+    cotangent = jnp.ones((1, 1, 2, 64), jnp.bfloat16)
+
+    def gradients(implementation):
+        def forward(query, key_cache, value_cache):
+            return decode_attention(
+                query, key_cache, value_cache, jnp.array([60]), softcap=3.0, implementation=implementation
+            )
+
+        return jax.vjp(forward, *operands)[1](cotangent)
+
+    for got, expected in zip(gradients("mosaic"), gradients("xla"), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+def test_without_a_gpu_none_is_xla():
+    operands, lengths = arrays(), jnp.array([100, 128])
+    got, expected = (decode_attention(*operands, lengths, implementation=name) for name in (None, "xla"))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        decode_attention(*operands, lengths, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"dtype": jnp.float32}, "query is float32"),
+        ({"head_size": 80}, "size 80, the kernels take 64"),
+        ({"keys": 129}, "room for 129 keys"),
+        ({"tokens": 9}, "9 tokens"),
+    ],
+)
+@pytest.mark.usefixtures("interpreter")
+def test_what_the_kernel_refuses(shape, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        decode_attention(*arrays(**shape), jnp.array([3, 4]), implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"key_cache": jnp.ones((2, 8, 1, 64), jnp.float16)}, TypeError, "key_cache must have query's dtype bfloat16"),
+        ({"value_cache": jnp.ones((2, 9, 1, 64), jnp.bfloat16)}, ValueError, r"\(2, 9, 1, 64\) must be of one shape"),
+        ({"query": jnp.ones((3, 1, 2, 64), jnp.bfloat16)}, ValueError, "with B and D of query"),
+        ({"query": jnp.ones((2, 2, 64), jnp.bfloat16)}, ValueError, "query must have four dimensions"),
+        ({"lengths": jnp.ones((2,))}, TypeError, "lengths must be integers, got float32"),
+        ({"lengths": jnp.ones((3,), jnp.int32)}, ValueError, r"\(2,\), got \(3,\)"),
+        ({"window": -1}, ValueError, "window must not be negative"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"implementation": "mosiac"}, ValueError, "Did you mean 'mosaic'"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    query, key_cache, value_cache = arrays(keys=8)
+    given = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "lengths": jnp.array([1, 2])}
+    with pytest.raises(error, match=words):
+        decode_attention(**{**given, **changed})
+
+
+def test_heads_must_be_whole_groups():
+    query, _, _ = arrays(heads=3)
+    _, key_cache, value_cache = arrays(kv_heads=2)
+    with pytest.raises(ValueError, match="3 heads must be a multiple of key_cache's 2"):
+        decode_attention(query, key_cache, value_cache, jnp.array([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "keys", "splits"), [(128, 32768, 1), (512, 4096, 1), (8, 8192, 16), (8, 512, 4), (1, 64, 1)]
+)
+def test_parts_fill_the_multiprocessors(sequences, keys, splits):
+    assert choose_splits(sequences, keys, 132) == splits

@@ -1,0 +1,97 @@
+"""What the shared base cannot say of linear_cross_entropy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear_cross_entropy
+from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk, kept_rows
+
+
+def arrays(rows=8, features=64, vocabulary=128, dtype=jnp.bfloat16):
+    hidden = jax.random.normal(jax.random.key(0), (rows, features), jnp.float32).astype(dtype)
+    w = (jax.random.normal(jax.random.key(1), (features, vocabulary), jnp.float32) / 8).astype(dtype)
+    return hidden, w, jax.random.randint(jax.random.key(2), (rows,), 0, vocabulary)
+
+
+def test_without_a_gpu_none_is_xla():
+    arguments = arrays()
+    np.testing.assert_array_equal(
+        linear_cross_entropy(*arguments), linear_cross_entropy(*arguments, implementation="xla")
+    )
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        linear_cross_entropy(*arguments, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"w": jnp.ones((65, 128), jnp.bfloat16)}, ValueError, r"features of hidden \(8, 64\), got \(65, 128\)"),
+        ({"w": jnp.ones((64, 128), jnp.float32)}, TypeError, "hidden's dtype bfloat16, got float32"),
+        ({"labels": jnp.zeros(8)}, TypeError, "labels must be integers, got float32"),
+        ({"labels": jnp.zeros(7, jnp.int32)}, ValueError, r"labels must be \(8,\), .* got \(7,\)"),
+        ({"label_smoothing": 1.5}, ValueError, "from 0 to 1, got 1.5"),
+        ({"reduction": "average"}, ValueError, "'none', 'sum' or 'mean', got 'average'"),
+        ({"implementation": "mosiac"}, ValueError, "Did you mean 'mosaic'"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    hidden, w, labels = arrays()
+    with pytest.raises(error, match=words):
+        linear_cross_entropy(**{"hidden": hidden, "w": w, "labels": labels, **changed})
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("changed", [{"features": 96}, {"vocabulary": 100}, {"dtype": jnp.float32}])
+def test_what_the_kernel_refuses(changed):
+    arguments = arrays(**changed)
+    with pytest.raises(NotImplementedError, match="the kernels take"):
+        linear_cross_entropy(*arguments, implementation="mosaic")
+    assert "mosaic_gpu" not in str(jax.make_jaxpr(linear_cross_entropy)(*arguments))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_labels_that_do_not_count():
+    """Ignored ones lose nothing and those out of range NaN; neither has a gradient, nor counts towards the mean."""
+    hidden, w, _ = arrays()
+    labels = jnp.asarray([0, 127, -1, 5, 128, -7, 3, -1])
+    loss, pullback = jax.vjp(lambda h: linear_cross_entropy(h, w, labels, implementation="mosaic"), hidden)
+    expected = linear_cross_entropy(hidden, w, labels, implementation="xla")
+    np.testing.assert_allclose(loss, expected, atol=0.02)
+    assert np.isnan(np.asarray(loss)).tolist() == [False] * 4 + [True] * 2 + [False] * 2
+    (dhidden,) = pullback(jnp.ones(8))
+    is_zero = np.all(np.asarray(dhidden, np.float32) == 0, axis=1)
+    assert is_zero.tolist() == [False, False, True, False, True, True, False, True]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_frozen_matrix_has_no_gradient_and_keeps_no_logits():
+    hidden, w, labels = arrays()
+
+    def gradient(implementation):
+        loss = partial(linear_cross_entropy, reduction="mean", implementation=implementation)
+        return jax.jit(jax.grad(loss))(hidden, w, labels).astype(jnp.float32)
+
+    expected = np.asarray(gradient("xla"))
+    np.testing.assert_allclose(gradient("mosaic"), expected, atol=2e-2 * np.abs(expected).max())
+
+
+def test_chunks_cover_the_vocabulary():
+    for vocabulary in (128, 256, 320, 4992, 32000, 50304, 128256, 262144):
+        chunk = default_chunk(vocabulary, 4096)
+        bounds = chunk_bounds(vocabulary, chunk)
+        ends = [start + width for start, width in bounds]
+        assert [start for start, _ in bounds] == [0, *ends[:-1]] and ends[-1] == vocabulary
+        assert all(start % CHUNK_UNIT == 0 for start, _ in bounds)
+        if vocabulary > 12 * CHUNK_UNIT:
+            assert max(width for _, width in bounds) < vocabulary / 4
+
+
+def test_kept_logits_fit_where_the_gradient_of_w_will_be():
+    assert kept_rows(4096, 4096) == 4096 and kept_rows(100, 128) == 100
+    assert kept_rows(8192, 4096) == 4096 and kept_rows(8192, 4128) == 4096

@@ -1,0 +1,90 @@
+"""What the shared base cannot say of lora_linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import lora_linear
+from pallas_kernels.ops.lora_linear.config import LoraConfig
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward, lora_linear_gradient_x
+from pallas_kernels.primitives.gemm.config import GemmConfig
+
+
+def arrays(rows=8, features=64, outputs=128, rank=4, dtype=jnp.bfloat16) -> dict[str, Any]:
+    shapes = {"x": (rows, features), "w": (features, outputs), "a": (features, rank), "b": (rank, outputs)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    scales = {"x": 1.0, "w": features**-0.5, "a": features**-0.5, "b": 1.0}
+    return {
+        name: (scales[name] * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def exact(x, w, a, b, *, alpha):
+    x, w, a, b = (np.asarray(value, np.float64) for value in (x, w, a, b))
+    return x @ w + alpha * (x @ a) @ b
+
+
+def test_without_a_gpu_none_is_xla():
+    arguments = arrays()
+    np.testing.assert_array_equal(lora_linear(**arguments), lora_linear(**arguments, implementation="xla"))
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        lora_linear(**arguments, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"w": jnp.ones((65, 128), jnp.bfloat16)}, ValueError, r"features of x \(8, 64\), got \(65, 128\)"),
+        ({"a": jnp.ones((65, 4), jnp.bfloat16)}, ValueError, r"features of w \(64, 128\), got \(65, 4\)"),
+        ({"b": jnp.ones((5, 128), jnp.bfloat16)}, ValueError, r"\(4, 128\), got \(5, 128\)"),
+        ({"a": jnp.ones((64, 4), jnp.float32)}, TypeError, "a must have x's dtype bfloat16, got float32"),
+        ({"bias": jnp.ones(127, jnp.bfloat16)}, ValueError, r"shape \(128,\), got \(127,\)"),
+        ({"bias": jnp.ones(128, jnp.int32)}, TypeError, "bias must be floating, got int32"),
+        ({"implementation": "mosiac"}, ValueError, "Did you mean 'mosaic'"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    with pytest.raises(error, match=words):
+        lora_linear(**{**arrays(), **changed})
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("shape", "words"), [({"features": 96}, "multiples of 64"), ({"rank": 130}, "at most 128")])
+def test_what_the_kernel_refuses(shape, words):
+    arguments = arrays(**shape)
+    with pytest.raises(NotImplementedError, match=words):
+        lora_linear(**arguments, implementation="mosaic")
+    assert "mosaic_gpu" not in str(jax.make_jaxpr(lambda kept: lora_linear(**kept))(arguments))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("joint", "cluster"), [(False, None), (True, None), (True, "m")])
+def test_both_forms_and_rows_over_several_tiles(joint, cluster):
+    x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
+    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster), joint=joint)
+    y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
+    expected = exact(x, w, a, b, alpha=0.5)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=2e-2 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_kernel_of_the_gradient_of_x():
+    """Small shapes leave it to XLA."""
+    x, w, a, b = arrays(features=128, outputs=192, rank=24).values()
+    dy = jax.random.normal(jax.random.key(7), (8, 192), jnp.float32).astype(x.dtype)
+    low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
+    dx = lora_linear_gradient_x(dy, w, a, low, alpha=0.5, config=GemmConfig(tile_n=128))
+    expected = exact(dy, w.T, b.T, a.T, alpha=0.5)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), expected, atol=2e-2 * np.abs(expected).max())
+
+
+def test_rank_zero_is_no_correction():
+    x, w, *_ = arrays().values()
+    y = lora_linear(x, w, jnp.zeros((64, 0), x.dtype), jnp.zeros((0, 128), x.dtype))
+    np.testing.assert_array_equal(y, x @ w)

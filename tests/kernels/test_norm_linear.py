@@ -1,0 +1,64 @@
+"""What the shared base cannot say of the linear layers around a norm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
+
+
+def arrays(rows=8, features=128, outputs=128, dtype=jnp.bfloat16):
+    shapes = ((rows, features), (features, outputs), (rows, outputs))
+    return [jax.random.normal(jax.random.key(i), s, jnp.float32).astype(dtype) for i, s in enumerate(shapes)]
+
+
+def test_without_a_gpu_none_is_xla():
+    x, w, residual = arrays()
+    norm = Norm(jnp.ones(128))
+    np.testing.assert_array_equal(norm_linear(x, w, norm=norm), norm_linear(x, w, norm=norm, implementation="xla"))
+    for call in (
+        lambda: norm_linear(x, w, norm=norm, implementation="mosaic"),
+        lambda: linear_residual_norm(x, w, residual=residual, implementation="mosaic"),
+    ):
+        with pytest.raises(NotImplementedError, match="Hopper"):
+            call()
+
+
+def test_errors_say_what_is_wrong():
+    x, w, residual = arrays()
+    with pytest.raises(TypeError, match="call linear"):
+        norm_linear(x, w, norm=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"norm_linear: w must be .* got \(64, 128\)"):
+        norm_linear(x, w[:64], norm=Norm(None))
+    with pytest.raises(ValueError, match="'rms' or 'layer', got 'rmsnorm'"):
+        norm_linear(x, w, norm=Norm(None, kind="rmsnorm"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="linear_residual_norm: residual must be like the result"):
+        linear_residual_norm(x, w, residual=residual[:4])
+
+
+def test_two_layers_with_nothing_between_them():
+    """The mean squares of one layer are what the norm in the next one divides by."""
+    x, w, residual = arrays(dtype=jnp.float32)
+    scale = 1 + 0.1 * jax.random.normal(jax.random.key(9), (128,))
+    norm = Norm(scale, epsilon=1e-5)
+    total, mean_square = linear_residual_norm(x, w, residual=residual)
+    folded, (behind,) = fold_scale(norm, w)
+    got = norm_linear(total, behind, norm=Norm(None, epsilon=folded.epsilon, mean_square=mean_square))
+    normed = rms_norm(x @ w + residual, scale, epsilon=1e-5)
+    assert isinstance(normed, jax.Array)
+    np.testing.assert_allclose(got, normed @ w, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_far_means_do_not_cancel_in_a_layer_norm():
+    """A mean taken off behind the product, as a correction of rank one, would lose what is left of x here."""
+    x, w, _ = arrays(rows=2)
+    x = (x.astype(jnp.float32) + 200).astype(jnp.bfloat16)
+    got = norm_linear(x, w, norm=Norm(None, kind="layer"), implementation="mosaic")
+    wide = np.asarray(x, np.float64)
+    centered = wide - wide.mean(-1, keepdims=True)
+    exact = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=0.02 * np.abs(exact).max())

@@ -1,0 +1,107 @@
+"""What the shared base cannot say of the query, key and value projections."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
+
+POSITIONS = jnp.arange(8)
+
+
+def arrays(features=128, heads=(2, 1), head_size=64, dtype=jnp.bfloat16):
+    shapes = ((8, features), *((features, count * head_size) for count in (heads[0], heads[1], heads[1])))
+    return [jax.random.normal(jax.random.key(i), s, jnp.float32).astype(dtype) for i, s in enumerate(shapes)]
+
+
+def test_without_a_gpu_none_is_xla():
+    operands = arrays()
+    for got, expected in zip(qkv_projection(*operands), qkv_projection(*operands, implementation="xla"), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        qkv_projection(*arrays(heads=(2, 2)), implementation="mosaic")
+
+
+@pytest.mark.parametrize("leading", [(8,), (2, 4), (1, 2, 4)])
+def test_results_have_heads_where_their_size_is_given(leading):
+    x, *weights = arrays()
+    x = x.reshape(*leading, -1)
+    assert [y.shape for y in qkv_projection(x, *weights)] == [(*leading, 128), (*leading, 64), (*leading, 64)]
+    positions = POSITIONS[: leading[-1]]
+    shaped = qkv_projection(x, *weights, head_size=64, rope=Rope(positions))
+    assert [y.shape for y in shaped] == [(*leading, 2, 64), (*leading, 1, 64), (*leading, 1, 64)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"w_k": jnp.ones((64, 64), jnp.bfloat16)}, ValueError, r"w_k must be .* got \(64, 64\)"),
+        ({"w_v": jnp.ones((128, 64), jnp.float16)}, TypeError, "w_v must have x's dtype bfloat16, got float16"),
+        ({"bias": (jnp.ones(128), jnp.ones(64))}, ValueError, "three arrays"),
+        ({"bias": (jnp.ones(128), jnp.ones(64), jnp.ones(63))}, ValueError, r"w_v .* shape \(64,\), got float32\[63\]"),
+        ({"rope": Rope(POSITIONS)}, ValueError, "rope are over heads; pass head_size="),
+        ({"rope": Rope(POSITIONS), "head_size": 48}, ValueError, "whole heads of 48"),
+        ({"rope": Rope(POSITIONS.astype(jnp.float32)), "head_size": 64}, TypeError, "integers, got float32"),
+        ({"rope": Rope(POSITIONS[:7]), "head_size": 64}, ValueError, r"one a row of x, \(8,\).* got \(7,\)"),
+        ({"rope": POSITIONS, "head_size": 64}, TypeError, "must be a pallas_kernels.Rope"),
+        ({"norm": jnp.ones(128)}, TypeError, "must be a pallas_kernels.Norm"),
+        ({"norm": Norm(jnp.ones(127))}, ValueError, r"scale must be \(128,\)"),
+        ({"norm": Norm(None, jnp.ones(128))}, ValueError, "an 'rms' norm has no bias"),
+        ({"norm": Norm(None, kind="layer", mean_square=jnp.ones(8))}, ValueError, "'rms' norm only"),
+        ({"norm": Norm(None, mean_square=jnp.ones(7))}, ValueError, r"one a row, \(8,\), got \(7,\)"),
+        ({"q_norm": Norm(jnp.ones(64), kind="layer"), "head_size": 64}, ValueError, "q_norm must be of kind 'rms'"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    operands = dict(zip(("x", "w_q", "w_k", "w_v"), arrays(), strict=True))
+    with pytest.raises(error, match=words):
+        qkv_projection(**{**operands, **changed})
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_the_kernel_refuses():
+    operands = arrays(heads=(2, 2))
+    for rope, words in ((Rope(POSITIONS, interleaved=True), "halves"), (Rope(POSITIONS), "heads of 64, 128, 256")):
+        with pytest.raises(NotImplementedError, match=words):
+            qkv_projection(*operands, rope=rope, head_size=64 if rope.interleaved else 32, implementation="mosaic")
+
+
+def test_angles_are_those_of_float64():
+    positions = np.array([0, 1, 77, 131071, 2**31 - 1], np.int32)
+    cosine, sine = angle_table(jnp.asarray(positions), 128, 500_000.0)
+    exact = positions[:, None].astype(np.float64) * 500_000.0 ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(cosine, np.cos(exact), atol=3e-7)
+    np.testing.assert_allclose(sine, np.sin(exact), atol=3e-7)
+
+
+def test_a_folded_scale_is_the_scale():
+    x, *weights = arrays(dtype=jnp.float32)
+    norm = Norm(1 + 0.1 * jax.random.normal(jax.random.key(9), (128,)))
+    folded, others = fold_scale(norm, *weights)
+    assert folded.scale is None
+    for got, expected in zip(
+        qkv_projection(x, *others, norm=folded), qkv_projection(x, *weights, norm=norm), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="must have a scale and no bias"):
+        fold_scale(folded, *weights)
+    with pytest.raises(ValueError, match=r"must be \(128, outputs\), got \(64, 128\)"):
+        fold_scale(norm, weights[0][:64])
+
+
+def test_given_mean_squares_are_taken():
+    x, *weights = arrays(dtype=jnp.float32)
+    scale, mean_square = jnp.ones(128), jnp.mean(jnp.square(x), axis=-1)
+    given = Norm(scale, mean_square=mean_square)
+    for got, expected in zip(
+        qkv_projection(x, *weights, norm=given), qkv_projection(x, *weights, norm=Norm(scale)), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    twice = Norm(scale, mean_square=4 * mean_square)
+    np.testing.assert_allclose(
+        2 * qkv_projection(x, *weights, norm=twice)[0], qkv_projection(x, *weights, norm=given)[0], rtol=1e-4, atol=1e-4
+    )

@@ -1,0 +1,107 @@
+"""What the shared base cannot say of the linear layer with integer weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QuantizedWeight, quantize, quantized_linear
+from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
+
+
+def weights(features=128, outputs=64):
+    return jax.random.normal(jax.random.key(1), (features, outputs), jnp.float32)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "steps"), [(8, None, 254), (8, 64, 254), (4, 128, 14), (4, None, 14)])
+def test_integers_are_within_half_a_step(bits, group_size, steps):
+    w = weights(256)
+    q = quantize(w, bits=bits, group_size=group_size)
+    groups = 1 if group_size is None else 256 // group_size
+    assert (q.shape, q.values.dtype, q.scales.shape) == ((256, 64), jnp.dtype(f"int{bits}"), (groups, 64))
+    grouped = np.asarray(w).reshape(groups, -1, 64)
+    step = (2 * np.abs(grouped).max(axis=1, keepdims=True) / steps + np.zeros_like(grouped)).reshape(256, 64)
+    error = np.abs(np.asarray(q.dequantized(jnp.float32)) - np.asarray(w))
+    assert (error <= 0.5001 * step).all()
+    assert error.max() > 0.4 * step.min()
+
+
+def test_zero_weights_stay_zero():
+    q = quantize(jnp.zeros((128, 64), jnp.bfloat16), bits=4, group_size=64)
+    np.testing.assert_array_equal(q.dequantized(jnp.bfloat16), 0)
+    assert np.isfinite(np.asarray(q.scales)).all()
+
+
+def test_weights_go_through_jit_and_map():
+    q = quantize(weights())
+    again = jax.jit(lambda q: jax.tree.map(lambda leaf: leaf + 0, q))(q)
+    assert isinstance(again, QuantizedWeight)
+    assert (again.bits, again.group_size) == (8, None)
+    np.testing.assert_array_equal(again.values, q.values)
+
+
+def test_weights_are_constants():
+    x, q = jnp.ones((4, 128)), quantize(weights())
+
+    def loss(x, scales):
+        w = QuantizedWeight(values=q.values, scales=scales, bits=8, group_size=None)
+        return quantized_linear(x, w).sum()
+
+    dx, dscales = jax.grad(loss, argnums=(0, 1))(x, q.scales)
+    np.testing.assert_allclose(dx[0], np.asarray(q.dequantized(jnp.float32)).sum(axis=1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(dscales, 0)
+
+
+def test_without_a_gpu_none_is_xla():
+    x, q = jnp.ones((4, 128), jnp.bfloat16), quantize(weights())
+    np.testing.assert_array_equal(quantized_linear(x, q), quantized_linear_reference(x, q))
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        quantized_linear(x, q, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size", "rows", "words"),
+    [
+        ((192, 64), None, 4, "multiples of 128 features"),
+        ((128, 96), None, 4, "64 outputs"),
+        ((128, 64), 64, 65, "at most 64"),
+    ],
+)
+@pytest.mark.usefixtures("interpreter")
+def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
+    x, q = jnp.ones((rows, shape[0]), jnp.bfloat16), quantize(weights(*shape), group_size=group_size)
+    with pytest.raises(NotImplementedError, match=words):
+        quantized_linear(x, q, implementation="mosaic")
+    np.testing.assert_array_equal(quantized_linear(x, q), quantized_linear(x, q, implementation="xla"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"w": jnp.ones((128, 64))}, TypeError, "`quantize` makes one"),
+        ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got shape \(128, 64\)"),
+        ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x must be floating"),
+        ({"bias": jnp.ones(63)}, ValueError, r"\(64,\), got \(63,\)"),
+        ({"residual": jnp.ones((4, 64))}, ValueError, r"bfloat16\[4, 64\], got float32\[4, 64\]"),
+        ({"activation": "gelu_tan"}, ValueError, "Did you mean 'gelu_tanh'"),
+    ],
+)
+def test_errors_say_what_is_wrong(changed, error, words):
+    with pytest.raises(error, match=words):
+        quantized_linear(**{"x": jnp.ones((4, 128), jnp.bfloat16), "w": quantize(weights()), **changed})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"w": jnp.ones((128, 64), jnp.int8)}, TypeError, "floating, got int8"),
+        ({"w": jnp.ones(128)}, ValueError, r"got shape \(128,\)"),
+        ({"bits": 5}, ValueError, "8 or 4, got 5"),
+        ({"group_size": 32}, ValueError, "None, 64 or 128 and divide the 128 features, got 32"),
+    ],
+)
+def test_errors_of_quantize(arguments, error, words):
+    with pytest.raises(error, match=words):
+        quantize(**{"w": weights(), **arguments})

@@ -1,0 +1,125 @@
+"""The tuned table: read while tracing, never a crash, written whole, and taken before an operation's own rule."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import REGISTRY, tuning
+from pallas_kernels.ops.linear import config as linear
+from pallas_kernels.specs import plain
+from pallas_kernels.tuning import Choice, TuningWarning
+
+KIND = "NVIDIA H200"
+MESH = AbstractMesh(
+    (1,), ("_",), axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind=KIND, num_cores=132, platform="gpu"),
+)  # fmt: skip
+X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 4096)))
+PLAIN = linear.problem(X, W, None, None, None, X.dtype)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The user's table of the H200, not there yet; the shipped ones are out of sight."""
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    tuning.forget()
+    yield tuning.cache_folder() / tuning.file_name(KIND)
+    tuning.forget()
+
+
+def entry(implementation="mosaic", variant=None):
+    return Choice(implementation=implementation, variant=variant, microseconds={"xla": 341.5, implementation: 340.0})
+
+
+def test_names():
+    assert tuning.file_name(KIND) == "h200.json"
+    assert tuning.file_name("NVIDIA H100 80GB HBM3") == "h100_80gb_hbm3.json"
+    assert [tuning.near(size) for size in (0, 1, 3, 500, 724, 725)] == [0, 1, 4, 512, 512, 1024]
+    assert tuning.key_of("linear", "forward", PLAIN) == (
+        "linear forward rows=8192 features=4096 outputs=4096 dtype=bfloat16 behind=nothing"
+    )
+
+
+def test_an_entry_goes_before_the_operations_rule(own):
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert linear.preferred(X, W, None, None, None, X.dtype) == ()  # plain products are XLA's
+        untuned = linear.tuned_config(PLAIN, 8192)
+        tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="256x128")})
+        assert linear.preferred(X, W, None, None, None, X.dtype) == ("mosaic",)
+        assert linear.tuned_config(PLAIN, 8192) == linear.candidates(8192)["256x128"] != untuned
+        tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="a name of last year")})
+        assert linear.tuned_config(PLAIN, 8192) == untuned
+        residual = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+        assert linear.preferred(X, W, None, None, residual, X.dtype) == ("mosaic",)
+        other = {**linear.problem(X, W, None, None, residual, X.dtype)}
+        tuning.add(own, KIND, {tuning.key_of("linear", "forward", other): entry("xla")})
+        assert linear.preferred(X, W, None, None, residual, X.dtype) == ("xla",)
+    # Another device has its own table.
+    assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+
+
+def test_the_users_entries_go_before_the_shipped(own):
+    tuning.add(tuning.SHIPPED / own.name, KIND, {"a": entry("xla"), "b": entry("xla")})
+    tuning.add(own, KIND, {"a": entry("mosaic")})
+    found = tuning._entries(KIND, str(tuning.cache_folder()))
+    assert {key: each.implementation for key, each in found.items()} == {"a": "mosaic", "b": "xla"}
+
+
+def test_writing_keeps_the_other_entries_and_leaves_nothing_behind(own, monkeypatch):
+    tuning.add(own, KIND, {"b": entry()})
+    tuning.add(own, KIND, {"a": entry("xla")})
+    assert tuning.read(own, KIND) == {"a": entry("xla"), "b": entry()}
+    before = own.read_text()
+    with pytest.raises(TypeError):
+        tuning.add(own, KIND, {"c": Choice(implementation="xla", variant=None, microseconds={"xla": object()})})
+    assert own.read_text() == before
+    assert [path.name for path in own.parent.iterdir()] == [own.name]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        (json.dumps({"schema_version": 2, "device_kind": KIND, "entries": {}}), "schema version 2, expected 1"),
+        (json.dumps({"schema_version": 1, "device_kind": "NVIDIA B200", "entries": {}}), "of 'NVIDIA B200'"),
+        (json.dumps({"schema_version": 1, "device_kind": KIND, "entries": {"a": {"implementation": 3}}}), "TypeError"),
+        (json.dumps({"schema_version": 1, "device_kind": KIND, "entries": [1]}), "AttributeError"),
+    ],
+)
+def test_a_broken_table_is_a_warning_and_the_rule_holds(own, text, told):
+    own.parent.mkdir(parents=True)
+    own.write_text(text)
+    with jax.sharding.use_abstract_mesh(MESH):
+        with pytest.warns(TuningWarning, match=told):
+            assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+
+
+def test_the_shipped_tables_name_what_there_is():
+    """Implementations and variants of the registry, and no entry that no operation would look up."""
+    known = {}
+    for op in REGISTRY.values():
+        for spec in op.tagged("bench") if op.problem else ():
+            arguments = plain(spec.structs())
+            key = tuning.key_of(op.name, "forward", op.problem(arguments))
+            known[key] = {"xla": {None}, "mosaic": {None, *op.variants("forward", arguments)}}
+    assert known
+    for path in tuning.SHIPPED.glob("*.json"):
+        kind = json.loads(path.read_text())["device_kind"]
+        assert path.name == tuning.file_name(kind)
+        entries = tuning.read(path, kind)
+        assert entries
+        for key, found in entries.items():
+            assert found.variant in known[key][found.implementation], key
+            fastest = min(found.microseconds.values())
+            assert found.microseconds[found.variant or found.implementation] <= 1.03 * fastest, key
