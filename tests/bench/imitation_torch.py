@@ -56,8 +56,7 @@ class Tensor(np.ndarray):
         return tuple(tensor(each) for each in np.moveaxis(np.asarray(self), axis, 0))
 
     def flatten(self, start):
-        assert start == -2
-        return self.reshape(*self.shape[:-2], -1)
+        return self.reshape(*self.shape[:start], -1)
 
     def transpose(self, first, second):
         return np.swapaxes(self, first, second)
@@ -105,7 +104,22 @@ def cross_entropy(rows, targets, ignore_index, label_smoothing, reduction):
     return tensor(losses.sum() / (max(1, (targets != ignore_index).sum()) if reduction == "mean" else 1))
 
 
-def grad(outputs, leaves, cotangents, retain_graph):
+def linear(x, weight, bias=None):
+    return x @ weight.T if bias is None else x @ weight.T + bias
+
+
+def scaled_dot_product_attention(query, key, value, is_causal, enable_gqa):
+    """Of (batch, heads, length, head_dim)."""
+    groups = query.shape[1] // key.shape[1]
+    assert enable_gqa == (groups > 1)
+    key, value = (np.repeat(each, groups, axis=1) for each in (key, value))
+    scores = query @ np.swapaxes(key, 2, 3) / np.sqrt(query.shape[-1])
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    return tensor(softmax(scores, -1) @ value)
+
+
+def grad(outputs, leaves, cotangents, retain_graph=False):
     assert [o.shape for o in outputs] == [c.shape for c in cotangents]
     assert all(leaf.requires_grad for leaf in leaves)
     return tuple(tensor(np.full(leaf.shape, 2, leaf.dtype)) for leaf in leaves)
@@ -131,6 +145,7 @@ def install(monkeypatch) -> None:
     torch.cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
     functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
     functional.cross_entropy, functional.dropout = cross_entropy, dropout
+    functional.linear, functional.scaled_dot_product_attention = linear, scaled_dot_product_attention
     functional.silu = lambda x: x / (1 + np.exp(-x))
     functional.relu = lambda x: np.maximum(x, 0)
     dynamo, config = types.ModuleType("torch._dynamo"), types.ModuleType("torch._functorch.config")

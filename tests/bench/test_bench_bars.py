@@ -8,7 +8,7 @@ import pytest
 from test_bench_results import measured, results, shape
 
 from xlafuse.bench import limits
-from xlafuse.bench.bars import BARS, slow_small_calls, verdicts
+from xlafuse.bench.bars import BARS, product_verdicts, slow_small_calls, verdicts
 from xlafuse.bench.results import ResultsError
 from xlafuse.bench.rows import rows
 
@@ -86,7 +86,8 @@ def test_table_has_what_misses_with_its_counters(tmp_path):
     path.write_text('{"schema_version": 9}')
     with pytest.raises(ResultsError, match="schema version 9, expected 1"):
         limits.load_counters(path)
-    assert "<details>" not in limits.markdown(results(timed(97.0, 150.0, 100.0)), limits.NO_COUNTERS)
+    met = results(timed(97.0, 150.0, 100.0))
+    assert limits.markdown(met, limits.NO_COUNTERS) == limits.summary(met)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,15 @@ def test_the_busiest_unit_is_the_limit(changes, words):
 def test_other_launches_are_named_where_they_take_long():
     assert limits.limit([LAUNCH, {**LAUNCH, "us": 20.0}]).startswith("1 other launches, 20 µs; latency")
     assert limits.limit([LAUNCH, {**LAUNCH, "us": 2.0}]).startswith("latency")
+
+
+def test_products_are_held_to_the_fastest_rival():
+    """Liger, faster than XLA here, is the one that counts; the bar is 1.00."""
+    slow = shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=343.6)
+    fast = shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=250.0)
+    (verdict,) = product_verdicts(rows(results(slow)))
+    assert (verdict.best_rival, verdict.is_met) == ("liger", False)
+    assert product_verdicts(rows(results(fast)))[0].is_met
+    text = limits.markdown(results(slow), limits.NO_COUNTERS)
+    assert "| `linear` | forward | 8192-4096-4096-bf16 | 800 | 0.87 | 1.00 | Liger |" in text
+    assert limits.summary(results(fast)).startswith("Of 1 measured shapes with a bar 1 meet it")

@@ -17,7 +17,7 @@ from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import NoGpuError, Settings, bench_operation, bench_shape, check_close, require_gpu
 from xlafuse.bench.lines import result_lines
 from xlafuse.bench.results import Results, Run, rivals
-from xlafuse.bench.table import markdown
+from xlafuse.bench.table import overview
 from xlafuse.bench.timing import Candidate
 
 SETTINGS = Settings(rounds=1, calls=2)
@@ -139,7 +139,7 @@ def test_jax_triton_is_the_operations_own_triton_kernel(phase, spec):
     assert rivals(result) == ("triton",)
     assert "triton 1.00" in result_lines(result)[0]
     run = Run(started="2026-01-01T00:00", environment=environment(), settings={}, shapes=(result,))
-    assert "× jax-triton" in markdown(Results(runs=(dataclasses.replace(run, shapes=(big(result),)),)))
+    assert "× jax-triton" in overview(Results(runs=(dataclasses.replace(run, shapes=(big(result),)),)))
     asked.clear()
     bench_shape(stand_in, spec, phase, SETTINGS)
     assert "triton" not in asked

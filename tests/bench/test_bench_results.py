@@ -216,9 +216,11 @@ def test_refusal_and_nothing_measured_are_errors(run):
 
 def test_memory_is_left_to_pytorch_where_it_runs():
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    assert supervisor.worker_environment(("liger",), {})[name] == "false"
-    assert supervisor.worker_environment(("liger",), {name: "true"})[name] == "true"
-    assert name not in supervisor.worker_environment((), {})
+    with_liger = Settings(peers=("liger",))
+    assert supervisor.worker_environment(with_liger, {})[name] == "false"
+    assert supervisor.worker_environment(with_liger, {name: "true"})[name] == "true"
+    assert supervisor.worker_environment(Settings(), {}) == {}
+    assert supervisor.worker_environment(Settings(variants=True), {}) == {"MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 def test_real_operation_has_bench_specs():

@@ -1,4 +1,4 @@
-"""README's table and the script that merges and shows results."""
+"""The tables of README and docs/results.md, and the script that merges and shows results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from test_bench_results import measured, results, shape
 
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
-from xlafuse.bench.table import BEGIN, END, markdown, place
+from xlafuse.bench.table import details, overview, place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
 
@@ -33,16 +33,33 @@ def test_table_has_rates_ratios_and_small_calls_apart():
                     measured("mosaic", "implementation", 1.5)),
     )  # fmt: skip
     only_xla = shape("7x7", candidates=(measured("copy", "ceiling", 245.0), measured("xla", "implementation", 490.0)))
-    text = markdown(results(shape(), only_xla, small))
+    kept = results(shape(), only_xla, small)
+    text = details(kept)
     assert text.startswith("NVIDIA H200, 2026-01-01. Median GPU time")
-    assert "1. 2026-01-01 00:00 UTC; peers: none; jax 0.11.2\n" in text
+    assert "1. 2026-01-01 00:00 UTC; peers: none; jax 0.11.2" in text
     assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger | run |" in text
     assert "| `rms_norm` | forward | 32768x4096-bf16 | 250.0 | 4000 | 98 % | 2.00 | 1.20 | 1 |" in text
     assert "| `rms_norm` | forward | 7x7 | 490.0 | 2041 | 50 % | – | – | 1 |" in text
-    assert "| operation |  | of the ceiling | × XLA | × Liger | shapes |" in text
+    assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 | 1 |" in text
+    text = overview(kept)
+    assert "| bound by memory |  | of the ceiling | × XLA | × Liger | shapes |" in text
     assert "| `rms_norm` | forward | 70 % | 2.00 | 1.20 | 2 |" in text
     assert "| geometric mean |  | 70 % | 2.00 | 1.20 | 2 |" in text
-    assert "| `rms_norm` | forward | 1x4096-f32 | 1.50 | 2.00 | -0.50 | 1 |" in text
+
+
+def test_matrix_products_have_their_own_tables():
+    """8192x4096x4096 is 275 GFLOP: 800 TF/s in 343.6 µs. With 16 rows the weights' bytes set the time."""
+    many = shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=343.6)
+    few = shape("16-4096-16384-bfloat16-bias-gelu_tanh", op="linear", bytes=135 * 2**20)
+    kept = results(many, few, shape())
+    text = details(kept)
+    assert "| operation |  | shape | µs | TF/s | × XLA | × Liger | run |" in text
+    assert "| `linear` | forward | 8192-4096-4096-bf16 | 343.6 | 800 | 1.46 | 0.87 | 1 |" in text
+    assert "| `linear` | forward | 16-4096-16384-bf16-bias-gelu_tanh | 250.0 |" in text
+    text = overview(kept)
+    assert "| matrix products |  | TF/s | × XLA | × Liger | shapes |" in text
+    assert "| `linear` | forward | 800 | 1.46 | 0.87 | 1 |" in text
+    assert text.count("`linear`") == 2
 
 
 def test_columns_of_other_runs_are_ratios_within_those_runs():
@@ -52,49 +69,53 @@ def test_columns_of_other_runs_are_ratios_within_those_runs():
     triton = (measured("mosaic", "implementation", 400.0), measured("triton", "implementation", 800.0))
     parts = [results(shape(candidates=(*alone.candidates[:2], *triton)), started="1"), results(shape(us=260.0)),
              results(alone, started="3")]  # fmt: skip
-    text = markdown(merge(parts))
+    merged = merge(parts)
+    text = details(merged)
     assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger | × jax-triton | run |" in text
     cells = "250.0 | 4000 | 98 % | 2.00 | 1.15 | 2.00 | 3, Liger 2, jax-triton 1"
     assert f"| `rms_norm` | forward | 32768x4096-bf16 | {cells} |" in text
-    assert "| `rms_norm` | forward | 98 % | 2.00 | 1.15 | 2.00 | 1 |" in text
+    assert "| `rms_norm` | forward | 98 % | 2.00 | 1.15 | 2.00 | 1 |" in overview(merged)
 
 
 def test_caption_names_what_events_timed():
     candidates = list(shape().candidates)
     liger = next(c for c in candidates if c.name == "liger")
     candidates[candidates.index(liger)] = replace(liger, timing=replace(liger.timing, timer="cuda_events"))
-    assert "(CUPTI, of liger CUDA events)" in markdown(results(shape(candidates=tuple(candidates))))
+    assert "(CUPTI, of liger CUDA events)" in overview(results(shape(candidates=tuple(candidates))))
 
 
 def test_place_keeps_the_rest_and_is_stable():
-    text = f"a\n{BEGIN}\nold\n{END}\nb\n"
-    placed = place(text, "new")
-    assert placed == f"a\n{BEGIN}\nnew\n{END}\nb\n"
-    assert place(placed, "new") == placed
-    for broken in ("a", f"{END}{BEGIN}", f"{BEGIN}{END}{END}"):
+    begin, end = "<!-- here:begin -->", "<!-- here:end -->"
+    text = f"a\n{begin}\nold\n{end}\nb\n"
+    placed = place(text, "new", "here")
+    assert placed == f"a\n{begin}\nnew\n{end}\nb\n"
+    assert place(placed, "new", "here") == placed
+    for broken in ("a", f"{end}{begin}", f"{begin}{end}{end}"):
         with pytest.raises(ResultsError, match="expected one"):
-            place(broken, "new")
+            place(broken, "new", "here")
 
 
-def test_readme_is_written_and_checked(script, tmp_path, monkeypatch, capsys):
-    for name in ("README", "KEPT", "COUNTERS", "TESTS", "SANITIZER"):
+def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
+    for name in ("README", "DETAILS", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER"):
         monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
-    markers = [
-        f"<!-- {name}:{end} -->" for name in ("results", "limits", "checks", "coverage") for end in ("begin", "end")
-    ]
+    names = ("results", "limits", "block", "checks", "coverage")
+    markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
     script.README.write_text("\n".join(markers))
+    script.DETAILS.write_text("\n".join(markers[:6]))
     assert script.main([]) == 2
     assert "expected a file of benchmark results" in capsys.readouterr().err
     write(script.KEPT, results(shape()))
     assert script.main(["--check"]) == 1
     assert script.main([]) == 0
     assert script.main(["--check"]) == 0
+    assert "4000" in script.DETAILS.read_text()
     text = script.README.read_text()
-    assert "4000" in text
+    assert "98 %" in text
     assert f"{markers[-2]}\ncovered\n{markers[-1]}" in text
     assert "Not run yet." in text
+    assert "Not measured yet." in text
 
 
 def test_merge_and_show(script, tmp_path, capsys):

@@ -7,6 +7,7 @@ the same operation of other libraries (`peers`). Needs an attached NVIDIA GPU.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ArgSpec, OpSpec, Traffic, testing
+from pallas_kernels import ArgSpec, OpSpec, Traffic, testing, tuning
 from pallas_kernels.specs import plain
-from xlafuse.bench import peers
+from xlafuse.bench import assembler, peers
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult
 from xlafuse.bench.sampling import Sampler
@@ -41,6 +42,8 @@ class Settings:
     peers: see `xlafuse.bench.peers.PEERS`.
     peer_bytes: peers are timed on shapes that move at least so much; compiling them takes seconds a shape.
     seconds: no new shape is begun after so many of them.
+    only: "operation spec" of the shapes to measure, all where there is none; kernels then have their untuned
+        configurations.
     """
 
     phases: tuple[str, ...] = PHASES
@@ -52,6 +55,7 @@ class Settings:
     calls: int = 4
     seconds: float = float("inf")
     seed: int = 0
+    only: tuple[str, ...] = ()
 
 
 def require_gpu() -> None:
@@ -71,11 +75,17 @@ def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = No
     for spec in op.tagged("bench"):
         if not any(part in spec.name for part in settings.match.split(",")):
             continue
+        if settings.only and f"{op.name} {spec.name}" not in settings.only:
+            continue
         for phase in settings.phases:
+            if phase == "backward" and not op.differentiable:
+                continue
             if time.monotonic() > deadline:
                 yield f"{op.name} {phase} {spec.name}: not begun within {settings.seconds:.0f} s"
                 continue
-            yield bench_shape(op, spec, phase, settings, sampler)
+            with tuning.ignored() if settings.only else contextlib.nullcontext():
+                result = bench_shape(op, spec, phase, settings, sampler)
+            yield result
 
 
 def bench_shape(
@@ -138,7 +148,10 @@ def _candidates(
     for name, kind, function in calls:
         candidate = Candidate(name=name, kind=kind, call=jax.jit(function), inputs=inputs)
         try:
-            result = jax.block_until_ready(candidate.call(*inputs[0]))
+            with assembler.spills() as spilled:
+                result = jax.block_until_ready(candidate.call(*inputs[0]))
+            if kind == "variant" and spilled():
+                raise AssertionError(f"it spills {spilled()} bytes of registers a thread, and is not timed")
             if name == "xla":
                 baseline = result
             check_close(result, baseline)

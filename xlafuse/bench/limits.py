@@ -1,4 +1,4 @@
-"""What limits the kernels that miss a bar, with the hardware counter that shows it: README's table.
+"""What limits the kernels that miss a bar, with the hardware counter that shows it: a table of docs/results.md.
 
 The counters come from `scripts/read_counters.py`, of another process than the times.
 """
@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xlafuse.bench.bars import SMALL_US, Verdict, slow_small_calls, small_calls, verdicts
+from xlafuse.bench.bars import (
+    SMALL_US,
+    ProductVerdict,
+    Verdict,
+    product_verdicts,
+    slow_small_calls,
+    small_calls,
+    verdicts,
+)
 from xlafuse.bench.lines import short_spec
+from xlafuse.bench.products import teraflops_per_second
 from xlafuse.bench.results import Results, ResultsError
-from xlafuse.bench.rows import Row, grouped, rows
+from xlafuse.bench.rows import RIVALS, Row, grouped, rows
 
 SCHEMA_VERSION = 1
 _STALLS = {
@@ -71,29 +80,58 @@ def missed(results: Results) -> list[str]:
     return list(dict.fromkeys(case_name(row) for row in (*late, *slow_small_calls(table))))
 
 
+def summary(results: Results) -> str:
+    """How many bars are met."""
+    table = rows(results)
+    judged, small = [*verdicts(table), *product_verdicts(table)], small_calls(table)
+    met = sum(verdict.is_met for verdict in judged)
+    return (
+        f"Of {len(judged)} measured shapes with a bar {met} meet it; of {len(small)} small calls "
+        f"{len(small) - len(slow_small_calls(table))} take at most {SMALL_US:.0f} µs longer than XLA's."
+    )
+
+
 def markdown(results: Results, counters: Counters) -> str:
     """How many bars are met, and a table of those that are not."""
     table = [row for _, _, group in grouped(rows(results)) for row in group]
-    judged, slow = verdicts(table), slow_small_calls(table)
-    late = [verdict for verdict in judged if not verdict.is_met]
-    small = len(small_calls(table))
-    text = (
-        f"Of {len(judged)} measured shapes with a bar {len(judged) - len(late)} meet it; of {small} small calls "
-        f"{small - len(slow)} take at most {SMALL_US:.0f} µs longer than XLA's. Misses are set in bold."
-    )
-    if not late and not slow:
-        return text
-    header = ["operation", "", "shape", "of the copy", "bar", "× XLA", "bar", "copy × XLA", "what limits it"]
-    lines = [header, ["---", "---", "---", *["---:"] * 5, "---"]]
-    lines += [_late_cells(verdict, counters) for verdict in late]
-    lines += [_slow_cells(row, counters) for row in slow]
-    note = (
-        "Shares here are of the plain copy alone; copy × XLA is what a kernel as fast as that copy would have. DRAM, "
-        "issue slots and pipes in percent of their peak, by Nsight Compute (a copy reaches 88 % of DRAM's); stalls in "
-        f"warps that wait for each instruction issued. Counters {counters.read}."
-    )
-    rendered = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{text}\n\n<details><summary>What misses a bar, and why</summary>\n\n{rendered}\n\n{note}\n\n</details>"
+    slow = slow_small_calls(table)
+    late = [verdict for verdict in verdicts(table) if not verdict.is_met]
+    late_products = [verdict for verdict in product_verdicts(table) if not verdict.is_met]
+    parts = [summary(results)]
+    if late or slow:
+        header = ["operation", "", "shape", "of the copy", "bar", "× XLA", "bar", "copy × XLA", "what limits it"]
+        lines = [header, ["---", "---", "---", *["---:"] * 5, "---"]]
+        lines += [_late_cells(verdict, counters) for verdict in late]
+        lines += [_slow_cells(row, counters) for row in slow]
+        note = (
+            "Misses are set in bold. Shares here are of the plain copy alone; copy × XLA is what a kernel as fast as "
+            "that copy would have. DRAM, issue slots and pipes in percent of their peak, by Nsight Compute (a copy "
+            "reaches 88 % of DRAM's); stalls in warps that wait for each instruction issued. Counters "
+            f"{counters.read}."
+        )
+        parts += [_rendered(lines), note]
+    if late_products:
+        header = ["matrix products", "", "shape", "TF/s", "× the fastest rival", "bar", "which is"]
+        lines = [header, ["---", "---", "---", *["---:"] * 3, "---"]]
+        parts.append(_rendered([*lines, *(_late_product_cells(verdict) for verdict in late_products)]))
+    return "\n\n".join(parts)
+
+
+def _rendered(lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _late_product_cells(verdict: ProductVerdict) -> list[str]:
+    shape = verdict.row.main
+    return [
+        f"`{shape.op}`",
+        shape.phase,
+        short_spec(shape.spec),
+        f"{teraflops_per_second(shape, verdict.row.ours) or 0.0:.0f}",
+        f"{verdict.over_best:.2f}",
+        f"{verdict.bar.over_best:.2f}",
+        RIVALS.get(verdict.best_rival, verdict.best_rival),
+    ]
 
 
 def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
@@ -106,7 +144,7 @@ def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
         _marked(f"{verdict.share:.2f}", verdict.misses_share),
         f"{bar.share:.2f}",
         _marked(f"{verdict.over_xla:.2f}", verdict.misses_over_xla),
-        f"{bar.over_xla:.1f}" if verdict.asks_over_xla else "–",
+        f"{bar.over_xla:.1f}" if bar.over_xla and verdict.asks_over_xla else "–",
         f"{verdict.most_over_xla:.2f}",
         "; ".join([*(["not even the copy has the bar's × XLA"] if verdict.is_out_of_reach else []), *why]),
     ]

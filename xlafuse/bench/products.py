@@ -18,6 +18,16 @@ def product_flops(shape: ShapeResult) -> int | None:
     return op.flops(plain(spec.structs()), shape.phase)
 
 
+RIDGE = 200
+"""Operations a byte from which an H200's tensor cores set the time, and not its memory: some 800 TF/s over 4.2 TB/s."""
+
+
+def is_bound_by_products(shape: ShapeResult) -> bool:
+    """Whether a perfect kernel's time is that of its matrix products."""
+    flops = product_flops(shape)
+    return flops is not None and flops > RIDGE * shape.bytes
+
+
 def teraflops_per_second(shape: ShapeResult, name: str) -> float | None:
     """Of a candidate, None where the operation has no matrix products or `name` was not timed."""
     flops = product_flops(shape)

@@ -39,7 +39,7 @@ class Measured:
     """A candidate on a shape. kind: see `timing.Candidate`."""
 
     name: str
-    kind: Literal["implementation", "variant", "peer", "ceiling"]
+    kind: Literal["implementation", "variant", "peer", "ceiling", "strategy"]
     timing: Timing
 
 
@@ -169,8 +169,11 @@ def write(path: Path, results: Results) -> None:
 
 
 def rivals(shape: ShapeResult) -> tuple[str, ...]:
-    """What was timed beside ours and XLA: other libraries, and the operation's Triton kernels."""
-    named = [c.name for c in shape.candidates if c.kind == "peer" or (c.kind, c.name) == ("implementation", "triton")]
+    """What was timed beside ours and XLA: other libraries, and the operation's Triton kernels and calls of cuDNN."""
+    ours = ("mosaic", "xla")
+    named = [
+        c.name for c in shape.candidates if c.kind == "peer" or (c.kind == "implementation" and c.name not in ours)
+    ]
     return tuple(name for name in named if name != shape.chosen)
 
 

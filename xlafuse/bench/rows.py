@@ -13,6 +13,18 @@ from dataclasses import dataclass
 from pallas_kernels import REGISTRY
 from xlafuse.bench.results import PHASES, Results, ShapeResult, rivals
 
+RIVALS = {
+    "xla": "XLA",
+    "torch_compile": "torch.compile",
+    "torch_max_autotune": "torch.compile, autotuned",
+    "torch_eager": "PyTorch",
+    "liger": "Liger",
+    "triton": "jax-triton",
+    "cudnn": "cuDNN",
+    "torch_sdpa": "PyTorch SDPA",
+}
+"""What ours is timed against, by name, as tables call it and in their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

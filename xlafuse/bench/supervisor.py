@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xlafuse.bench import assembler
 from xlafuse.bench.results import Results, load, merge, write
 from xlafuse.errors import XlafuseError
 
@@ -29,10 +30,18 @@ class BenchError(XlafuseError, RuntimeError):
     """Nothing could be measured; the message says why."""
 
 
-def worker_environment(peers: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a worker: where PyTorch runs beside JAX, JAX must not take the memory first."""
-    uses_torch = any(name.startswith("torch") or name == "liger" for name in peers)
-    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if uses_torch else {}), **environment}
+def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a worker.
+
+    Where PyTorch runs beside JAX, JAX must not take the memory first. Where a kernel's configurations are timed, the
+    assembler is to say of each what it spills.
+    """
+    added = {}
+    if any(name.startswith("torch") or name == "liger" for name in settings.peers):
+        added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if getattr(settings, "variants", False):
+        added[assembler.VARIABLE] = "1"
+    return {**added, **environment}
 
 
 def run(
@@ -40,17 +49,21 @@ def run(
     settings: Any,
     output: Path,
     *,
+    benchmark: str = "kernels",
     stall_seconds: float = 240.0,
     worker: Sequence[str] = WORKER,
+    kept: Callable[[Results], None] = lambda _: None,
 ) -> Results:
     """Measures operations and writes `output` after every shape.
 
     Args:
-        operations: names in `pallas_kernels.REGISTRY`.
-        settings: `xlafuse.bench.kernels.Settings`.
+        operations: names in `pallas_kernels.REGISTRY`; of the block benchmark shapes, as "2x4096".
+        settings: `xlafuse.bench.kernels.Settings`, or `xlafuse.bench.block.BlockSettings`.
         output: the JSON file.
+        benchmark: "kernels" or "block".
         stall_seconds: how long a process may go without a new result before it is ended.
         worker: the command, which gets a folder as its last argument.
+        kept: told of all results whenever they were written.
 
     Raises:
         BenchError: the worker refused, or died before it measured anything.
@@ -61,9 +74,10 @@ def run(
     while remaining:
         with tempfile.TemporaryDirectory(prefix="xlafuse-bench-") as name:
             folder = Path(name)
-            request = {"operations": remaining, "settings": asdict(settings)}
+            request = {"benchmark": benchmark, "operations": remaining, "settings": asdict(settings)}
             (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-            ended = _run_worker([*worker, name], folder, settings.peers, partial(_keep, output, parts), stall_seconds)
+            keep = partial(_keep, output, parts, kept)
+            ended = _run_worker([*worker, name], folder, settings, keep, stall_seconds)
             if (folder / "error.txt").is_file():
                 raise BenchError((folder / "error.txt").read_text(encoding="utf-8"))
             if (folder / "results.json").is_file():
@@ -84,8 +98,10 @@ def run(
     return results
 
 
-def _keep(output: Path, parts: Sequence[Results], latest: Path) -> None:
-    write(output, merge([*parts, load(latest)]))
+def _keep(output: Path, parts: Sequence[Results], kept: Callable[[Results], None], latest: Path) -> None:
+    results = merge([*parts, load(latest)])
+    write(output, results)
+    kept(results)
 
 
 def _with_notes(results: Results, notes: Sequence[str]) -> Results:
@@ -94,10 +110,10 @@ def _with_notes(results: Results, notes: Sequence[str]) -> Results:
 
 
 def _run_worker(
-    command: Sequence[str], folder: Path, peers: Sequence[str], keep: Callable[[Path], None], stall_seconds: float
+    command: Sequence[str], folder: Path, settings: Any, keep: Callable[[Path], None], stall_seconds: float
 ) -> str | None:
     """Runs a worker to its end, keeping each new result; says how it ended, or None where it went well."""
-    process = subprocess.Popen(command, env=worker_environment(peers, os.environ))
+    process = subprocess.Popen(command, env=worker_environment(settings, os.environ))
     results = folder / "results.json"
     last, seen = time.monotonic(), 0
     try:

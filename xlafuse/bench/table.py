@@ -1,4 +1,4 @@
-"""README's results table, made from a file of results, and its place between two markers."""
+"""Tables of results for README and docs/results.md, from a file of results, and their place between two markers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,43 @@ import math
 from collections.abc import Iterable
 
 from xlafuse.bench.lines import short_spec
+from xlafuse.bench.products import is_bound_by_products, teraflops_per_second
 from xlafuse.bench.results import Results, ResultsError, Run, geometric_mean
-from xlafuse.bench.rows import Row, grouped, rival_names, rows
+from xlafuse.bench.rows import RIVALS, Row, grouped, rival_names, rows
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-_RIVALS = {
-    "torch_compile": "torch.compile",
-    "torch_max_autotune": "torch.compile, autotuned",
-    "torch_eager": "PyTorch",
-    "liger": "Liger",
-    "triton": "jax-triton",
-}
 _PACKAGES = ("jax", "torch", "triton", "liger-kernel", "jax-triton")
 
 
-def markdown(results: Results) -> str:
-    """The tables: means over the shapes past the cache, and folded away all shapes, small ones with times alone."""
-    table = [row for row in rows(results) if row.ours]
-    large = [row for row in table if row.main.is_large]
-    small = [row for row in table if not row.main.is_large]
+def overview(results: Results) -> str:
+    """Means by operation and phase: of the shapes that memory bounds, and of those that matrix products bound."""
+    streamed, _, multiplied = _parts(results)
     parts = [_caption(results)]
-    if large:
-        parts.append(_means_table(large))
-    parts.append("<details><summary>Every shape</summary>")
-    parts.append(_runs(results))
-    if large:
-        parts.append(_large_table(large))
+    if streamed:
+        parts.append(_means_table(streamed))
+    if multiplied:
+        parts.append(_product_means_table(multiplied))
+    return "\n\n".join(parts)
+
+
+def details(results: Results) -> str:
+    """Every shape: what memory bounds, what matrix products bound, and small calls, with the run that each is of."""
+    streamed, small, multiplied = _parts(results)
+    parts = [_caption(results)]
+    if streamed:
+        parts += ["## Bound by memory", _large_table(streamed)]
+    if multiplied:
+        parts += ["## Bound by matrix products", _product_table(multiplied)]
     if small:
-        parts.append(_small_table(small))
-    return "\n\n".join((*parts, "</details>"))
+        parts += ["## Small calls", _small_table(small)]
+    return "\n\n".join((*parts, "## Runs", _runs(results)))
+
+
+def _parts(results: Results) -> tuple[list[Row], list[Row], list[Row]]:
+    """Shapes past the cache that memory bounds, small ones, and those that matrix products bound."""
+    table = [row for row in rows(results) if row.ours]
+    multiplied = [row for row in table if is_bound_by_products(row.main)]
+    others = [row for row in table if not is_bound_by_products(row.main)]
+    return [row for row in others if row.main.is_large], [row for row in others if not row.main.is_large], multiplied
 
 
 def _caption(results: Results) -> str:
@@ -53,7 +61,7 @@ def _caption(results: Results) -> str:
 
 def _runs(results: Results) -> str:
     """What each run was: the rows' last column has its number."""
-    lines = ["Runs, by the number in a row's last column:", ""]
+    lines = ["By the number in a row's last column:", ""]
     lines += [f"{i}. {_run(run)}" for i, run in enumerate(results.runs, start=1)]
     return "\n".join(lines)
 
@@ -68,12 +76,19 @@ def _run(run: Run) -> str:
 
 def _ordered_rivals(table: Iterable[Row]) -> list[str]:
     measured = rival_names(table)
-    return [name for name in _RIVALS if name in measured]
+    return sorted(measured, key=lambda name: [*RIVALS, *measured].index(name))
 
 
 def _means_table(table: list[Row]) -> str:
     rivals = ["xla", *_ordered_rivals(table)]
-    header = ["operation", "", "of the ceiling", "× XLA", *(f"× {_RIVALS[name]}" for name in rivals[1:]), "shapes"]
+    header = [
+        "bound by memory",
+        "",
+        "of the ceiling",
+        "× XLA",
+        *(f"× {RIVALS.get(name, name)}" for name in rivals[1:]),
+        "shapes",
+    ]
     lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
     for op, phase, group in [*grouped(table), ("geometric mean", "", table)]:
         share = geometric_mean([row.main.ceiling_share(row.ours) for row in group])
@@ -83,10 +98,44 @@ def _means_table(table: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _product_means_table(table: list[Row]) -> str:
+    rivals = ["xla", *_ordered_rivals(table)]
+    header = ["matrix products", "", "TF/s", "× XLA", *(f"× {RIVALS.get(name, name)}" for name in rivals[1:]), "shapes"]
+    lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
+    for op, phase, group in grouped(table):
+        speeds = sorted(teraflops_per_second(row.main, row.ours) or math.nan for row in group)
+        told = _number(speeds[0], 0) if len(speeds) == 1 else f"{_number(speeds[0], 0)} to {_number(speeds[-1], 0)}"
+        means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
+        lines.append(_line([f"`{op}`", phase, told, *(_number(mean, 2) for mean in means), str(len(group))]))
+    return "\n".join(lines)
+
+
+def _product_table(table: list[Row]) -> str:
+    rivals = _ordered_rivals(table)
+    header = [
+        "operation",
+        "",
+        "shape",
+        "µs",
+        "TF/s",
+        "× XLA",
+        *(f"× {RIVALS.get(name, name)}" for name in rivals),
+        "run",
+    ]
+    lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
+    for op, phase, group in grouped(table):
+        for row in group:
+            cells = [f"`{op}`", phase, short_spec(row.main.spec), _number(row.main.microseconds(row.ours), 1)]
+            cells += [_number(teraflops_per_second(row.main, row.ours) or math.nan, 0)]
+            cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
+            lines.append(_line([*cells, _runs_of(row, rivals)]))
+    return "\n".join(lines)
+
+
 def _large_table(table: list[Row]) -> str:
     rivals = _ordered_rivals(table)
     header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", "× XLA"]
-    header += [*(f"× {_RIVALS[name]}" for name in rivals), "run"]
+    header += [*(f"× {RIVALS.get(name, name)}" for name in rivals), "run"]
     lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
     for op, phase, group in grouped(table):
         for row in group:
@@ -101,7 +150,7 @@ def _large_table(table: list[Row]) -> str:
 
 def _runs_of(row: Row, rivals: list[str]) -> str:
     elsewhere = row.runs_elsewhere(rivals)
-    return ", ".join([str(row.run), *(f"{_RIVALS[name]} {run}" for name, run in elsewhere.items())])
+    return ", ".join([str(row.run), *(f"{RIVALS.get(name, name)} {run}" for name, run in elsewhere.items())])
 
 
 def _small_table(table: list[Row]) -> str:
@@ -129,7 +178,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if math.isfinite(share) else "–"
 
 
-def place(text: str, table: str, marker: str = "results") -> str:
+def place(text: str, table: str, marker: str) -> str:
     """`text` with `table` between the two comments `<!-- marker:begin -->` and `<!-- marker:end -->`.
 
     Raises:

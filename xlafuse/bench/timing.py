@@ -61,7 +61,7 @@ class Candidate:
     """
 
     name: str
-    kind: Literal["implementation", "variant", "peer", "ceiling"]
+    kind: Literal["implementation", "variant", "peer", "ceiling", "strategy"]
     call: Callable[..., Any]
     inputs: Sequence[tuple[Any, ...]]
     wait: Callable[[Any], Any] = jax.block_until_ready

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from pydantic import TypeAdapter
 
 from pallas_kernels import get_op
+from xlafuse.bench import block_lines
+from xlafuse.bench.block import BlockSettings, bench_block
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
 from xlafuse.bench.lines import problem_lines, result_lines
@@ -34,7 +36,8 @@ def main(folder: Path) -> int:
     """Carries out the request in `folder`; returns the exit status."""
     request = json.loads((folder / "request.json").read_text())
     try:
-        settings = TypeAdapter(Settings).validate_python(request["settings"])
+        kind = BlockSettings if request["benchmark"] == "block" else Settings
+        settings = TypeAdapter(kind).validate_python(request["settings"])
         require_gpu()
         with sampling() as sampler:
             return measure(request["operations"], settings, folder, sampler)
@@ -43,8 +46,10 @@ def main(folder: Path) -> int:
         return REFUSED
 
 
-def measure(operations: Sequence[str], settings: Settings, folder: Path, sampler: Sampler | None = None) -> int:
-    """Measures operations one after another, telling what it finds on stdout and in `folder`."""
+def measure(
+    operations: Sequence[str], settings: Settings | BlockSettings, folder: Path, sampler: Sampler | None = None
+) -> int:
+    """Measures operations, or a block's shapes, one after another; tells what it finds on stdout and in `folder`."""
     run: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
@@ -55,12 +60,13 @@ def measure(operations: Sequence[str], settings: Settings, folder: Path, sampler
     for name in operations:
         (folder / "progress.txt").write_text(name)
         print(name, flush=True)
-        for result in bench_operation(get_op(name), settings, sampler):
+        for result in _results(name, settings, sampler):
             if isinstance(result, str):
                 left_out.append(result)
                 continue
             shapes.append(result)
-            print("\n".join((*result_lines(result), *problem_lines(result))), flush=True)
+            lines = block_lines.result_lines if isinstance(settings, BlockSettings) else result_lines
+            print("\n".join((*lines(result), *problem_lines(result))), flush=True)
             write(
                 folder / "results.json",
                 Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)),
@@ -69,6 +75,12 @@ def measure(operations: Sequence[str], settings: Settings, folder: Path, sampler
                 return GPU_LOST
     write(folder / "results.json", Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)))
     return DONE
+
+
+def _results(name: str, settings: Settings | BlockSettings, sampler: Sampler | None) -> Iterator[ShapeResult | str]:
+    if isinstance(settings, BlockSettings):
+        return bench_block(name, settings, sampler)
+    return bench_operation(get_op(name), settings, sampler)
 
 
 def gpu_answers() -> bool:

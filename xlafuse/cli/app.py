@@ -221,3 +221,97 @@ def kernels(
             )
         )
     raise typer.Exit(0 if is_complete else 1)
+
+
+@bench.command()
+def block(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    preset: Annotated[
+        str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")
+    ] = "llama3-8b",
+    shapes: Annotated[
+        str, typer.Option(metavar="A,B,C", help="BATCHxLENGTH, several with commas between.")
+    ] = "2x4096,1x512,16x1,1x1",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All by default.")
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="forward, grad: the latter with the forward pass. Both by default."),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C", help="The same block in PyTorch: torch_compile, torch_max_autotune, torch_eager."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="Begin no new mode of a shape after so many seconds.")
+    ] = float("inf"),
+) -> None:
+    """Measure a whole transformer block under the fusion strategies, forward and as a training step has it.
+
+    Needs an NVIDIA GPU. Exits with 0 when every strategy was measured, 1 when one failed, 2 on bad input or no GPU.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.bench import BlockRequest, run_block
+
+        is_complete = run_block(
+            BlockRequest(
+                preset=preset,
+                shapes=_names(shapes) or (),
+                strategies=_names(strategies) or (),
+                modes=_names(modes) or (),
+                peers=_names(peers) or (),
+                rounds=rounds,
+                seconds=seconds,
+                output=output,
+            )
+        )
+    raise typer.Exit(0 if is_complete else 1)
+
+
+@app.command()
+def tune(
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
+    ] = None,
+    match: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192-4096.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The table. By default the user's own, in the cache folder."
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure nothing: take what `bench kernels --variants` kept in this file."),
+    ] = None,
+    anew: Annotated[bool, typer.Option("--anew", help="Time also what the table knows already.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")
+    ] = float("inf"),
+) -> None:
+    """Time kernel configurations on the attached NVIDIA GPU and keep the fastest for dispatch.
+
+    Written after every shape: a run that was cut short goes on where it ended. Exits with 2 on bad input or no GPU.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.tune import TuneRequest, run_tune
+
+        run_tune(
+            TuneRequest(
+                operations=tuple(op or ()),
+                match=match,
+                output=output,
+                results=results,
+                anew=anew,
+                rounds=rounds,
+                seconds=seconds,
+            )
+        )

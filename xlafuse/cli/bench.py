@@ -59,3 +59,54 @@ def run_kernels(request: KernelRequest) -> bool:
     ours = {"xla", "mosaic", "triton"}
     failed = [p for shape in results.shapes for p in shape.problems if p.kind == "failed" and p.candidate in ours]
     return not failed and not any(run.left_out for run in results.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRequest:
+    """The options of one `xlafuse bench block`, as typed."""
+
+    preset: str
+    shapes: tuple[str, ...]
+    strategies: tuple[str, ...]
+    modes: tuple[str, ...]
+    peers: tuple[str, ...]
+    rounds: int
+    seconds: float
+    output: Path
+
+
+def run_block(request: BlockRequest) -> bool:
+    """Carries it out; returns whether every strategy that this block can have was measured.
+
+    Raises:
+        XlafuseError: an unknown name, no GPU, or nothing measured.
+    """
+    from xlafuse.bench import block, block_lines, supervisor
+    from xlafuse.cli.inputs import block_shape
+    from xlafuse.errors import UnknownNameError
+    from xlafuse.models import get_preset
+    from xlafuse.strategies import STRATEGIES, get_strategy
+
+    get_preset(request.preset)
+    shapes = ["x".join(map(str, block_shape((text,)))) for text in request.shapes]
+    strategies = request.strategies or tuple(STRATEGIES)
+    for name in strategies:
+        get_strategy(name)
+    for names, known, what in ((request.modes, block.MODES, "mode"), (request.peers, block.PEERS, "peer")):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(what, name, known)
+    settings = block.BlockSettings(
+        preset=request.preset,
+        strategies=strategies,
+        modes=request.modes or block.MODES,
+        peers=request.peers,
+        rounds=request.rounds,
+        seconds=request.seconds,
+    )
+    results = supervisor.run(shapes, settings, request.output, benchmark="block", stall_seconds=200.0)
+    for line in block_lines.summary_lines(results):
+        typer.echo(line)
+    typer.echo(f"wrote {request.output}")
+    failed = [p for s in results.shapes for p in s.problems if p.kind == "failed" and p.candidate in strategies]
+    return not failed and not any(run.left_out for run in results.runs)

@@ -20,7 +20,7 @@ from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
-PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton")
+PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton", "cudnn", "jla")
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
 

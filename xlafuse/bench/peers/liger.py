@@ -78,6 +78,15 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
     return (losses.reshape(labels.shape) if reduction == "none" else losses,)
 
 
+def linear_cross_entropy(hidden, w, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
+    """The forward pass computes the gradients, too. w is (features, vocabulary), which Liger takes as a view."""
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    losses, *_ = ops.LigerFusedLinearCrossEntropyFunction.apply(
+        rows, w.t(), targets, None, None, ignore_index, z_loss, label_smoothing, reduction
+    )
+    return (losses.reshape(labels.shape) if reduction == "none" else losses,)
+
+
 def with_long_labels(arguments: dict[str, Any]) -> dict[str, Any]:
     """Labels as PyTorch has them."""
     return {**arguments, "labels": arguments["labels"].long()}
@@ -90,17 +99,18 @@ FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "gated_activation": gated_activation,
     "rope": rope,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 
 
-PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels}
+PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels, "linear_cross_entropy": with_long_labels}
 
 
 def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
-    if operation == "cross_entropy" and phase == "backward" and not is_joint(cases[0]):
+    if operation in ("cross_entropy", "linear_cross_entropy") and phase == "backward" and not is_joint(cases[0]):
         raise NotImplementedError("Liger's cross-entropy does the backward pass's work in the forward pass")
     make = forward_candidate if phase == "forward" else backward_candidate
     return make("liger", FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))

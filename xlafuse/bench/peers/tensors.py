@@ -97,10 +97,15 @@ def backward_candidate(
 def _ran_once(
     name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]
 ) -> tuple[Candidate, tuple[jax.Array, ...]]:
-    results = [result.clone() for result in call(*inputs[0])]
-    torch.cuda.synchronize()
-    candidate = Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us)
+    candidate, results = candidate_of(name, call, inputs)
     return candidate, tuple(to_jax(result) for result in results)
+
+
+def candidate_of(name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> tuple[Candidate, list[Any]]:
+    """Something to time, and copies of the tensors that it gives for its first inputs."""
+    results = [result.detach().clone() for result in call(*inputs[0])]
+    torch.cuda.synchronize()
+    return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us), results
 
 
 def _wait(_: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
+from xlafuse.bench.peers import torch_products
 from xlafuse.bench.peers.tensors import Function, Prepare
+from xlafuse.bench.peers.torch_products import ACTIVATIONS
 
 
 def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
@@ -47,15 +49,6 @@ def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
         allowed = torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril()
         value = value.masked_fill(~allowed, float("-inf"))
     return (torch.softmax(value, axis).to(x.dtype),)
-
-
-ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-}
 
 
 def bias_activation(x, bias=None, activation="gelu_tanh", residual=None, dropout_rate=0.0):
@@ -120,7 +113,28 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
     return (loss.reshape(labels.shape) if reduction == "none" else loss,)
 
 
+def linear_cross_entropy(hidden, w, labels, **options):
+    """See `pallas_kernels.linear_cross_entropy`."""
+    return cross_entropy(hidden @ w, labels, **options)
+
+
+def lora_linear(x, w, a, b, alpha=1.0, bias=None):
+    """See `pallas_kernels.lora_linear`."""
+    y = x @ w + alpha * ((x @ a) @ b)
+    return (y if bias is None else y + bias,)
+
+
+def attention(query, key, value, is_causal=False, window=None, segment_ids=None, softcap=None, dropout_rate=0.0):
+    """See `pallas_kernels.attention`: PyTorch's fused kernels, whichever it chooses. It draws dropout's mask itself."""
+    if window is not None or segment_ids is not None or softcap is not None:
+        raise NotImplementedError("scaled_dot_product_attention has no window, segments or softcap but by a dense mask")
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(*operands, dropout_p=dropout_rate, is_causal=is_causal, enable_gqa=True)
+    return (out.transpose(1, 2),)
+
+
 FUNCTIONS: Mapping[str, Function] = {
+    "attention": attention,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "dropout_residual_norm": dropout_residual_norm,
@@ -130,10 +144,13 @@ FUNCTIONS: Mapping[str, Function] = {
     "rope": rope,
     "cross_entropy": cross_entropy,
     "batch_norm": batch_norm,
+    "linear_cross_entropy": linear_cross_entropy,
+    "lora_linear": lora_linear,
+    **torch_products.FUNCTIONS,
 }
 
 
-PREPARE: Mapping[str, Prepare] = {"rope": with_angles}
+PREPARE: Mapping[str, Prepare] = {"rope": with_angles, "qkv_projection": torch_products.with_angles}
 """What is done to the arguments beforehand, outside of what is timed."""
 
 

@@ -1,0 +1,204 @@
+"""The block benchmark without a GPU: what it computes, checks and records, with invented kernel times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import imitation_torch
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xlafuse.bench import block, block_lines, supervisor, worker
+from xlafuse.bench.block import BlockSettings, bench_block, bench_case, check_close, make_case
+from xlafuse.bench.environment import environment
+from xlafuse.bench.results import Results, Run, load
+from xlafuse.models import BlockConfig, block_function, get_preset
+
+SETTINGS = BlockSettings(preset="tiny", strategies=("xla", "pallas"), rounds=1, calls=2)
+SMALL = BlockConfig(
+    name="small", hidden_size=16, mlp_size=24, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32",
+    param_dtype="float32",
+)  # fmt: skip
+GPT = dataclasses.replace(
+    SMALL, num_kv_heads=4, norm="layer_norm", mlp="gelu", rope_theta=None, use_bias=True, is_causal=False
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(block, "buffer_sets", lambda _: 1)
+    quick = block.time_candidates
+    monkeypatch.setattr(block, "time_candidates", lambda *a, **kw: quick(*a, **kw, warm_up_seconds=(0.0, 0.0)))
+
+
+@pytest.mark.usefixtures("interpreter", "invented_times")
+def test_strategies_are_checked_and_timed():
+    config = dataclasses.replace(get_preset("tiny"), hidden_size=128, mlp_size=128)
+    result = bench_case(config, "1x8", "forward", dataclasses.replace(SETTINGS, strategies=("best",)))
+    assert (result.op, result.phase, result.spec, result.problems) == ("tiny", "forward", "1x8", ())
+    assert [(c.name, c.kind) for c in result.candidates] == [("xla", "strategy"), ("best", "strategy")]
+    assert result.speed_up("best", "xla") == 1
+    weights = sum(leaf.size for leaf in jax.tree.leaves(block_function(config, (1, 8))[1][0]))
+    assert result.bytes == 2 * (weights + 2 * 8 * 128)
+    assert block.perfect_bytes(config, (1, 8), "grad") == 2 * result.bytes
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_what_cannot_run_here_is_unsupported_and_a_wrong_one_failed(monkeypatch):
+    right = block.program
+
+    def program(strategy, *rest):
+        made = right(strategy, *rest)
+        if strategy.name == "xla_cublas":
+            return lambda *case: jax.tree.map(lambda leaf: leaf * 1.2, made(*case))
+        return made
+
+    monkeypatch.setattr(block, "program", program)
+    settings = dataclasses.replace(SETTINGS, strategies=("pallas", "xla_cublas"), modes=("forward",))
+    (result,) = bench_block("1x4", settings)
+    assert [c.name for c in result.candidates] == ["xla"]
+    (missing, wrong) = result.problems
+    assert (missing.candidate, missing.kind) == ("pallas", "unsupported")
+    assert "Hopper" in missing.message
+    assert (wrong.candidate, wrong.kind) == ("xla_cublas", "failed")
+    assert "array 0 (1, 4, 256) is off by 0.20" in wrong.message
+
+
+def test_no_case_begins_when_the_time_is_up():
+    assert list(bench_block("1x4", dataclasses.replace(SETTINGS, seconds=-1.0))) == [
+        "tiny forward 1x4: not begun within -1 s",
+        "tiny grad 1x4: not begun within -1 s",
+    ]
+
+
+def test_arrays_of_rounding_alone_are_held_to_the_largest():
+    large, noise = jnp.ones(4), 1e-5 * jnp.ones(4)
+    check_close([large, -noise], [large, noise])
+    with pytest.raises(AssertionError, match=r"array 1 \(4,\) is off by 9.99"):
+        check_close([large, 0.02 * large], [large, noise])
+    with pytest.raises(AssertionError, match="off by nan"):
+        check_close([large * math.nan], [large])
+    with pytest.raises(AssertionError, match="1 arrays, expected 2"):
+        check_close([large], [large, large])
+
+
+def test_flops_are_those_of_unmasked_work():
+    """Llama 3 8B: 218.1 million weights in matrices, 32 heads of 128."""
+    config = get_preset("llama3-8b")
+    rows, matrices = 2 * 4096, 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    attended = 2 * 4096 * 4097 // 2 * 32 * 128 * 4
+    assert block.flops(config, (2, 4096), "forward") == 2 * rows * matrices + attended
+    assert block.flops(config, (2, 4096), "grad") == 3 * (2 * rows * matrices + attended)
+    full = dataclasses.replace(config, is_causal=False)
+    assert block.flops(full, (1, 1), "forward") == 2 * matrices + 4 * 32 * 128
+
+
+@pytest.mark.parametrize(
+    ("peer", "config"), [("torch_eager", SMALL), ("torch_compile", GPT), ("torch_max_autotune", SMALL)]
+)
+def test_pytorchs_block_is_ours(peer, config, monkeypatch):
+    imitation_torch.install(monkeypatch)
+    from xlafuse.bench.peers import torch_block
+
+    cases = [make_case(config, (2, 5), "forward", seed) for seed in (1, 2)]
+    candidate, (y,) = torch_block.candidate(peer, config, "forward", cases)
+    assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
+    expected = jax.jit(block_function(config, (2, 5))[0])(*cases[0])
+    np.testing.assert_allclose(y, expected, atol=2e-4)
+    assert np.abs(np.asarray(candidate.call(*candidate.inputs[1])[0]) - np.asarray(expected)).max() > 0.1
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_a_peers_gradients_come_in_our_order_and_wrong_ones_are_reported(monkeypatch):
+    imitation_torch.install(monkeypatch)
+    from xlafuse.bench.peers import torch_block
+
+    case = make_case(SMALL, (1, 4), "grad", 0)
+    _, results = torch_block.candidate("torch_eager", SMALL, "grad", [case])
+    ours = jax.tree.leaves(jax.eval_shape(block.program(block.get_strategy("xla"), SMALL, (1, 4), "grad"), *case))
+    assert [each.shape for each in results] == [each.shape for each in ours]
+    settings = dataclasses.replace(SETTINGS, strategies=(), peers=("torch_eager",))
+    result = bench_case(SMALL, "1x4", "grad", settings)
+    assert [c.name for c in result.candidates] == ["xla"]
+    assert result.problems[0].candidate == "torch_eager"  # the imitation's gradients are all 2
+    assert "is off by" in result.problems[0].message
+
+
+@pytest.fixture
+def kept() -> Results:
+    def case(mode, spec, **times):
+        candidates = [
+            block.Measured(
+                name=name,
+                kind="strategy",
+                timing=block_timing(us),
+            )
+            for name, us in times.items()
+        ]
+        return block.ShapeResult(
+            op="llama3-8b", phase=mode, spec=spec, bytes=436_224_000, ceiling=None, candidates=tuple(candidates)
+        )
+
+    shapes = (
+        case("grad", "2x4096", xla=20000.0, pallas=16000.0),
+        case("forward", "2x4096", xla=6000.0, pallas=4000.0, torch_compile=5000.0),
+        case("forward", "1x1", xla=130.0, pallas=104.0),
+    )
+    run = Run(started="2026-01-01T00:00", environment=environment(), settings={}, shapes=shapes, left_out=("late",))
+    return Results(runs=(run,))
+
+
+def block_timing(us):
+    from xlafuse.bench.timing import Timing
+
+    return Timing(median_us=us, p20_us=us, p80_us=us, wall_us=us + 10, kernels=("k",) * 3, samples=4)
+
+
+def test_lines_have_times_and_ratios(kept):
+    first, walls = block_lines.result_lines(kept.shapes[1])
+    told = "forward llama3-8b 2x4096 xla 6000.0 µs 641 TF/s pallas 1.500 torch_compile 1.200"
+    assert " ".join(first.split()) == told
+    assert walls.strip() == "wall µs: xla 6010  pallas 4010  torch_compile 5010"
+    assert block_lines.summary_lines(kept) == [
+        f"forward, times as fast as xla: pallas {math.sqrt(1.5 * 1.25):.3f}  torch_compile 1.200  (2 shapes)",
+        "grad, times as fast as xla: pallas 1.250  (1 shapes)",
+        "left out: late",
+    ]
+    assert "not measured" in block_lines.result_lines(dataclasses.replace(kept.shapes[0], candidates=()))[0]
+
+
+def test_table_has_a_row_a_case_and_the_fastest_is_bold(kept):
+    table, details = block_lines.overview(kept), block_lines.details(kept)
+    assert "| block | batch × length |  | `xla` | `pallas` | torch.compile |" in table
+    assert "| llama3-8b | 2 × 4096 | forward | 6000 | **4000** | 5000 |" in table
+    assert "| llama3-8b | 1 × 1 | forward | 130.0 | **104.0** | – |" in table
+    assert "| llama3-8b | 2 × 4096 | forward + backward | 20000 | **16000** | – |" in table
+    assert "| 140.0, 3356 GB/s, 3 | 114.0, 4194 GB/s, 3 |" in details
+    assert "| 6010, 641 TF/s, 3 | 4010, 962 TF/s, 3 |" in details
+
+
+def test_what_was_not_measured_is_told(kept):
+    problem = block.Problem(candidate="xla_cudnn", message="ValueError: one\ntoken", kind="failed")
+    shape = dataclasses.replace(kept.shapes[2], problems=(problem,))
+    told = block_lines.details(dataclasses.replace(kept, runs=(dataclasses.replace(kept.runs[0], shapes=(shape,)),)))
+    assert told.endswith("Not measured:\n\n- forward llama3-8b 1x1, xla_cudnn: ValueError: one token")
+
+
+def test_worker_and_supervisor_carry_a_block(tmp_path, monkeypatch, capsys, kept):
+    monkeypatch.setattr(worker, "bench_block", lambda shape, settings, sampler: iter([kept.shapes[2], "late"]))
+    monkeypatch.setattr(worker, "require_gpu", lambda: None)
+
+    def run_worker(command, folder, peers, keep, stall):
+        assert json.loads((folder / "request.json").read_text())["benchmark"] == "block"
+        assert worker.main(folder) == worker.DONE
+
+    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
+    supervisor.run(["1x1"], SETTINGS, tmp_path / "out.json", benchmark="block")
+    found = load(tmp_path / "out.json")
+    assert found.shapes == (kept.shapes[2],)
+    assert found.runs[0].settings["preset"] == "tiny"
+    assert "forward llama3-8b 1x1" in capsys.readouterr().out

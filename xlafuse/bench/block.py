@@ -1,0 +1,235 @@
+"""The block benchmark: a transformer block under every strategy, forward and as a training step has it.
+
+Each case, a mode at a shape, is checked first: outputs and gradients against those of the strategy `xla`. Then all
+strategies, and the same block of other libraries (`peers`), take turns in one run. Needs an attached NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlo_analysis.capture.lowering import gradient
+from xlafuse.bench.results import Measured, Problem, ShapeResult
+from xlafuse.bench.sampling import Sampler
+from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.comparison import fit_plan
+from xlafuse.errors import InapplicablePlanError
+from xlafuse.models import BlockConfig, block_function, get_preset
+from xlafuse.strategies import Strategy, get_strategy
+
+MODES = ("forward", "grad")
+"""grad: the output, and the gradients of x and all weights, as `hlo_analysis.capture` has it."""
+PEERS = ("torch_compile", "torch_max_autotune", "torch_eager")
+BASELINE = "xla"
+_MESSAGE_LENGTH = 600
+_TOLERANCE = 5e-2
+"""Of an array's root mean square: guards against timing nonsense; the tests hold the exact rule."""
+_SMALLEST = 2e-3
+"""Of the largest root mean square among a result's arrays: one below, as the gradient of a key's bias, is held to that,
+since it is nothing but rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """How to measure.
+
+    peers: of `PEERS`. seconds: no new case of a shape is begun after so many of them.
+    """
+
+    preset: str
+    strategies: tuple[str, ...]
+    modes: tuple[str, ...] = MODES
+    peers: tuple[str, ...] = ()
+    rounds: int = 8
+    calls: int = 3
+    seconds: float = float("inf")
+    seed: int = 0
+
+
+Case = tuple[Any, ...]
+"""Arguments of one call: weights, x, positions where the block has RoPE, and for "grad" the cotangents behind them."""
+
+
+def bench_block(shape: str, settings: BlockSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
+    """Measures each mode at a shape, "2x4096"; a str names a mode left out for lack of time."""
+    deadline = time.monotonic() + settings.seconds
+    for mode in settings.modes:
+        if time.monotonic() > deadline:
+            yield f"{settings.preset} {mode} {shape}: not begun within {settings.seconds:.0f} s"
+            continue
+        yield bench_case(get_preset(settings.preset), shape, mode, settings, sampler)
+
+
+def bench_case(
+    config: BlockConfig, shape: str, mode: str, settings: BlockSettings, sampler: Sampler | None = None
+) -> ShapeResult:
+    """Checks and times one mode at one shape. What fails is among the result's problems."""
+    start = time.monotonic()
+    sizes = batch_and_length(shape)
+    moved = perfect_bytes(config, sizes, mode)
+    cases = [make_case(config, sizes, mode, settings.seed)]
+    cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
+    problems: list[Problem] = []
+    candidates = _candidates(config, sizes, mode, cases, settings, problems)
+    timed_from = time.monotonic()
+    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
+    problems += [Problem(candidate=name, message=text[:_MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    return ShapeResult(
+        op=config.name,
+        phase=mode,
+        spec=shape,
+        bytes=moved,
+        ceiling=None,
+        candidates=tuple(
+            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
+        ),
+        problems=tuple(problems),
+        sets=len(cases),
+        seconds=time.monotonic() - start,
+        warm_up_seconds=run.warm_up_seconds,
+        is_steady=run.is_steady,
+        activity=sampler.since(timed_from) if sampler else None,
+    )
+
+
+def batch_and_length(shape: str) -> tuple[int, int]:
+    """'2x4096' → (2, 4096)."""
+    batch, _, length = shape.partition("x")
+    return int(batch), int(length)
+
+
+def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int) -> Case:
+    """Random arguments on the device: weights of the deviation that keeps the size of features, all else normal."""
+    function, abstract = block_function(config, shape)
+
+    def make(key: jax.Array) -> Case:
+        keys = iter(jax.random.split(key, len(jax.tree.leaves(abstract)) + 1))
+
+        def normal(like: Any, deviation: float = 1.0) -> jax.Array:
+            return (deviation * jax.random.normal(next(keys), like.shape, jnp.float32)).astype(like.dtype)
+
+        def weight(path: Any, like: Any) -> jax.Array:
+            is_scale = jax.tree_util.keystr(path).endswith("['scale']")
+            return is_scale + normal(like, 0.1 if like.ndim == 1 else like.shape[0] ** -0.5)
+
+        params = jax.tree_util.tree_map_with_path(weight, abstract[0])
+        case: Case = (params, normal(abstract[1]))
+        if len(abstract) > 2:
+            case += (jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape),)
+        if mode == "grad":
+            case += ([normal(like) for like in gradient(function, abstract)[1]],)
+        return case
+
+    return jax.jit(make)(jax.random.key(seed))
+
+
+def program(strategy: Strategy, config: BlockConfig, shape: tuple[int, int], mode: str) -> Callable[..., Any]:
+    """What is timed: a function of a `Case` to the output and, for "grad", the gradients of the weights' leaves and x.
+
+    Raises:
+        InapplicablePlanError: the block has no site for any of the strategy's kernels.
+    """
+    fitted, _ = fit_plan(strategy, config)
+    function, abstract = block_function(config, shape, plan=fitted.plan)
+    if mode == "grad":
+        function, _ = gradient(function, abstract)
+    return jax.jit(function, compiler_options=dict(fitted.compiler_options))
+
+
+def _candidates(
+    config: BlockConfig,
+    shape: tuple[int, int],
+    mode: str,
+    cases: Sequence[Case],
+    settings: BlockSettings,
+    problems: list[Problem],
+) -> list[Candidate]:
+    """What runs and agrees with the baseline; what does not goes into `problems`."""
+    candidates: list[Candidate] = []
+    expected: list[jax.Array] = []
+    for name in dict.fromkeys((BASELINE, *settings.strategies)):
+        try:
+            call = program(get_strategy(name), config, shape, mode)
+            result = jax.block_until_ready(jax.tree.leaves(call(*cases[0])))
+            expected = expected or result
+            check_close(result, expected)
+        except Exception as error:  # one strategy must not end the run of the others
+            problems.append(_problem(name, error))
+            if name == BASELINE:
+                return []
+            continue
+        candidates.append(Candidate(name=name, kind="strategy", call=call, inputs=cases))
+        del result
+    for name in settings.peers:
+        try:
+            from xlafuse.bench.peers import torch_block
+
+            candidate, result = torch_block.candidate(name, config, mode, cases)
+            check_close(result, expected)
+        except Exception as error:  # another library's failure is a record, no end
+            problems.append(_problem(name, error))
+            continue
+        candidates.append(candidate)
+    return candidates
+
+
+def check_close(result: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
+    """Compares root mean squares of the differences.
+
+    Raises:
+        AssertionError: another number of arrays, or one that is off by more than 5 %, or not a number.
+    """
+    assert len(result) == len(expected), f"{len(result)} arrays, expected {len(expected)}"
+    sizes = [float(_root_mean_square(each)) for each in expected]
+    for i, (got, exact) in enumerate(zip(result, expected, strict=True)):
+        error = float(_difference(jnp.asarray(got), exact)) / max(sizes[i], _SMALLEST * max(sizes), 1e-30)
+        if not error < _TOLERANCE:
+            raise AssertionError(f"array {i} {exact.shape} is off by {error:.3g} of its size from that of {BASELINE}")
+
+
+@jax.jit
+def _root_mean_square(array: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(array.astype(jnp.float32))))
+
+
+@jax.jit
+def _difference(got: jax.Array, expected: jax.Array) -> jax.Array:
+    return _root_mean_square(got.astype(jnp.float32) - expected.astype(jnp.float32))
+
+
+def _problem(name: str, error: Exception) -> Problem:
+    is_unsupported = isinstance(error, NotImplementedError | InapplicablePlanError | ImportError)
+    return Problem(
+        candidate=name,
+        message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}",
+        kind="unsupported" if is_unsupported else "failed",
+    )
+
+
+def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
+    """Multiplications and additions of the block's matrix products; of attention only those that its mask leaves.
+
+    Those of the backward pass are twice those of the forward pass: what is computed anew does not count.
+    """
+    batch, length = shape
+    _, (params, *_) = block_function(config, shape)
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params) if len(leaf.shape) == 2)
+    pairs = length * (length + 1) // 2 if config.is_causal else length * length
+    forward = 2 * batch * length * weights + 4 * batch * pairs * config.num_heads * config.head_dim
+    return forward * (3 if mode == "grad" else 1)
+
+
+def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
+    """What must be read and written: weights, x and y; for "grad" also the gradients of both and the cotangent."""
+    _, (params, x, *_) = block_function(config, shape)
+    weights, tokens = (
+        sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (params, x)
+    )
+    return 2 * (weights + 2 * tokens) if mode == "grad" else weights + 2 * tokens

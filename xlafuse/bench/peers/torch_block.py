@@ -1,0 +1,117 @@
+"""The transformer block in PyTorch, as its users write it: products by `linear`, attention by its own kernels.
+
+The weights are those of the JAX block, matrices the way round that PyTorch keeps them. Angles of the rotary embedding
+are given as cosines and sines: PyTorch's models compute them once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import torch  # pyright: ignore[reportMissingImports]
+import torch._dynamo  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+
+from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
+from xlafuse.bench.timing import Candidate
+from xlafuse.models import BlockConfig
+
+_COMPILE_MODES = {
+    "torch_eager": None,
+    "torch_compile": "default",
+    "torch_max_autotune": "max-autotune-no-cudagraphs",
+}
+
+
+def block(config: BlockConfig, weights: Mapping[str, Mapping[str, Any]], x, cosine=None, sine=None):
+    """See `xlafuse.models.TransformerBlock`. x: (batch, length, hidden); cosine and sine: (length, 1, half)."""
+
+    def linear(name, x):
+        return F.linear(x, weights[name]["kernel"], weights[name].get("bias"))
+
+    def norm(name, x):
+        scale, shape = weights[name]["scale"], (config.hidden_size,)
+        if config.norm == "layer_norm":
+            return F.layer_norm(x, shape, scale, weights[name]["bias"], config.epsilon)
+        return F.rms_norm(x, shape, scale, config.epsilon)
+
+    def heads(name, x, count):
+        return linear(name, x).unflatten(-1, (count, config.head_dim))
+
+    def rotate(x):
+        first, second = x.float().chunk(2, -1)
+        pair = (first * cosine - second * sine, second * cosine + first * sine)
+        return torch.cat(pair, -1).to(x.dtype)
+
+    normed = norm("attention_norm", x)
+    query = heads("query", normed, config.num_heads)
+    key, value = (heads(name, normed, config.num_kv_heads) for name in ("key", "value"))
+    if cosine is not None:
+        query, key = rotate(query), rotate(key)
+    mixed = F.scaled_dot_product_attention(
+        *(each.transpose(1, 2) for each in (query, key, value)),
+        is_causal=config.is_causal,
+        enable_gqa=config.num_heads != config.num_kv_heads,
+    )
+    x = x + linear("output", mixed.transpose(1, 2).flatten(2))
+    normed = norm("mlp_norm", x)
+    if config.mlp == "swiglu":
+        hidden = F.silu(linear("gate", normed)) * linear("up", normed)
+    else:
+        hidden = F.gelu(linear("up", normed), approximate="tanh")
+    return x + linear("down", hidden)
+
+
+def angles(config: BlockConfig, length: int, device: Any) -> tuple[Any, ...]:
+    """Cosine and sine at positions from 0, (length, 1, half), float32; nothing for a block without RoPE."""
+    if config.rope_theta is None:
+        return ()
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None, None] * frequencies
+    return torch.cos(angle), torch.sin(angle)
+
+
+def candidate(
+    name: str, config: BlockConfig, mode: str, cases: Sequence[tuple[Any, ...]]
+) -> tuple[Candidate, list[jax.Array]]:
+    """Something to time, and its first results as JAX arrays in the order that `xlafuse.bench.block.program` has.
+
+    mode: "forward" without gradients, "grad" both passes. cases: see `xlafuse.bench.block.Case`.
+    """
+
+    def function(weights, x, *rotation):
+        return block(config, weights, x, *rotation)
+
+    if compile_mode := _COMPILE_MODES[name]:
+        torch._dynamo.reset()  # shapes are constants, as in XLA
+        function = torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True)
+
+    def forward(weights, x, rotation):
+        with torch.no_grad():
+            return (function(weights, x, *rotation),)
+
+    def step(weights, x, rotation, leaves, cotangent):
+        y = function(weights, x, *rotation)
+        return (y, *torch.autograd.grad((y,), leaves, (cotangent,)))
+
+    torch.cuda.empty_cache()  # what the last case needed: JAX allocates from the same memory
+    inputs = []
+    for params, tokens, *rest in cases:
+        flat, structure = jax.tree.flatten(params)
+        leaves = [_turned(to_torch(leaf)) for leaf in flat]
+        x = to_torch(tokens)
+        call: tuple[Any, ...] = (jax.tree.unflatten(structure, leaves), x, angles(config, x.shape[1], x.device))
+        if mode == "grad":
+            leaves = [leaf.requires_grad_() for leaf in (*leaves, x)]
+            call += (leaves, to_torch(rest[-1][0]))
+        inputs.append(call)
+    made, (y, *gradients) = candidate_of(name, step if mode == "grad" else forward, inputs)
+    return made, [to_jax(y), *(to_jax(_turned(each)) for each in gradients)]
+
+
+def _turned(tensor: Any) -> Any:
+    """A matrix the other way round, in memory of its own; anything else as it is."""
+    return tensor.transpose(0, 1).contiguous() if len(tensor.shape) == 2 else tensor
