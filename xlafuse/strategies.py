@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models.plan import FusionPlan
+from xlafuse.models.plan import SITES, FusionPlan
 
 Requirement = Literal["block", "cuda", "hopper"]
 """block: a program whose sites a plan can choose, so not any function. cuda: an NVIDIA target. hopper: one of compute
@@ -59,7 +59,18 @@ _FUSION_PASSES = (
     "dot-merger",
 )
 
-_PALLAS = FusionPlan(attention_norm="mosaic", rope="mosaic", mlp_norm="mosaic", activation="mosaic")
+_PALLAS = FusionPlan(
+    attention_norm="mosaic",
+    qkv_projection="mosaic",
+    rope="mosaic",
+    attention="mosaic",
+    output_projection="mosaic",
+    mlp_norm="mosaic",
+    up_projection="mosaic",
+    activation="mosaic",
+    down_projection="mosaic",
+)
+_BEST = FusionPlan(**{site: "best" for site, choices in SITES.items() if "best" in choices})
 # Joined, q, k and v cost a copy of their weights before the product, and one of its result for each kernel that reads a
 # part: 0.3 GB of traffic in the forward pass of llama3-8b at 2x4096.
 _PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -110,9 +121,10 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="pallas",
             description=(
-                "XLA with our Pallas kernels: norms, which take the residual stream's gradient with them; rotary "
-                "embedding of query and key in one launch; the MLP's activation with its gate or bias. Products of one "
-                "operand stay apart, since kernels cannot read slices of a joined one."
+                "XLA with our Pallas kernels at every site that has one, fast or not: norms, which take the residual "
+                "stream's gradient with them; query, key and value with their rotary embedding in one launch; "
+                "attention; gate, up and activation in one product; output and down projection with bias and residual. "
+                "Products of one operand stay apart, since kernels cannot read slices of a joined one."
             ),
             plan=_PALLAS,
             compiler_options=_PRODUCTS_APART,
@@ -122,6 +134,15 @@ STRATEGIES: dict[str, Strategy] = {
             name="pallas_cudnn",
             description="The kernels and options of pallas, and attention by cuDNN's flash attention.",
             plan=dataclasses.replace(_PALLAS, attention="cudnn"),
+            compiler_options=_PRODUCTS_APART,
+            requires=("block", "cuda", "hopper"),
+        ),
+        Strategy(
+            name="best",
+            description=(
+                "Each site by what was measured to be the fastest at this shape: our kernel, cuDNN's attention, or XLA."
+            ),
+            plan=_BEST,
             compiler_options=_PRODUCTS_APART,
             requires=("block", "cuda", "hopper"),
         ),

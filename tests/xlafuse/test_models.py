@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function, get_preset
+from xlafuse.models.best import settled
 from xlafuse.models.functional import initial_params
+from xlafuse.strategies import get_strategy
 
 LLAMA = BlockConfig(name="llama", hidden_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, head_dim=6)
 GPT2 = BlockConfig(
@@ -30,7 +33,16 @@ GPT2 = BlockConfig(
     dropout_rate=0.25,
 )
 
-KERNELS = FusionPlan(attention_norm="mosaic", rope="mosaic", mlp_norm="mosaic", activation="mosaic")
+KERNELS = FusionPlan(
+    attention_norm="mosaic",
+    qkv_projection="mosaic",
+    rope="mosaic",
+    output_projection="mosaic",
+    mlp_norm="mosaic",
+    up_projection="mosaic",
+    activation="mosaic",
+    down_projection="mosaic",
+)
 
 
 def numpy_block(config: BlockConfig, params: dict, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -262,20 +274,49 @@ def test_plan_that_the_block_cannot_use_says_why():
     [
         ({"num_kv_heads": 2}, {"rope": "key has 2 heads of 128"}),
         ({"num_heads": 6, "num_kv_heads": 2}, {"rope": "query has 6 heads of 128"}),
-        ({"head_dim": 96}, {"rope": "query has 32 heads of 96"}),
-        ({"hidden_size": 96}, {"attention_norm": "rows have 96 features", "mlp_norm": "rows have 96 features"}),
-        ({"mlp_size": 96}, {"activation": "rows have 96 values"}),
-        ({"mlp": "gelu", "mlp_size": 127}, {"activation": "rows have 127 values"}),
+        ({"head_dim": 96}, {"qkv_projection": "heads are 96 wide", "rope": "query has 32 heads of 96"}),
+        (
+            {"hidden_size": 96},
+            {
+                "attention_norm": "rows have 96 features",
+                "qkv_projection": "w is 96 by 4096",
+                "output_projection": "w is 4096 by 96",
+                "mlp_norm": "rows have 96 features",
+                "up_projection": "w is 96 by 14336",
+                "down_projection": "w is 14336 by 96",
+            },
+        ),
+        (
+            {"mlp_size": 96},
+            {
+                "up_projection": "w is 4096 by 96",
+                "activation": "rows have 96 values",
+                "down_projection": "w is 96 by 4096",
+            },
+        ),
+        (
+            {"mlp": "gelu", "mlp_size": 127},
+            {
+                "up_projection": "w is 4096 by 127",
+                "activation": "rows have 127 values",
+                "down_projection": "w is 127 by 4096",
+            },
+        ),
+        ({"use_bias": True}, {"up_projection": "gate and up has no biases"}),
         (
             {"dtype": "float64"},
             {
                 "attention_norm": "x is float64",
+                "qkv_projection": "x is float64",
                 "rope": "query is float64",
+                "output_projection": "x is float64",
                 "mlp_norm": "x is float64",
+                "up_projection": "x is float64",
                 "activation": "gate is float64",
+                "down_projection": "x is float64",
             },
         ),
-        ({"mlp_size": 1000, "hidden_size": 1152, "dtype": "float16", "norm": "layer_norm"}, {}),
+        ({"mlp_size": 1024, "hidden_size": 1152, "dtype": "float16", "norm": "layer_norm"}, {}),
     ],
     ids=str,
 )
@@ -285,6 +326,28 @@ def test_kernels_say_which_blocks_they_cannot_serve(changed, refused):
     assert set(reasons) == set(refused)
     for site, reason in refused.items():
         assert reason in reasons[site]
+
+
+def test_best_is_what_was_measured_for_the_device_and_shape():
+    def chosen(kind, shape, **changed):
+        device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+        mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=device)
+        config = dataclasses.replace(get_preset("llama3-8b"), **changed)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return settled(get_strategy("best").plan, config, shape).fused_sites
+
+    everywhere = dict.fromkeys(get_strategy("pallas").plan.fused_sites, "mosaic")
+    assert {**chosen("NVIDIA H200", (2, 4096)), "attention": "mosaic"} == everywhere
+    assert chosen("NVIDIA H200", (2, 4096))["attention"] in ("mosaic", "cudnn")
+    token = chosen("NVIDIA H200", (1, 1))
+    assert "attention" not in token  # it sees itself alone
+    assert token["output_projection"] == "mosaic"
+    assert chosen("NVIDIA H200", (2, 4096), hidden_size=96) == {
+        "rope": "mosaic", "attention": "mosaic", "activation": "mosaic"
+    }  # fmt: skip
+    assert chosen("NVIDIA A100-SXM4-80GB", (2, 4096)) == {"attention": "cudnn"}
+    assert chosen("NVIDIA A100-SXM4-80GB", (2, 4096), dtype="float32") == {}
+    assert settled(get_strategy("best").plan, get_preset("llama3-8b"), (2, 4096)).fused_sites == {}  # a CPU
 
 
 def test_a_kernel_without_its_gpu_is_refused_in_its_own_words():

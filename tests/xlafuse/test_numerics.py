@@ -119,6 +119,12 @@ def test_precision_of_the_process_is_left_alone():
     assert jnp.asarray(np.float64(1)).dtype == (jnp.float64 if before else jnp.float32)
 
 
+def test_our_attention_is_said_to_be_left_out():
+    found = check_plans(get_preset("tiny"), {"a": FusionPlan(attention="mosaic"), "xla": FusionPlan()}, shape=(1, 2))
+    assert found["a"].error == found["xla"].error
+    assert "all but attention, which is plain here" in found["a"].note
+
+
 NORMS = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
 
 

@@ -37,7 +37,9 @@ def test_every_strategy_is_recorded_at_every_shape_and_mode(script):
 
 
 def row(case, reused=0):
-    return {"case": case, "reused": reused, "lookups": 1, "kinds": {"loop": 1}, "seconds": 0.0}
+    preset, strategy, mode, shape = case
+    named = {"preset": preset, "strategy": strategy, "mode": mode, "shape": list(shape)}
+    return {**named, "reused": reused, "lookups": 1, "kinds": {"loop": 1}, "seconds": 0.0}
 
 
 def test_a_failing_case_costs_only_itself(script, monkeypatch, tmp_path, capsys):
@@ -54,6 +56,27 @@ def test_a_failing_case_costs_only_itself(script, monkeypatch, tmp_path, capsys)
     assert len(written["cases"]) == 5
     assert written["failed"] == [{"case": "llama3-8b/xla/forward/1x512", "error": "RuntimeError: out of memory"}]
     assert "FAILED RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_some_cases_are_recorded_anew_and_the_others_stay(script, monkeypatch, tmp_path):
+    recording, launches = tmp_path / "r.txtpb", tmp_path / "launches.json"
+
+    def run(reused, *only):
+        monkeypatch.setattr(script, "record", lambda case, recording, timeout, target: row(case, reused))
+        monkeypatch.setattr(sys, "argv", ["x", str(recording), str(launches), *only])
+        assert script.main() == 0
+
+    run(1)
+    recording.write_text("kept")
+    everything = list(script.known_rows(launches))
+    run(2, "--only", "llama3-8b/pallas/grad/", "gpt2-medium/")
+    assert recording.read_text() == "kept"
+    rows = script.known_rows(launches)
+    assert list(rows) == everything == script.cases()
+    anew = {case[:3] for case, found in rows.items() if found["reused"] == 2}
+    assert anew == {("llama3-8b", "pallas", "grad")} | {case[:3] for case in everything if case[0] == "gpt2-medium"}
+    run(3)
+    assert not recording.exists()
 
 
 def test_no_case_starts_when_the_time_is_up(script, monkeypatch, tmp_path):

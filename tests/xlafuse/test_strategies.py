@@ -26,6 +26,7 @@ def test_registry_holds_the_strategies_by_their_names():
         "xla_cudnn",
         "pallas",
         "pallas_cudnn",
+        "best",
     ]
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
     assert len({strategy.description for strategy in STRATEGIES.values()}) == len(STRATEGIES)
@@ -57,10 +58,10 @@ def test_all_can_be_used_for_a_block_on_hopper(name):
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn"}),
+        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn", "best"}),
         ({"kind": "cpu", "compute_capability": (0, 0)}, set(STRATEGIES) - {"xla"}),
-        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn"}),
-        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn"}),
+        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn", "best"}),
+        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn", "best"}),
         ({"kind": "attached", "compute_capability": (0, 0)}, set()),
     ],
 )
@@ -74,7 +75,7 @@ def test_what_cannot_be_used_is_refused_with_a_reason(changed, refused):
 def test_plan_strategies_tell_a_plain_function_which_sites_they_would_need():
     reason = get_strategy("pallas").unmet(**HERE | {"is_block": False})
     assert reason is not None
-    assert "attention_norm=mosaic, rope=mosaic, mlp_norm=mosaic, activation=mosaic" in reason
+    assert "attention_norm=mosaic, qkv_projection=mosaic, rope=mosaic, attention=mosaic, output_" in reason
 
 
 def test_plan_keeps_the_sites_that_fit():
@@ -83,7 +84,9 @@ def test_plan_keeps_the_sites_that_fit():
     assert fitted.plan == dataclasses.replace(both.plan, rope="xla")
     assert note == " No kernel here for rope: gpt2-medium has no rotary embedding."
     assert fit_plan(both, get_preset("llama3-8b")) == (both, "")
-    narrow = dataclasses.replace(get_preset("gpt2-medium"), hidden_size=64, mlp_size=96)
+    narrow = dataclasses.replace(
+        get_preset("gpt2-medium"), hidden_size=64, mlp_size=96, num_heads=1, num_kv_heads=1, head_dim=32
+    )
     with pytest.raises(InapplicablePlanError, match=r"rows have 64 features.* it would be 'xla' under another name"):
         fit_plan(get_strategy("pallas"), narrow)
     assert fit_plan(both, narrow)[0].plan == FusionPlan(attention="cudnn")

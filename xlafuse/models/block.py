@@ -89,34 +89,82 @@ class TransformerBlock(nnx.Module):
             raise ValueError(f"x must have the shape (batch, length, {config.hidden_size}), got {x.shape}.")
         for site, reason in plan.inapplicable(config).items():
             raise InapplicablePlanError(f"{getattr(plan, site)!r} cannot serve the site {site!r}: {reason}.")
+        if "best" in plan.fused_sites.values():
+            from xlafuse.models.best import settled
+
+            plan = settled(plan, config, (x.shape[0], x.shape[1]))
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
             with jax.named_scope("attention_norm"):
                 normed, x = self.attention_norm(x, plan.attention_norm)
-            attended = self._dropout(self._attend(normed, positions, plan), attention_key)
-            with jax.named_scope("attention_residual"):
-                x = x + attended
+            mixed = self._attend(normed, positions, plan)
+            x = self._add_projected(
+                x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
+            )
             with jax.named_scope("mlp_norm"):
                 normed, x = self.mlp_norm(x, plan.mlp_norm)
-            update = self._dropout(self._mlp(normed, plan), mlp_key)
-            with jax.named_scope("mlp_residual"):
-                return x + update
+            hidden = self._expand(normed, plan)
+            return self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
 
     def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> Array:
+        """From the normed tokens (B, T, hidden) to what the heads found, (B, T, heads * head_dim)."""
         config = self.config
         batch, length, _ = x.shape
+        query, key, value = self._heads(x, positions, plan)
+        with jax.named_scope("attention"):
+            mixed = self._mix(query, key, value, plan.attention)
+            return mixed.reshape(batch, length, config.num_heads * config.head_dim)
+
+    def _mix(self, query: Array, key: Array, value: Array, implementation: str) -> Array:
+        if implementation == "mosaic":
+            from xlafuse.models import kernels
+
+            return kernels.attend(query, key, value, is_causal=self.config.is_causal)
+        attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
+        return attention(query, key, value, is_causal=self.config.is_causal)
+
+    def _heads(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array, Array]:
+        """Query, key and value of the normed tokens, (B, T, heads, head_dim), the first two rotated."""
+        config = self.config
+        projections = (self.query, self.key, self.value)
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         with jax.named_scope("qkv_projection"):
-            query = self.query(x).reshape(batch, length, config.num_heads, config.head_dim)
-            key = self.key(x).reshape(batch, length, config.num_kv_heads, config.head_dim)
-            value = self.value(x).reshape(batch, length, config.num_kv_heads, config.head_dim)
+            if plan.qkv_projection == "mosaic":
+                from xlafuse.models import kernels
+
+                return kernels.project_heads(config, x, projections, positions)
+            query, key, value = (
+                layer(x).reshape(*x.shape[:2], heads, config.head_dim)
+                for layer, heads in zip(projections, counts, strict=True)
+            )
         if config.rope_theta is not None:
             with jax.named_scope("rope"):
                 query, key = self._rotate(query, key, positions, plan.rope)
-        with jax.named_scope("attention"):
-            attention = layers.cudnn_attention if plan.attention == "cudnn" else layers.attention
-            mixed = attention(query, key, value, is_causal=config.is_causal)
-        with jax.named_scope("output_projection"):
-            return self.output(mixed.reshape(batch, length, config.num_heads * config.head_dim))
+        return query, key, value
+
+    def _add_projected(
+        self,
+        stream: Array,
+        x: Array,
+        implementation: str,
+        layer: nnx.Linear,
+        names: tuple[str, str],
+        dropout_key: Array | None,
+    ) -> Array:
+        """`stream + dropout(layer(x))`; `names` are those of the projection and of the stream's branch."""
+        drops = dropout_key is not None and self.config.dropout_rate > 0
+        with jax.named_scope(f"{names[0]}_projection"):
+            if implementation == "mosaic":
+                from xlafuse.models import kernels
+
+                update = kernels.project(self.config, x, layer, residual=None if drops else stream)
+                if not drops:
+                    return update
+            else:
+                update = layer(x)
+        update = self._dropout(update, dropout_key)
+        with jax.named_scope(f"{names[1]}_residual"):
+            return stream + update
 
     def _rotate(self, query: Array, key: Array, positions: Array | None, implementation: str) -> tuple[Array, Array]:
         if implementation == "mosaic":
@@ -130,23 +178,25 @@ class TransformerBlock(nnx.Module):
         cosine, sine = layers.rotation(positions, self.config.head_dim, theta=theta, dtype=wide)
         return layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
 
-    def _mlp(self, x: Array, plan: FusionPlan) -> Array:
-        if self.config.mlp == "swiglu":
-            with jax.named_scope("gate_up_projection"):
-                gate, up = self.gate(x), self.up(x)
-            with jax.named_scope("activation"):
-                hidden = self._activate_gate(gate, up, plan.activation)
-        else:
-            hidden = self._activate_up(x, plan.activation)
-        with jax.named_scope("down_projection"):
-            return self.down(hidden)
+    def _expand(self, x: Array, plan: FusionPlan) -> Array:
+        """From the normed tokens (B, T, hidden) to the MLP's activations, (B, T, mlp)."""
+        is_gated = self.config.mlp == "swiglu"
+        scope = "gate_up_projection" if is_gated else "up_projection"
+        if plan.up_projection == "mosaic":
+            from xlafuse.models import kernels
 
-    def _activate_gate(self, gate: Array, up: Array, implementation: str) -> Array:
-        if implementation == "xla":
-            return jax.nn.silu(gate) * up
-        from xlafuse.models import kernels
+            with jax.named_scope(scope):
+                return kernels.expand(self.config, x, self.up, self.gate if is_gated else None)
+        if not is_gated:
+            return self._activate_up(x, plan.activation)
+        with jax.named_scope(scope):
+            gate, up = self.gate(x), self.up(x)
+        with jax.named_scope("activation"):
+            if plan.activation == "xla":
+                return jax.nn.silu(gate) * up
+            from xlafuse.models import kernels
 
-        return kernels.gate_activation(gate, up)
+            return kernels.gate_activation(gate, up)
 
     def _activate_up(self, x: Array, implementation: str) -> Array:
         if implementation == "xla":

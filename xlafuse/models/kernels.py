@@ -5,23 +5,31 @@ Every function runs its kernel or raises `NotImplementedError` with the operatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, ShapeDtypeStruct
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
+from pallas_kernels.ops.attention import api as attention
+from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.config import preferred
 from pallas_kernels.ops.bias_activation import api as bias_activation
 from pallas_kernels.ops.gated_activation import api as gated_activation
 from pallas_kernels.ops.layer_norm import api as layer_norm
 from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
+from pallas_kernels.ops.linear import api as linear
+from pallas_kernels.ops.qkv_projection import api as qkv_projection
 from pallas_kernels.ops.rms_norm import api as rms_norm
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rope import api as rope
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from xlafuse.models.config import BlockConfig
 
 
@@ -64,11 +72,51 @@ def _norm_and_stream_bwd(norm, epsilon, saved, cotangents):
 _norm_and_stream.defvjp(_norm_and_stream_fwd, _norm_and_stream_bwd)
 
 
+def project_heads(
+    config: BlockConfig, x: Array, layers: Sequence[nnx.Linear], positions: Array | None
+) -> tuple[Array, Array, Array]:
+    """Query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim); the first two are rotated."""
+    dtype = jnp.dtype(config.dtype)
+    rope = None
+    if config.rope_theta is not None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+        rope = pallas_kernels.Rope(positions, config.rope_theta)
+    return pallas_kernels.qkv_projection(
+        x.astype(dtype),
+        *(layer.kernel[...].astype(dtype) for layer in layers),
+        bias=[cast(nnx.Param, layer.bias)[...] for layer in layers] if config.use_bias else None,
+        head_size=config.head_dim,
+        rope=rope,
+        implementation="mosaic",
+    )
+
+
 def rotate(config: BlockConfig, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
     """Rotary embedding of query and key (B, T, N, H) at `positions` (B, T); None counts from 0."""
     if positions is None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)
     return pallas_kernels.rope(query, key, positions, theta=cast(float, config.rope_theta), implementation="mosaic")
+
+
+def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    """Scaled dot-product attention; shapes as for `layers.attention`."""
+    return cast(Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation="mosaic"))
+
+
+def attention_order(config: BlockConfig, shape: tuple[int, int]) -> Sequence[str]:
+    """Which implementations of attention were measured to be the fastest at `shape` (batch, length), in that order."""
+
+    def heads(count: int) -> Array:
+        return cast(Array, ShapeDtypeStruct((*shape, count, config.head_dim), jnp.dtype(config.dtype)))
+
+    problem, _ = problem_of(
+        heads(config.num_heads),
+        heads(config.num_kv_heads),
+        is_causal=config.is_causal,
+        **dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")),
+        dropout_rate=0.0,
+    )
+    return preferred(problem)
 
 
 def gate_activation(gate: Array, up: Array) -> Array:
@@ -81,30 +129,85 @@ def gelu(up: Array, bias: Array | None) -> Array:
     return pallas_kernels.bias_activation(up, bias, activation="gelu_tanh", implementation="mosaic")
 
 
+def expand(config: BlockConfig, x: Array, up: nnx.Linear, gate: nnx.Linear | None) -> Array:
+    """The MLP's first product and its activation: of `x` (B, T, hidden) to (B, T, mlp).
+
+    With a gate `silu(x @ gate) * (x @ up)`, which has no biases, else `gelu(x @ up + bias)` in its tanh form.
+    """
+    dtype = jnp.dtype(config.dtype)
+    x, weight = x.astype(dtype), up.kernel[...].astype(dtype)
+    if gate is not None:
+        return pallas_kernels.gated_linear(x, gate.kernel[...].astype(dtype), weight, implementation="mosaic")
+    bias = None if up.bias is None else up.bias[...]
+    return pallas_kernels.linear(x, weight, bias=bias, activation="gelu_tanh", implementation="mosaic")
+
+
+def project(config: BlockConfig, x: Array, layer: nnx.Linear, *, residual: Array | None) -> Array:
+    """`x @ kernel + bias + residual` of a layer, (B, T, hidden), in the residual's dtype if there is one."""
+    dtype = jnp.dtype(config.dtype)
+    bias = None if layer.bias is None else layer.bias[...]
+    out_dtype = dtype if residual is None else jnp.promote_types(dtype, residual.dtype)
+    return pallas_kernels.linear(
+        x.astype(dtype),
+        layer.kernel[...].astype(dtype),
+        bias=bias,
+        residual=None if residual is None else residual.astype(out_dtype),
+        out_dtype=out_dtype,
+        implementation="mosaic",
+    )
+
+
 def unsupported(site: str, config: BlockConfig) -> str | None:
     """Why the kernel of `site` cannot serve a block of `config` at every batch and length, or None where it can."""
-    if site == "rope" and config.rope_theta is None:
-        return f"{config.name} has no rotary embedding"
     # The interpreter takes what a Hopper GPU takes, and asks for no device.
     with plgpu.force_gpu_interpret_mode():
-        return _refusal(site, config)
+        return refusal(site, config)
 
 
-def _refusal(site: str, config: BlockConfig) -> str | None:
+def refusal(site: str, config: BlockConfig) -> str | None:
+    """The same for the device of the current trace."""
+
     def token(*shape: int) -> Array:
         return cast(Array, ShapeDtypeStruct((1, 1, *shape), jnp.dtype(config.dtype)))
 
     def weight(size: int) -> Array:
         return cast(Array, ShapeDtypeStruct((size,), jnp.dtype(config.param_dtype)))
 
+    def matrix(inputs: int, outputs: int) -> Array:
+        return cast(Array, ShapeDtypeStruct((inputs, outputs), jnp.dtype(config.dtype)))
+
     if site in ("attention_norm", "mlp_norm"):
         x, scale = token(config.hidden_size), weight(config.hidden_size)
         if config.norm == "layer_norm":
             return layer_norm.mosaic_unsupported(x, scale, scale)
         return rms_norm.mosaic_unsupported(x, scale)
+    if site == "rope" and config.rope_theta is None:
+        return f"{config.name} has no rotary embedding"
     if site == "rope":
         query, key = token(config.num_heads, config.head_dim), token(config.num_kv_heads, config.head_dim)
         return rope.mosaic_unsupported(query, key, interleaved=False)
+    if site == "qkv_projection":
+        sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        weights = tuple(matrix(config.hidden_size, size) for size in sizes)
+        biases = tuple(weight(size) for size in sizes) if config.use_bias else None
+        positions = cast(Array, ShapeDtypeStruct((1, 1), jnp.int32))
+        rotation = None if config.rope_theta is None else pallas_kernels.Rope(positions, config.rope_theta)
+        return qkv_projection.mosaic_unsupported(
+            token(config.hidden_size), weights, biases, config.head_dim, None, rotation, (None, None)
+        )
+    if site == "attention":
+        query, key = token(config.num_heads, config.head_dim), token(config.num_kv_heads, config.head_dim)
+        return attention.mosaic_unsupported(query, key)
+    if site == "up_projection":
+        x, w = token(config.hidden_size), matrix(config.hidden_size, config.mlp_size)
+        if config.mlp == "gelu":
+            return linear.mosaic_unsupported(x, w, weight(config.mlp_size), x.dtype)
+        if config.use_bias:
+            return f"the kernel of gate and up has no biases, and {config.name} has"
+        return operands_unsupported(x, w, w) or mosaic_gpu_unsupported()
+    if site in ("output_projection", "down_projection"):
+        size = config.mlp_size if site == "down_projection" else config.num_heads * config.head_dim
+        return linear.mosaic_unsupported(token(size), matrix(size, config.hidden_size), None, jnp.dtype(config.dtype))
     hidden = token(config.mlp_size)
     if config.mlp == "swiglu":
         return gated_activation.mosaic_unsupported(hidden, hidden)

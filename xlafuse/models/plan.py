@@ -9,25 +9,32 @@ from xlafuse.errors import UnknownNameError
 from xlafuse.models.config import BlockConfig
 
 SITES: dict[str, tuple[str, ...]] = {
-    "attention_norm": ("xla", "mosaic"),
-    "qkv_projection": ("xla",),
-    "rope": ("xla", "mosaic"),
-    "attention": ("xla", "cudnn"),
-    "output_projection": ("xla",),
-    "mlp_norm": ("xla", "mosaic"),
-    "gated_mlp": ("xla",),
-    "activation": ("xla", "mosaic"),
-    "down_projection": ("xla",),
+    "attention_norm": ("xla", "mosaic", "best"),
+    "qkv_projection": ("xla", "mosaic", "best"),
+    "rope": ("xla", "mosaic", "best"),
+    "attention": ("xla", "mosaic", "cudnn", "best"),
+    "output_projection": ("xla", "mosaic", "best"),
+    "mlp_norm": ("xla", "mosaic", "best"),
+    "up_projection": ("xla", "mosaic", "best"),
+    "activation": ("xla", "mosaic", "best"),
+    "down_projection": ("xla", "mosaic", "best"),
 }
 """The sites of the block in program order, and the implementations that each has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionPlan:
-    """The implementation of each site: "xla" (plain JAX), "mosaic" (`pallas_kernels`) or "cudnn".
+    """The implementation of each site.
 
-    A norm's kernel adds the residual stream's gradient in its backward pass. `activation="mosaic"` moves the bias of a
-    GELU block's up-projection into the activation. Weights and results are the same under every plan, up to rounding.
+    "xla" is plain JAX, "mosaic" a kernel of `pallas_kernels`, "cudnn" cuDNN's flash attention, and "best" whichever of
+    them was measured to be the fastest for the device and shape of the trace (`xlafuse.models.best`).
+
+    Kernels take in what is around their site. A norm's adds the residual stream's gradient in its backward pass. That
+    of query, key and value rotates the first two: what `rope` says then counts for nothing. An output or down
+    projection's adds bias and residual, unless dropout comes between. An up projection's multiplies by the gate's
+    weights too, in a SwiGLU block, and does the activation: what `activation` says then counts for nothing. Of an
+    activation alone, a GELU's takes in the bias. Weights and results are the same under every plan, up to rounding.
+
     Raises `UnknownNameError` (a `ValueError`) for what a site does not have.
     """
 
@@ -37,7 +44,7 @@ class FusionPlan:
     attention: str = "xla"
     output_projection: str = "xla"
     mlp_norm: str = "xla"
-    gated_mlp: str = "xla"
+    up_projection: str = "xla"
     activation: str = "xla"
     down_projection: str = "xla"
 

@@ -1,0 +1,68 @@
+"""Which implementation of a site was measured to be the fastest, for the device and shape of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.gated_linear import config as gated_linear
+from pallas_kernels.ops.linear import config as linear
+from pallas_kernels.ops.qkv_projection import config as qkv_projection
+from pallas_kernels.primitives.platform import target_device
+from xlafuse.models import kernels
+from xlafuse.models.config import BlockConfig
+from xlafuse.models.plan import FusionPlan
+
+
+def settled(plan: FusionPlan, config: BlockConfig, shape: tuple[int, int]) -> FusionPlan:
+    """`plan` with the name of an implementation in place of every "best"; `shape` is batch and length."""
+    asked = [site for site, implementation in plan.fused_sites.items() if implementation == "best"]
+    return dataclasses.replace(plan, **{site: _best(site, config, shape) for site in asked})
+
+
+def _best(site: str, config: BlockConfig, shape: tuple[int, int]) -> str:
+    if site == "attention":
+        return _best_attention(config, shape)
+    runs = kernels.refusal(site, config) is None
+    return "mosaic" if runs and _is_faster(site, config, math.prod(shape)) else "xla"
+
+
+def _best_attention(config: BlockConfig, shape: tuple[int, int]) -> str:
+    """Of our operation's preferences the first that runs here, else cuDNN; plain for one token, which sees itself."""
+    device = target_device()
+    if shape[1] == 1 or device.is_interpreted:  # jax's interpreter has no accumulators that begin with values
+        return "xla"
+    is_cuda, takes = device.platform == "cuda", config.dtype in ("bfloat16", "float16")
+    can_run = {"mosaic": kernels.refusal("attention", config) is None, "cudnn": is_cuda and takes}
+    found = (name for name in (*kernels.attention_order(config, shape), "cudnn") if can_run.get(name, False))
+    return next(found, "xla")
+
+
+def _is_faster(site: str, config: BlockConfig, rows: int) -> bool:
+    """Than XLA: norms, rotary embedding and activations at every size, products by their operations' own rules."""
+
+    def array(*sizes: int) -> jax.Array:
+        return cast(jax.Array, jax.ShapeDtypeStruct(sizes, jnp.dtype(config.dtype)))
+
+    hidden, mlp = config.hidden_size, config.mlp_size
+    if site == "qkv_projection":
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        weights = [array(hidden, count * config.head_dim) for count in counts]
+        is_rotated = config.rope_theta is not None
+        order = qkv_projection.preferred(array(rows, hidden), weights, head_size=config.head_dim, is_rotated=is_rotated)
+        return "mosaic" in order
+    if site == "up_projection" and config.mlp == "swiglu":
+        return "mosaic" in gated_linear.preferred(array(rows, hidden), array(hidden, mlp), "silu")
+    if site == "up_projection":
+        features, outputs, activation, residual = hidden, mlp, "gelu_tanh", None
+    elif site in ("output_projection", "down_projection"):
+        features = mlp if site == "down_projection" else config.num_heads * config.head_dim
+        outputs, activation, residual = hidden, None, array(rows, hidden)
+    else:
+        return True
+    x, w, bias = array(rows, features), array(features, outputs), array(outputs) if config.use_bias else None
+    return "mosaic" in linear.preferred(x, w, bias, activation, residual, x.dtype)
