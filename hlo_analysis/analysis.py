@@ -15,7 +15,7 @@ from hlo_analysis.kinds import EMITTERS
 from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.missed import rank
-from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
+from hlo_analysis.records import OPAQUE_KINDS, Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.resources import read_resources, resources_of
 from hlo_analysis.rows import Context, launch_row
 
@@ -115,11 +115,7 @@ def _slow_products(launches: Sequence[Launch]) -> list[str]:
 
 def _opaque_kernels(launches: Sequence[Launch]) -> list[str]:
     """A note on kernels that are not XLA's and so show their operands and results alone."""
-    opaque = {
-        launch.kind
-        for launch in launches
-        if launch.kind in ("mosaic", "jax_triton", "custom_call") and not launch.flops
-    }
+    opaque = {launch.kind for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops}
     if not opaque:
         return []
     return [

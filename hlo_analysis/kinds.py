@@ -137,4 +137,9 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
         case "kCustom" if isinstance(config, dict) and "native_emitter_backend_config" in config:
             # A product that the config assigner took away from Triton: one thread an element of the result.
             return "loop"
+        case "kCustom":
+            # A library's or a kernel's call that reads or writes a slice in its place: the call is what is launched.
+            body = module.computations[instruction.called[0]].instructions.values()
+            calls = [inner for inner in body if inner.opcode == "custom-call"]
+            return kind_of(module, calls[0], "") if len(calls) == 1 else "other"
     return "other"

@@ -35,6 +35,8 @@ LaunchKind = Literal[
     "custom_call",
     "other",
 ]
+OPAQUE_KINDS: tuple[LaunchKind, ...] = ("mosaic", "jax_triton", "custom_call")
+"""Kernels that show their operands and results alone."""
 """What makes the launch: an XLA emitter (loop, reduction, ...), a code generator, a library, or a kernel of ours."""
 
 Phase = Literal["forward", "backward"]
@@ -262,6 +264,11 @@ class Analysis:
     def roofline_us(self) -> float:
         """Estimated time of one run: the launches' rooflines, one after another."""
         return sum(launch.roofline_us * launch.repeat for launch in self.launches)
+
+    @property
+    def has_opaque_kernels(self) -> bool:
+        """Whether there are kernels that are not XLA's and of whose work nothing is known."""
+        return any(launch.kind in OPAQUE_KINDS and not launch.flops for launch in self.launches)
 
     @property
     def launches_by_kind(self) -> dict[str, int]:

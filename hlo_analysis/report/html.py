@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from hlo_analysis.records import Analysis, Comparison, Provenance, StrategyResult
 from hlo_analysis.report import kinds, words
 from hlo_analysis.report.payload import embedded_json, payload, totals
-from hlo_analysis.report.units import units_of
+from hlo_analysis.report.units import Units, units_of
 
 STYLES = ("page.css", "tables.css", "sections.css")
 SCRIPTS = (
@@ -39,15 +39,16 @@ def render_html(comparison: Comparison) -> str:
     """
     base = comparison[comparison.baseline]
     script = Markup(_static(SCRIPTS))
+    units = units_of(comparison)
     return (
         _environment()
         .get_template("page.html.j2")
         .render(
             comparison=comparison,
             base=base,
-            units=units_of(comparison),
+            units=units,
             verdict=words.verdict_sentences(comparison),
-            strategies=[_strategy(result, base.analysis) for result in comparison.strategies],
+            strategies=[_strategy(result, base.analysis, units) for result in comparison.strategies],
             tiles=_tiles(base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
@@ -101,7 +102,7 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _strategy(result: StrategyResult, base: Analysis | None) -> dict[str, Any]:
+def _strategy(result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, Any]:
     analysis = result.analysis
     made: dict[str, Any] = {"result": result, "analysis": analysis, "numerics": words.numerics_words(result.numerics)}
     if analysis is None:
@@ -109,6 +110,8 @@ def _strategy(result: StrategyResult, base: Analysis | None) -> dict[str, Any]:
     return made | {
         "totals": totals(result, analysis),
         "saved_share": words.saved_share(analysis),
+        "roofline": words.roofline_words(analysis, base, units.time),
+        "is_lower_bound": words.is_lower_bound(analysis, base),
         "gemm": words.gemm_words(analysis.provenance),
         "kinds": sorted(analysis.launches_by_kind.items(), key=lambda item: _family_place(item[0])),
     }

@@ -87,7 +87,9 @@ def _cells(result: StrategyResult, base: Analysis | None, units: Units, *, kinds
         *([_kinds(analysis)] if kinds else []),
         _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
         f"{words.saved_share(analysis):.0%}",
-        _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
+        words.roofline_words(analysis, base, units.time)
+        if words.is_lower_bound(analysis, base)
+        else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
         units.memory.show(analysis.memory.peak_bytes),
     ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hlo_analysis.records import Analysis, Comparison, Numerics, Provenance, StrategyResult
+from hlo_analysis.report.units import Unit
 
 TARGET_NAMES = {
     "h200": "an H200",
@@ -158,6 +161,17 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     return "; ".join(parts) + "."
 
 
+def is_lower_bound(analysis: Analysis, base: Analysis | None) -> bool:
+    """Whether a roofline time leaves out matrix products that the baseline counts: those inside opaque kernels."""
+    counted = 0 if base is None else base.traffic.flops
+    return analysis.has_opaque_kernels and analysis.traffic.flops < counted / 2
+
+
+def roofline_words(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
+    """The roofline time in `unit`, "≥" before one that does not hold all of the work."""
+    return ("≥\N{NO-BREAK SPACE}" if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
+
+
 def _best_sentence(comparison: Comparison) -> str:
     """The strategy with the lowest roofline time, where that is another than the baseline."""
     base = comparison[comparison.baseline]
@@ -166,11 +180,27 @@ def _best_sentence(comparison: Comparison) -> str:
     ]
     if base.analysis is None or len(done) < 2:
         return ""
+    partial = [result.name for result, analysis in done if is_lower_bound(analysis, base.analysis)]
+    done = [(result, analysis) for result, analysis in done if result.name not in partial]
+    return " ".join(filter(None, [_lowest_roofline(base.analysis, done), _partial_sentence(partial)]))
+
+
+def _partial_sentence(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    *others, last = names
+    told = f"{', '.join(others)} and {last}" if others else last
+    return f"Of {told} the roofline is a lower bound: XLA cannot see the products in their kernels."
+
+
+def _lowest_roofline(base: Analysis, done: Sequence[tuple[StrategyResult, Analysis]]) -> str:
+    if len(done) < 2:
+        return ""
     best, analysis = min(done, key=lambda item: item[1].roofline_us)
-    if analysis.roofline_us >= base.analysis.roofline_us * 0.995:
+    if analysis.roofline_us >= base.roofline_us * 0.995:
         return f"None of the other {len(done) - 1} strategies has a lower roofline time (estimated)."
-    traffic = format_change(analysis.traffic.bytes, base.analysis.traffic.bytes)
-    time = format_change(analysis.roofline_us, base.analysis.roofline_us)
+    traffic = format_change(analysis.traffic.bytes, base.traffic.bytes)
+    time = format_change(analysis.roofline_us, base.roofline_us)
     return (
         f"Lowest roofline of the {len(done)} strategies: {best.name}, {time} estimated time and {traffic} HBM traffic "
         f"in {plural(analysis.launch_count, 'launch')}."

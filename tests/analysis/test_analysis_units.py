@@ -224,6 +224,20 @@ def test_custom_calls_by_target(target, kind):
     assert kind_of(module, module.entry.root_instruction, "kCustomCall") == kind
 
 
+def test_a_call_that_reads_a_slice_in_its_place():
+    body = """%body {
+  %p = f32[8]{0} parameter(0)
+  %s = f32[4]{0} slice(%p), slice={[0:4]}
+  ROOT %c = f32[4]{0} custom-call(%s), custom_call_target="mosaic_gpu_v2"
+}
+
+"""
+    line = "ROOT %f = f32[4]{0} fusion(%a), kind=kCustom, calls=%body, backend_config="
+    config = '{"fusion_backend_config":{"kind":"__custom_fusion"}}'
+    module = module_of("%a = f32[8]{0} parameter(0)", line + config, before=body)
+    assert kind_of(module, module.entry.root_instruction, "kCustomCall") == "mosaic"
+
+
 def test_a_product_left_to_the_loop_emitter():
     body = """%body {
   %p = bf16[64,64]{1,0} parameter(0)

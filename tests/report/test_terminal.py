@@ -77,6 +77,21 @@ def test_verdict_names_the_strategy_with_the_lowest_roofline(comparison: Compari
     assert verdict(best).endswith("None of the other 3 strategies has a lower roofline time (estimated).")
 
 
+def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparison: Comparison):
+    strategies = [
+        replace(s, analysis=replace(s.analysis, traffic=replace(s.analysis.traffic, flops=10)))
+        if s.name == "pallas" and s.analysis
+        else s
+        for s in comparison.strategies
+    ]
+    hidden = replace(comparison, strategies=tuple(strategies))
+    assert "Of pallas the roofline is a lower bound" in verdict(hidden)
+    assert words._partial_sentence(["a", "b", "c"]).startswith("Of a, b and c the")
+    rows = {line.split()[0]: line for line in _printed(hidden, 140).splitlines() if line.strip()}
+    assert ["≥" in rows[name] for name in ("unfused", "xla_cudnn", "pallas")] == [False, False, True]
+    assert "≥" not in _printed(comparison, 140)
+
+
 def test_verdict_of_one_launch_with_nothing_between():
     from hlo_analysis.diff import compare_analyses
     from hlo_analysis.records import StrategyResult

@@ -10,6 +10,7 @@ function showBaseline(name) {
       const value = Number(cell.dataset.value);
       const from = base.totals[metric];
       const change = row.dataset.strategy === name ? "baseline"
+        : "partial" in cell.dataset ? "lower bound"
         : metric === "launches" ? (value === from ? "=" : `${value < from ? "−" : "+"}${Math.abs(value - from)}`)
         : formatChange(value, from);
       const note = cell.querySelector(".d");
