@@ -18,7 +18,7 @@ help:
 	@echo "make lint          ruff and pyright"
 	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
 	@echo "make notebooks     run the notebooks and keep their output"
-	@echo "make results       README's tables, from notebooks/results and the dispatch rules"
+	@echo "make results       the result tables, from notebooks/results and the dispatch rules"
 	@echo "make clean         remove .venv and what the above wrote"
 
 $(RUN): $(INPUTS)

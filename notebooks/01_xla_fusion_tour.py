@@ -126,9 +126,11 @@ for missed in analysis.missed[:8]:
 # %% [markdown]
 # ## Another plan: `xla` beside `pallas`
 #
-# A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives the norms, the rotary
-# embedding and the gated activation to Mosaic GPU kernels; products and attention stay XLA's. `xla_cudnn` gives
-# attention to cuDNN, and `pallas_cudnn` does both.
+# A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives every site to a
+# Mosaic GPU kernel: norms, projections with their rotary embedding, attention, the gated layer, products with their
+# residual sum. `xla_cudnn` gives attention alone to cuDNN, and `pallas_cudnn` does both. XLA cannot see the products
+# inside those kernels, so the estimates for the two last are of their memory traffic alone: lower bounds. Measured
+# times are in the README and in the next notebook.
 
 # %%
 plans = ["unfused", "xla", "xla_cudnn", "pallas", "pallas_cudnn"]

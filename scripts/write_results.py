@@ -1,6 +1,6 @@
-"""Kept benchmark results: merged, shown, and written into README between its markers.
+"""Kept benchmark results: merged, shown, and written into README and docs/results.md between their markers.
 
-scripts/write_results.py                        # README's tables from notebooks/results and the dispatch rules
+scripts/write_results.py                        # the tables, from notebooks/results and the dispatch rules
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xlafuse.bench import checks, coverage, limits
+from xlafuse.bench import block_lines, checks, coverage, limits
 from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
-from xlafuse.bench.table import markdown, place
+from xlafuse.bench.table import details, overview, place
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+README, DETAILS = ROOT / "README.md", ROOT / "docs/results.md"
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-COUNTERS, TESTS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "gpu-tests", "sanitizer"))
+BLOCK, COUNTERS, TESTS, SANITIZER = (
+    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer")
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,35 +56,55 @@ def main(argv: Sequence[str] | None = None) -> int:
             checks.write_summary(options.output, summary)
             print(f"{summary.passed} passed, {summary.failed} failed, {summary.skipped} skipped")
             return 0
-        return _readme(check_only=options.check)
+        return _pages(check_only=options.check)
     except ResultsError as error:
         print(f"write_results.py: {error}", file=sys.stderr)
         return 2
 
 
-def _readme(*, check_only: bool) -> int:
-    text = README.read_text(encoding="utf-8")
-    current = placed(text)
+def _pages(*, check_only: bool) -> int:
+    old = {path: path.read_text(encoding="utf-8") for path in (README, DETAILS)}
+    stale = {path: text for path, text in placed(old).items() if text != old[path]}
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if check_only:
-        print("current" if text == current else "README's tables are not what the results say; run `make results`")
-        return int(text != current)
-    if text != current:
-        README.write_text(current, encoding="utf-8")
-    print(f"wrote the tables of {README.name} from {KEPT.parent.relative_to(ROOT)}")
+        print(f"not what the results say: {names}; run `make results`" if stale else "current")
+        return int(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote the tables of {names}" if stale else "all tables were current")
     return 0
 
 
-def placed(text: str) -> str:
-    """README's text with what is between its markers made anew."""
-    results = load(KEPT)
-    text = place(text, markdown(results))
-    text = place(text, limits.markdown(results, limits.load_counters(COUNTERS)), "limits")
-    text = place(text, checks.markdown(checks.load(TESTS), checks.load(SANITIZER)), "checks")
-    return place(text, coverage.markdown(), "coverage")
+def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
+    """The texts of README and docs/results.md with what is between their markers made anew."""
+    results, counters = load(KEPT), limits.load_counters(COUNTERS)
+    block = load(BLOCK) if BLOCK.is_file() else None
+    tables = {
+        README: {
+            "results": overview(results),
+            "block": block_lines.overview(block) if block else "Not measured yet.",
+            "limits": limits.summary(results),
+            "checks": checks.markdown(checks.load(TESTS), checks.load(SANITIZER)),
+            "coverage": coverage.markdown(),
+        },
+        DETAILS: {
+            "results": details(results),
+            "limits": limits.markdown(results, counters),
+            "block": block_lines.details(block) if block else "Not measured yet.",
+        },
+    }
+    made = dict(pages)
+    for path, of_page in tables.items():
+        for marker, table in of_page.items():
+            made[path] = place(made[path], table, marker)
+    return made
 
 
 def shown(results: Results, characters: int) -> str:
     """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
+    if any(shape.of_kind("strategy") for shape in results.shapes):
+        told = (line for shape in results.shapes for line in (*block_lines.result_lines(shape), *problem_lines(shape)))
+        return "\n".join((*block_lines.summary_lines(results), *told))[:characters]
     lines = summary_lines(results)
     group = ""
     for shape in results.shapes:

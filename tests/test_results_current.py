@@ -1,4 +1,4 @@
-"""README's tables say what the kept results and the dispatch rules say."""
+"""The tables of README and docs/results.md say what the kept results and the dispatch rules say."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def script():
     return module
 
 
-def test_readme_tables_are_current(script):
+def test_tables_are_current(script):
     """Of the kept results, and of the operations' dispatch rules."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert script.placed(readme) == readme, "run `make results`"
+    pages = {path: path.read_text(encoding="utf-8") for path in (script.README, script.DETAILS)}
+    assert script.placed(pages) == pages, "run `make results`"
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
@@ -42,8 +42,8 @@ def test_kept_results_are_whole(path):
 
 
 def test_script_reads_what_is_kept(script):
-    assert script.README == ROOT / "README.md"
-    assert [path.name for path in (script.KEPT, script.COUNTERS, script.TESTS, script.SANITIZER)] == [
-        f"{name}-h200.json" for name in ("kernels", "counters", "gpu-tests", "sanitizer")
-    ]
+    assert (script.README, script.DETAILS) == (ROOT / "README.md", ROOT / "docs/results.md")
+    files = (script.KEPT, script.BLOCK, script.COUNTERS, script.TESTS, script.SANITIZER)
+    names = ("kernels", "block", "counters", "gpu-tests", "sanitizer")
+    assert [path.name for path in files] == [f"{name}-h200.json" for name in names]
     assert limits.load_counters(script.COUNTERS).cases
