@@ -6,7 +6,8 @@ With v = (x - mean) / deviation, deviation = sqrt(variance + epsilon) and n rows
     dbias = sum of dy,   dscale = sum of dy * v,   dx = scale / deviation * (dy - dbias / n - v * dscale / n)
 
 and the cotangents of mean and variance add dmean / n + 2 (x - mean) dvariance / n. All of it is a column's three
-numbers: dx = slope * dy + across * (x - mean) + offset.
+numbers: dx = slope * dy + across * (x - mean) + offset. Of few rows, whose variance may be as small as epsilon and the
+slope large, the mean of dy is taken off each dy first: what is left is small, and of one row exactly zero.
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ def batch_norm_backward(
     def differentiate(values):
         return values["slope"] * values["dy"] + values["across"] * (values["x"] - values["mean"]) + values["offset"]
 
+    def finish_few_rows(state, columns):
+        numbers = finish((jnp.zeros_like(state[0]), state[1]), columns)
+        return {**numbers, "dbias": state[0], "dy_mean": state[0] * (1.0 / rows)}
+
+    def differentiate_few_rows(values):
+        return differentiate({**values, "dy": values["dy"] - values["dy_mean"]})
+
     columns = {"scale": scale, "variance": variance, "dmean": dmean, "dvariance": dvariance}
     columns = {name: value for name, value in columns.items() if value is not None}
     out_types = {"dscale": scale.dtype, "dbias": jnp.float32}
@@ -61,8 +69,8 @@ def batch_norm_backward(
             arrays,
             {"mean": mean, **columns},
             passes=(lambda values, _: _products(values),),
-            finish=finish,
-            step=differentiate,
+            finish=finish_few_rows,
+            step=differentiate_few_rows,
             out_types=out_types,
         )
         return found["result"], found["dscale"], found["dbias"]
