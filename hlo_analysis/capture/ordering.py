@@ -27,7 +27,10 @@ def in_post_order(bytecode: bytes) -> bytes:
 
 
 def _sort(block: Any) -> None:
-    """Moves what the block's terminator needs behind everything else, in post-order."""
+    """Puts what the block's terminator needs in post-order, and behind it, in their old order, those that nobody needs.
+
+    These may read from the former, as what an inner jit computes and its caller drops does (of an SVD, the vectors).
+    """
     operations = [operation.operation for operation in block.operations]
     place = {operation: index for index, operation in enumerate(operations)}
     terminator = len(operations) - 1
@@ -43,6 +46,9 @@ def _sort(block: Any) -> None:
         stack.pop()
         if index != terminator:
             operations[index].move_before(operations[terminator])
+    for index, operation in enumerate(operations):
+        if index not in entered:
+            operation.move_before(operations[terminator])
 
 
 def _producers(operation: Any, place: dict[Any, int]) -> Any:

@@ -42,6 +42,19 @@ def test_sorting_twice_changes_nothing():
     assert main_operations(in_post_order(once)) == main_operations(once)
 
 
+def test_what_nobody_needs_comes_after_what_it_reads():
+    """As in JAX's lowering of an SVD of which only the singular values are used."""
+    with mlir.make_ir_context():
+        module = ir.Module.parse("""
+            func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+              %needed = stablehlo.sine %x : tensor<4xf32>
+              %dropped = stablehlo.cosine %needed : tensor<4xf32>
+              return %needed : tensor<4xf32>
+            }""")
+        bytecode = mlir.module_to_bytecode(module)
+    assert main_operations(in_post_order(bytecode)) == ["sine", "cosine", "return"]
+
+
 def test_values_captured_by_a_loop_stay_in_front_of_it():
     def fn(x, y):
         step = jnp.exp(y)
