@@ -1,15 +1,18 @@
 """FLOPs of one instruction, counted from shapes, with the matrix products apart from the rest.
 
-A product counts 2·M·N·K a batch; an elementwise operation one for each element of its result, transcendental ones
-included; a reduction one for each element that it reads; copies, conversions, slices and shapes none. cuDNN attention
-counts its two products forward and five backward, at half where a causal mask lets it skip half of the scores.
+A product counts 2·M·N·K a batch, four times that of complex; an elementwise operation one for each element of its
+result, transcendental ones included; a reduction one for each element that it reads; a Fourier transform 5·N·log2(N),
+half of it between real and complex; a triangular solve one for each row of the triangle and element of its result;
+copies, conversions, slices and shapes none. cuDNN attention counts its two products forward and five backward, at half
+where a causal mask lets it skip half of the scores.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import log2, prod
 from typing import Any
 
 from hlo_analysis.dataflow import leaves
@@ -124,6 +127,10 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
             return _convolution(instruction, operands[0], operands[1], instruction.shape)
         case "custom-call":
             return _library_call(instruction, operands)
+        case "triangular-solve":
+            return _triangular_solve(instruction, operands)
+        case "fft":
+            return _fourier(instruction, operands[0])
         case "reduce" | "all-reduce" | "reduce-scatter":
             count = max(len(operands) // 2, 1) if instruction.opcode == "reduce" else len(operands)
             return Flops(vector=sum(shape.element_count for shape in operands[:count]))
@@ -156,6 +163,8 @@ def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
     """A product on the matrix units, or on the vector units where float32 must stay float32."""
     precision = instruction.attributes.get("operand_precision", "")
     algorithm = instruction.attributes.get("algorithm", "")
+    if element_type in ("c64", "c128"):
+        count *= 4
     if element_type == "f32" and ("highest" in precision or algorithm == "dot_f32_f32_f32"):
         return Flops(vector=count)
     if product := re.fullmatch(r"dot_(bf16|tf32)_\w+?_f32(?:_x(\d))?", algorithm):
@@ -171,6 +180,20 @@ def _convolution(instruction: Instruction, data: Shape, kernel: Shape, result: S
     return _matrix(instruction, data.element_type, 2 * result.element_count * kernel.element_count // max(features, 1))
 
 
+def _triangular_solve(instruction: Instruction, operands: Sequence[Shape]) -> Flops:
+    """A multiplication and an addition for each half of the triangle, for each right-hand side."""
+    triangle, sides = operands[:2]
+    return _matrix(instruction, triangle.element_type, sides.element_count * triangle.dimensions[-1])
+
+
+def _fourier(instruction: Instruction, data: Shape) -> Flops:
+    """The textbook's count, which FFT libraries quote their speed by; the longer side has the whole transform."""
+    length = prod(_numbers(instruction.attributes.get("fft_length", "")))
+    transforms = max(data.element_count, instruction.shape.element_count) // max(length, 1)
+    each = 5 * length * log2(max(length, 1))
+    return Flops(vector=int(transforms * each / (2 if "RFFT" in instruction.attributes.get("fft_type", "") else 1)))
+
+
 def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     config = instruction.backend_config
@@ -182,6 +205,8 @@ def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
         return _product(instruction, operands[0], results[0], contracting)
     if attention := settings.get("cudnn_fmha_backend_config"):
         return _attention(attention, target, operands)
+    if target == "__cublas$triangularSolve":
+        return _triangular_solve(instruction, operands)
     if target == "__cudnn$convBackwardInput":
         return _convolution(instruction, operands[0], operands[1], operands[0])
     if target == "__cudnn$convBackwardFilter":

@@ -40,6 +40,8 @@ _KERNEL = re.compile(
     r"\s*(?P<name>\S+) grid: \[(?P<grid>[\d, ]+)\] threads: \[(?P<block>[\d, ]+)\]"
     r"\s+shared_memory: (?P<shared>\d+) bytes"
 )
+_NONE = "No thunks."
+"""The whole list of a program that only hands its arguments back, or returns nothing."""
 _LABEL = re.compile(r"\s*(condition|body|true_branch|false_branch|branch_\d+):\s*$")
 
 
@@ -122,7 +124,7 @@ def parse_thunk_sequence(text: str) -> tuple[Thunk, ...]:
             add(indent + 2, inline)
 
     for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
+        if not line.strip() or line.strip() == _NONE:
             continue
         indent = len(line) - len(line.lstrip())
         if match := _THUNK.match(line.lstrip()):

@@ -4,7 +4,8 @@ Rules, all counted from shapes:
 
 - A launch reads each operand once, whole; where every use of it inside the fusion is a slice, dynamic slice or gather,
   only what those take out. It writes its results; a dynamic-update-slice or scatter that updates its operand in place
-  writes the update alone and does not read the rest.
+  writes the update alone (at most the whole buffer: a scatter that sums many updates does so in the cache) and does not
+  read the rest.
 - *Unfused* is the same instructions, each a launch of its own. Bitcasts, reshapes, tuples, and broadcasts inside are
   views and free (so the count is a low one: an eager framework copies at least some of them); constants and iotas are
   free as operands. What the fusion returns is written even where a view made it.
@@ -162,7 +163,7 @@ def _result_writes(instruction: Instruction, shape: Shape, operands: list[Instru
             return operands[1].shape.byte_size
         case "scatter":
             count = _scatter_inputs(instruction)
-            return sum(update.shape.byte_size for update in operands[count + 1 :]) // count
+            return min(sum(update.shape.byte_size for update in operands[count + 1 :]) // count, shape.byte_size)
     return shape.byte_size
 
 
@@ -199,7 +200,7 @@ def _fusion_writes(module: Module, body: Computation) -> dict[Path, int]:
     for prefix, root in _roots(body):
         base = _in_place_base(body, root)
         if base is not None:
-            writes[prefix] = base[1]
+            writes[prefix] = min(base[1], root.shape.byte_size)
         elif root.opcode == "fusion":
             inner = _fusion_writes(module, module.computations[root.called[0]])
             writes.update({(*prefix, *path): count for path, count in inner.items()})

@@ -59,6 +59,11 @@ def _uncloned(name: str) -> str:
     return name.partition(".clone")[0]
 
 
+def _likeness(instruction: Instruction) -> tuple[str, str, Shape, str]:
+    """What a clone of an instruction keeps."""
+    return stem(instruction.name), instruction.opcode, instruction.shape, instruction.op_name
+
+
 def _executed(module: Module) -> dict[str, Instruction]:
     return {
         name: instruction
@@ -78,10 +83,12 @@ def _by_position(older: Module, newer: Module) -> dict[str, tuple[str, ...]] | N
 def _by_content(older: Module, newer: Module) -> dict[str, tuple[str, ...]]:
     before, after = _executed(older), _executed(newer)
     holders: dict[str, list[str]] = defaultdict(list)
+    likes: dict[tuple[str, str, Shape, str], list[str]] = defaultdict(list)
     plain: dict[tuple[str, str], list[str]] = defaultdict(list)
     for old in before.values():
         for inner in contents(older, old):
             holders[inner.name].append(old.name)
+            likes[_likeness(inner)].append(old.name)
         if old.opcode != "fusion":
             plain[stem(old.name), old.opcode].append(old.name)
 
@@ -95,6 +102,9 @@ def _by_content(older: Module, newer: Module) -> dict[str, tuple[str, ...]]:
                 for inner in contents(newer, new)
                 for name in holders.get(_uncloned(inner.name)) or plain.get((stem(inner.name), inner.opcode), ())
             ]
+            if not found:  # a clone, whose inside was numbered anew: only where there is no choice
+                alike = [likes[_likeness(inner)] for inner in contents(newer, new)]
+                found = [names[0] for names in alike if len(names) == 1]
             if found:
                 matched[new.name] = tuple(dict.fromkeys(found))
     _match_products(older, newer, matched)

@@ -43,7 +43,8 @@ CATEGORIES: dict[str, str] = {
     "often because the producer would be computed again for each user.",
     BITCAST_USERS: "The value is only re-labelled with another shape before a kernel that takes no fusion reads it; "
     "priority fusion weighs a producer only against users that compute.",
-    LIBRARY_CALL: "One end is a cuBLAS or cuDNN call: a finished kernel that XLA cannot fuse anything into.",
+    LIBRARY_CALL: "One end is a call of cuBLAS, cuDNN, cuSOLVER or the like: a finished kernel that XLA cannot fuse "
+    "anything into.",
     CUSTOM_KERNEL: "One end is a kernel from outside XLA (Pallas, Triton, a foreign call), opaque to its passes.",
     MATRIX_PRODUCT: "The Triton matrix-product rewriter weighed this work as a prologue or epilogue and declined: it "
     "would read more bytes inside the product's loop, or the rewriter does not analyse several inputs.",
@@ -120,6 +121,7 @@ _FRAGMENTS: tuple[tuple[str, str], ...] = (
     ("scatter", IN_PLACE),
     ("into dus", IN_PLACE),
     ("duss", IN_PLACE),
+    ("dus and slice", IN_PLACE),
     ("dynamic-update-slice", IN_PLACE),
     ("would introduce a cycle", CYCLE),
     ("creates a cycle", CYCLE),

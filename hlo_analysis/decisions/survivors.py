@@ -17,7 +17,18 @@ from hlo_analysis.records import Verdict
 
 PRIORITY_PASS = "priority-fusion"
 _CONFIG_PASS = "config-assigner"
-_LIBRARIES = ("__cublas", "__cudnn", "__cusolver", "__cub", "__onednn", "__ynn", "__xnn")
+_LIBRARIES = (
+    "__cublas",
+    "__cudnn",
+    "__cusolver",
+    "__cub",
+    "__onednn",
+    "__ynn",
+    "__xnn",
+    "cublas_",
+    "cusolver_",
+    "cusparse_",
+)
 
 # Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
 _CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
@@ -210,15 +221,18 @@ class Survivors:
     def _silent(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         if self._disabled:
             return _ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
+        late = [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]
+        if self._early_module is not None and (copies := [name for name in late if self._final[name].opcode == "copy"]):
+            return _unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
         if "product" in roles:
             text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
             return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
         text, category = "no pass left a word about this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
-        elif late := [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]:
+        elif late:
             text, category = f"{late[0]} was put in after fusion", categories.INSERTED
-        return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
+        return _unspoken(text, category)
 
     def _concerns_another(self, category: str, producer: str, consumers: set[str]) -> bool:
         """Whether a rule means another user of the producer, which is fused into all its users or into none."""
@@ -315,6 +329,10 @@ def generator_of(fusion: Instruction) -> str:
 
 def _ours(text: str, category: str, pass_name: str = "") -> Explanation:
     return Explanation(verdict="ineligible", reason=f"[{text}]", category=category, pass_name=pass_name)
+
+
+def _unspoken(text: str, category: str) -> Explanation:
+    return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
 
 
 def _said(pass_name: str, reason: str) -> Explanation:

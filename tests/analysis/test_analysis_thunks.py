@@ -68,6 +68,10 @@ def test_only_leaves_that_work_launch():
     assert launching == [1, 4, 5, 8, 10, 12, 14, 16, 17, 23]
 
 
+def test_a_program_without_launches():
+    assert parse_thunk_sequence("No thunks.") == ()
+
+
 def test_kernel_dimensions():
     (gemm,) = [t for root in parse_thunk_sequence(NESTED) for t in root.walk() if t.id == 10]
     assert (gemm.kernel, gemm.grid, gemm.block, gemm.shared_memory_bytes) == ("gemm", (1024, 2, 1), (64, 1, 1), 1024)

@@ -102,6 +102,30 @@ def test_update_in_place():
     assert found.writes == {(): 512}
 
 
+def test_a_scatter_writes_at_most_its_buffer():
+    """4096 rows that are summed into 2: the sums are made in the cache."""
+    body = """%add {
+  %l = f32[] parameter(0)
+  %r = f32[] parameter(1)
+  ROOT %s = f32[] add(%l, %r)
+}
+
+%body {
+  %sums = f32[2,128]{1,0} parameter(0)
+  %rows = s32[4096,1]{1,0} parameter(1)
+  %new = f32[4096,1,128]{2,1,0} parameter(2)
+  ROOT %u = f32[2,128]{1,0} scatter(%sums, %rows, %new), to_apply=%add
+}"""
+    entry = """  %c = f32[2,128]{1,0} parameter(0)
+  %i = s32[4096,1]{1,0} parameter(1)
+  %n = f32[4096,1,128]{2,1,0} parameter(2)
+  ROOT %f = f32[2,128]{1,0} fusion(%c, %i, %n), kind=kInput, calls=%body"""
+    found = usage(entry, body)
+    assert found.reads == {(0, ()): 1024, (1, ()): 4096 * 4, (2, ()): 4096 * 512}
+    assert found.writes == {(): 1024}
+    assert found.bytes_read + found.bytes_written <= found.unfused_bytes
+
+
 def test_an_update_that_is_read_on_is_not_in_place():
     body = IN_PLACE.replace("ROOT %u", "%u").replace(
         "%i, %zero)\n", "%i, %zero)\n  ROOT %n = f32[64,128]{1,0} negate(%u)\n"

@@ -57,6 +57,23 @@ def test_a_float32_product_at_highest_precision_is_vector_work():
     assert flops(*operands, line + ", algorithm=dot_bf16_bf16_f32_x3") == Flops(matrix=(("bf16", 3 * count),))
 
 
+def test_complex_products_solves_and_fourier_transforms():
+    line = "ROOT %d = c64[8,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    found = flops("%a = c64[8,16]{1,0} parameter(0)", "%b = c64[16,32]{1,0} parameter(1)", line)
+    assert found.total == 8 * (8 * 16 * 32)
+    found = flops(
+        "%a = f32[4,16,16]{1,2,0} parameter(0)",
+        "%b = f32[4,16,3]{1,2,0} parameter(1)",
+        'ROOT %s = (f32[4,16,3]{1,2,0}, s8[0]{0}) custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"',
+    )
+    assert found.total == 4 * 16 * 16 * 3
+    found = flops(
+        "%x = f32[6,1024]{1,0} parameter(0)",
+        "ROOT %f = c64[6,513]{1,0} fft(%x), fft_type=RFFT, fft_length={1024}",
+    )
+    assert found == Flops(vector=6 * 5 * 1024 * 10 // 2)
+
+
 def test_grouped_convolution():
     found = flops(
         "%x = f32[2,10,10,8]{3,2,1,0} parameter(0)",
