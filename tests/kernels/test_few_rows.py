@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import Rope, qkv_projection
+from pallas_kernels.ops.qkv_projection.config import candidates
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
@@ -113,3 +117,89 @@ def test_integer_weights(name, seed):
     (got,) = few_rows_product(x, [values], scales=[scales], config=config)
     w = wide(values).reshape(n, groups, -1) * wide(scales).T[:, :, None]
     assert_close(got, wide(x) @ w.reshape(n, k).T)
+
+
+def by_multiples(position, whole, fraction):
+    """Angles that are easily told apart; the operation's own are tested with it."""
+    angle = position.astype(jnp.float32) * (whole.astype(jnp.float32) + fraction)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+HEADS = {
+    "a head a tile, depth shared by two": (FewRowsConfig(columns=128, splits=2, warpgroups=2), 128, 9),
+    "a head a tile, two tiles a block": (FewRowsConfig(columns=128, warpgroups=2), 128, 1),
+    "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5),
+    "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 16),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_weights_beside_each_other(name, seed):
+    config, size, m = HEADS[name]
+    k, counts = 192, (2, 1, 1)
+    x = normal(seed, m, k)
+    weights = [normal(seed + 1 + i, k, count * size) for i, count in enumerate(counts)]
+    bias = [normal(seed + 5 + i, count * size) for i, count in enumerate(counts)]
+    filled = [jnp.pad(part, (0, -part.size % config.columns)) for part in bias]
+    whole, fraction = jnp.arange(size // 2, dtype=jnp.int32) % 5, jnp.linspace(0.1, 0.9, size // 2)
+    positions = jnp.arange(3, 3 + m, dtype=jnp.int32)
+    rotation = Rotation(size=size, positions=positions, whole=whole, fraction=fraction, angles=by_multiples)
+    got = few_rows_product(x, weights, bias=jnp.concatenate(filled), rotation=rotation, is_beside=True, config=config)
+    angle = wide(positions)[:, None, None] * (wide(whole) + wide(fraction))
+    for i, (y, w, b) in enumerate(zip(got, weights, bias, strict=True)):
+        assert y.shape == (m, w.shape[1])
+        exact = wide(x) @ wide(w) + wide(b)
+        if i < 2:
+            first, second = np.split(exact.reshape(m, -1, size), 2, axis=-1)
+            cosine, sine = np.cos(angle), np.sin(angle)
+            pairs = [first * cosine - second * sine, second * cosine + first * sine]
+            exact = np.concatenate(pairs, axis=-1).reshape(m, -1)
+        assert_close(y, exact)
+
+
+def test_weights_beside_each_other_without_heads(seed):
+    x = normal(seed, 3, 128)
+    weights = [normal(seed + 1 + i, 128, width) for i, width in enumerate((192, 64))]
+    for y, w in zip(few_rows_product(x, weights, is_beside=True, config=FewRowsConfig()), weights, strict=True):
+        assert_close(y, wide(x) @ wide(w))
+
+
+def test_heads_lie_whole_in_tiles(seed):
+    x, w = normal(seed, 8, 128), normal(seed + 1, 128, 128)
+    table = jnp.zeros(64)
+    rotation = Rotation(
+        size=128, positions=jnp.arange(8), whole=table.astype(jnp.int32), fraction=table, angles=by_multiples
+    )
+    with pytest.raises(ValueError, match="tiles of 64 columns do not hold whole heads of 128"):
+        few_rows_product(x, [w, w], rotation=rotation, is_beside=True, config=FewRowsConfig(columns=64))
+    with pytest.raises(ValueError, match="only weights beside each other are rotated"):
+        few_rows_product(x, [w], rotation=rotation)
+
+
+def test_projections_as_a_transposed_product(seed):
+    x, *weights = (normal(seed + i, *shape) for i, shape in enumerate([(3, 128), (128, 256), (128, 128), (128, 128)]))
+    scale, bias = jnp.array([0.5, 1.0, 2.0]), (jnp.arange(256.0), None, jnp.ones(128))
+    positions = jnp.array([0, 77, 1000], jnp.int32)
+    config = next(c for c in candidates(3, head_size=128).values() if isinstance(c, FewRowsConfig))
+    got = qkv_projection_forward(
+        x,
+        weights,
+        form=HeadForm(size=128, theta=500_000.0),
+        row_scale=scale,
+        biases=bias,
+        positions=positions,
+        config=config,
+    )
+    exact = [array.astype(jnp.float32) for array in (x * scale[:, None].astype(x.dtype), *weights)]
+    filled = [jnp.zeros(w.shape[1]) if b is None else b for b, w in zip(bias, weights, strict=True)]
+    rope = Rope(positions, 500_000.0)
+    expected = qkv_projection(*exact, bias=filled, head_size=128, rope=rope, implementation="xla")
+    for y, exact in zip(got, expected, strict=True):
+        np.testing.assert_allclose(y.astype(jnp.float32), exact.reshape(3, -1), rtol=2**-8, atol=2e-3)
+
+
+def test_cuts_of_projections_hold_whole_heads():
+    for size, columns in ((None, 128), (128, 128), (256, 256), (64, None)):
+        found = {c.columns for c in candidates(16, head_size=size).values() if isinstance(c, FewRowsConfig)}
+        assert found == (set() if columns is None else {columns})
+    assert not any(isinstance(c, FewRowsConfig) for c in candidates(65, head_size=128).values())

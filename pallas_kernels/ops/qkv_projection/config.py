@@ -9,12 +9,15 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.choice import FEW_ROWS, MANY_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 MOST_FEW_ROWS = 16
 FEWEST_MANY_ROWS = 512
 """Between them nothing has been measured."""
+Config = GemmConfig | FewRowsConfig
 
 
 def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Problem:
@@ -37,9 +40,10 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
     return tuning.implementations("qkv_projection", known, untuned=untuned)
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> GemmConfig:
+def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
     """The measured best for a problem, else the untuned choice."""
-    untuned, found = default_config(rows, head_size=head_size), candidates(rows, head_size=head_size)
+    untuned: Config = default_config(rows, head_size=head_size)
+    found = candidates(rows, head_size=head_size)
     return tuning.configuration("qkv_projection", "forward", known, found, untuned=untuned)
 
 
@@ -59,11 +63,11 @@ def is_preferred(rows: int) -> bool:
     return rows <= MOST_FEW_ROWS or rows >= FEWEST_MANY_ROWS
 
 
-def candidates(rows: int, *, head_size: int | None) -> dict[str, GemmConfig]:
+def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
     if rows <= FEW_ROWS:
         few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-        return {f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}
+        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed(head_size)}
     wide = GemmConfig()
     return {
         "128x256": wide,
@@ -71,4 +75,25 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, GemmConfig]:
         "128x256 skew 3, none in flight": replace(wide, skew=3, in_flight=0),
         "128x256 cluster m, skew 3, none in flight": replace(wide, cluster="m", skew=3, in_flight=0),
         "128x128": GemmConfig(tile_n=128, stages=6),
+    }
+
+
+_CUTS = ((2, 64, 1, 1), (2, 64, 2, 1), (2, 128, 2, 1), (3, 64, 1, 2), (1, 64, 4, 1))
+"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor. TUNING.md has the model."""
+
+
+def _transposed(head_size: int | None) -> dict[str, FewRowsConfig]:
+    """Cuts of the transposed product, a head a tile; none for heads whose halves are not whole groups of columns."""
+    if head_size is not None and head_size not in HEAD_SIZES:
+        return {}
+    return {
+        f"transposed, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
+            columns=head_size or 128,
+            depth=depth,
+            splits=splits,
+            warpgroups=warpgroups,
+            blocks_per_core=blocks,
+            stages=64,
+        )
+        for splits, depth, warpgroups, blocks in _CUTS
     }

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.qkv_projection.config import problem, tuned_config
+from pallas_kernels.ops.qkv_projection.config import Config, default_config, problem, tuned_config
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.heads import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -60,13 +62,20 @@ def qkv_projection_forward(
     biases: Sequence[jax.Array | None] = (None, None, None),
     head_scales: Sequence[jax.Array | None] = (None, None),
     positions: jax.Array | None = None,
-    config: GemmConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns x @ w for each of the three weights, heads normalised and rotated; (rows, outputs) each.
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
     biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
     """
+    if config is None:
+        known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
+        config = tuned_config(known, x.shape[0], head_size=form.size)
+    if isinstance(config, FewRowsConfig):
+        if form.epsilons == (None, None):
+            return _transposed(x, weights, form, row_scale, biases, positions, config)
+        config = default_config(x.shape[0], head_size=form.size)  # a norm of heads is made by the other kernel
     angles = None
     if form.theta is not None and form.size is not None:
         assert positions is not None
@@ -75,9 +84,6 @@ def qkv_projection_forward(
         Beside(heads=heads, bias=bias, scale=scale)
         for heads, bias, scale in zip((*form.of_query_and_key, None), biases, (*head_scales, None), strict=True)
     ]
-    if config is None:
-        known = problem(x, weights, head_size=form.size, is_rotated=angles is not None)
-        config = tuned_config(known, x.shape[0], head_size=form.size)
     query, key, value = gemm(
         [x],
         list(weights),
@@ -88,3 +94,48 @@ def qkv_projection_forward(
         name="qkv_projection",
     )
     return query, key, value
+
+
+def _transposed(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    form: HeadForm,
+    row_scale: jax.Array | None,
+    biases: Sequence[jax.Array | None],
+    positions: jax.Array | None,
+    config: FewRowsConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same of few rows, as a product that only reads the weights; angles are computed in the kernel."""
+    rotation = None
+    if form.theta is not None and form.size is not None:
+        assert positions is not None
+        whole, fraction = (jnp.asarray(table) for table in turns(form.size, form.theta))
+        rotation = Rotation(
+            size=form.size,
+            positions=positions.astype(jnp.int32),
+            whole=whole,
+            fraction=fraction,
+            angles=cosine_and_sine,
+        )
+    query, key, value = few_rows_product(
+        x,
+        weights,
+        bias=_beside(biases, weights, config.columns),
+        row_scale=row_scale,
+        rotation=rotation,
+        is_beside=True,
+        config=config,
+        name="qkv_projection",
+    )
+    return query, key, value
+
+
+def _beside(biases: Sequence[jax.Array | None], weights: Sequence[jax.Array], columns: int) -> jax.Array | None:
+    """The biases in the order of the weights' columns, each filled up to whole tiles; zeros where there is none."""
+    if all(bias is None for bias in biases):
+        return None
+    filled = [
+        jnp.zeros(w.shape[1], jnp.float32) if bias is None else bias.astype(jnp.float32)
+        for bias, w in zip(biases, weights, strict=True)
+    ]
+    return jnp.concatenate([jnp.pad(bias, (0, -bias.shape[0] % columns)) for bias in filled])

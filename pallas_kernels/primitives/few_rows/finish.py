@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.few_rows.config import GROUP
+from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
@@ -22,15 +23,15 @@ from pallas_kernels.primitives.transposed import load_transposed, store_transpos
 
 def finish_types(problem: Problem) -> dict[str, Any]:
     """Scratch types of `Finish`'s members."""
-    others, groups = problem.others, problem.own_groups
+    others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
     types: dict[str, Any] = {
         "results": [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
     }
     if others:
-        shape = (groups, others, GROUP, problem.tokens)
-        types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(problem.products)]
-        types["arrived"] = plgpu.Barrier(num_arrivals=others * problem.products, num_barriers=groups)
-        types["taken"] = plgpu.Barrier(num_barriers=groups)
+        shape, parts = (bundles, others, GROUP, problem.tokens), problem.products * problem.members
+        types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(parts)]
+        types["arrived"] = plgpu.Barrier(num_arrivals=others * parts, num_barriers=bundles)
+        types["taken"] = plgpu.Barrier(num_barriers=bundles)
     if problem.residual_dtype is not None:
         types["residual"] = plgpu.SMEM((groups, problem.tokens, GROUP), problem.residual_dtype)
         types["brought"] = plgpu.Barrier(num_barriers=groups)
@@ -39,10 +40,12 @@ def finish_types(problem: Problem) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What was read before a group's products: a scale for each of its columns and weights, if any, and the bias."""
+    """What was read before a group's products: a scale for each of its columns and weights, if any, the bias, and the
+    cosines and sines of a head's first half."""
 
     scales: Sequence[jax.Array]
     bias: jax.Array | None
+    angles: tuple[jax.Array, jax.Array] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,12 @@ class Finish:
 
     extras: what there is of bias, scale (of rows), scales (of columns, for each of the weights; all of these vectors in
         device memory, long enough for whole tiles) and residual.
+    outputs: of each of the problem's `widths`, or of one product several.
     rank: of the block in its cluster. warpgroup: in the block.
     results: of each output, (own groups, tokens, 64) in shared memory. residual, brought: likewise, and its barriers.
-    arriving: of each product, (own groups, other warpgroups, 64, tokens) float32; arrived: its barriers. taken: of the
-        way back, for the next tile.
+    arriving: of each product and member of a bundle, (own bundles, other warpgroups, 64, tokens) float32; arrived: its
+        barriers. taken: of the way back, for the next tile.
+    rotation: of heads; its arrays are among `extras`.
     """
 
     problem: Problem
@@ -83,56 +88,59 @@ class Finish:
     taken: Any = None
     residual: Any = None
     brought: Any = None
+    rotation: Rotation | None = None
 
     def begin(self, column: jax.Array) -> list[Ready]:
         """Before the products of the tile that begins there: what each group will need, and the residual sent for."""
         if self.residual is not None:
-            for group in range(self.problem.groups):
+            for group in range(self.problem.groups):  # a bundle each: heads have no residual
                 self._if_own(group, lambda group=group: self._bring(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
         bias = self.extras.get("bias")
+        firsts = () if self.rotation is None else [bundle[0] for bundle in self.problem.bundles]
         return [
             Ready(
                 scales=[_along_columns(ref, start) for ref in scales],
                 bias=None if bias is None else _along_columns(bias, start),
+                angles=self._angles(group) if group in firsts else None,
             )
-            for start in starts
+            for group, start in enumerate(starts)
         ]
 
     def end(self, products: Sequence[jax.Array], place: Place, ready: Sequence[Ready]) -> None:
         """After them. products: of the first weights, 64 columns each, then of the next."""
-        for group in range(self.problem.groups):
-            parts = products[group :: self.problem.groups]
-            slot = group // self.problem.config.splits
+        for number, bundle in enumerate(self.problem.bundles):
+            parts = [part for group in bundle for part in products[group :: self.problem.groups]]
             if self.problem.others:
-                pl.when(~self._owns(group))(partial(self._send, parts, group, place))
+                pl.when(~self._owns(number))(partial(self._send, parts, number, place))
 
-            def finish(parts=parts, slot=slot, group=group):
-                sums = self._sums(parts, slot, place)
-                self._finish(sums, slot, place.column + group * GROUP, ready[group])
+            def finish(parts=parts, number=number, bundle=bundle):
+                sums = self._sums(parts, number // self.problem.config.splits, place)
+                columns = [place.column + group * GROUP for group in bundle]
+                self._finish(sums, number, columns, [ready[group] for group in bundle])
 
-            self._if_own(group, finish)
+            self._if_own(number, finish)
 
-    def _owner(self, group: int) -> tuple[int, int]:
-        """The block and warpgroup that finish a group of columns."""
+    def _owner(self, bundle: int) -> tuple[int, int]:
+        """The block and warpgroup that finish a bundle of groups of columns."""
         config = self.problem.config
-        return group % config.splits, group // config.splits % config.warpgroups
+        return bundle % config.splits, bundle // config.splits % config.warpgroups
 
-    def _owns(self, group: int) -> jax.Array:
-        rank, warpgroup = self._owner(group)
+    def _owns(self, bundle: int) -> jax.Array:
+        rank, warpgroup = self._owner(bundle)
         return (self.rank == rank) & (self.warpgroup == warpgroup)
 
-    def _if_own(self, group: int, work) -> None:
+    def _if_own(self, bundle: int, work) -> None:
         if self.problem.others:
-            pl.when(self._owns(group))(work)
+            pl.when(self._owns(bundle))(work)
         else:
             work()
 
-    def _send(self, parts: Sequence[jax.Array], group: int, place: Place) -> None:
+    def _send(self, parts: Sequence[jax.Array], bundle: int, place: Place) -> None:
         config, others = self.problem.config, self.problem.others
-        rank, warpgroup = self._owner(group)
-        slot = group // config.splits
+        rank, warpgroup = self._owner(bundle)
+        slot = bundle // config.splits
         # The warpgroups that come after the owner in turn, counted from there.
         own = self.rank * config.warpgroups + self.warpgroup
         turn = lax.rem(own + others - rank * config.warpgroups - warpgroup, others + 1)
@@ -165,7 +173,29 @@ class Finish:
             pl.when(~place.is_last)(lambda: plgpu.barrier_arrive(self.taken.at[slot]))
         return sums
 
-    def _finish(self, products: Sequence[jax.Array], slot: int, column: jax.Array, ready: Ready) -> None:
+    def _finish(
+        self, sums: Sequence[jax.Array], number: int, columns: Sequence[jax.Array], ready: Sequence[Ready]
+    ) -> None:
+        """sums: of all products of the first of a bundle's groups, then of the next. columns: where groups begin."""
+        members, count = len(columns), self.problem.products
+        slots = [number // self.problem.config.splits * members + i for i in range(members)]
+        values = [
+            self._epilogue(sums[i * count : (i + 1) * count], slot, own)
+            for i, (slot, own) in enumerate(zip(slots, ready, strict=True))
+        ]
+        angles = ready[0].angles
+        if angles is not None:
+            end = self.problem.spans[-1][0]
+            values = [(half,) for half in rotated([half for (half,) in values], *angles, columns[0], end)]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for slot, results in zip(slots, values, strict=True):
+            for value, buffer in zip(results, self.results, strict=True):
+                store_transposed(value, buffer.at[slot])
+        plgpu.commit_smem()
+        for slot, column in zip(slots, columns, strict=True):
+            self._store(slot, column)
+
+    def _epilogue(self, products: Sequence[jax.Array], slot: int, ready: Ready) -> tuple[jax.Array, ...]:
         shape = (GROUP, self.problem.tokens)
         if ready.scales:
             wide = [lax.broadcast_in_dim(scale, shape, (0,)) for scale in ready.scales]
@@ -174,20 +204,28 @@ class Finish:
         if self.residual is not None:
             plgpu.barrier_wait(self.brought.at[slot])
             residual = load_transposed(self.residual.at[slot])
-        values = self.epilogue.apply(
+        return self.epilogue.apply(
             products,
             scale=self._scale(),
             bias=None if ready.bias is None else lax.broadcast_in_dim(ready.bias, shape, (0,)),
             residual=residual,
             dtype=self.outputs[0].dtype,
         )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for value, buffer in zip(values, self.results, strict=True):
-            store_transposed(value, buffer.at[slot])
-        plgpu.commit_smem()
-        for buffer, output in zip(self.results, self.outputs, strict=True):
+
+    def _store(self, slot: int, column: jax.Array) -> None:
+        def store(buffer, output, column):
             place = output.at[pl.ds(0 * column, self.problem.tokens), pl.ds(column, GROUP)]
             plgpu.copy_smem_to_gmem(buffer.at[slot], place)
+
+        if len(self.problem.widths) == 1:
+            for buffer, output in zip(self.results, self.outputs, strict=True):
+                store(buffer, output, column)
+            return
+        for output, (is_own, start) in zip(self.outputs, self.problem.owners(column), strict=True):
+            pl.when(is_own)(partial(store, self.results[0], output, column - start))
+
+    def _angles(self, group: int) -> tuple[jax.Array, jax.Array] | None:
+        return None if self.rotation is None else self.rotation.load(self.extras, group, self.problem.tokens)
 
     def _bring(self, group: int, column: jax.Array) -> None:
         slot = group // self.problem.config.splits

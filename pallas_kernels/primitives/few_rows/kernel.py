@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.choice import choose_few_rows
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
+from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import multiply_groups, multiply_whole, ring_types, send_for_weights
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
@@ -36,11 +37,15 @@ def few_rows_product(
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
+    rotation: Rotation | None = None,
+    is_beside: bool = False,
     out_dtype: jnp.dtype | None = None,
     config: FewRowsConfig | None = None,
     name: str = "few_rows_product",
 ) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
+
+    Weights that lie beside each other have a result each, (rows, N of its own).
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
@@ -50,28 +55,38 @@ def few_rows_product(
         bias: (N,), any floating dtype of at most 32 bits.
         row_scale: (rows,) float32; multiplies the rows of every product.
         residual: (rows, N) of out_dtype; added to the first result.
+        rotation: of the heads of all weights beside each other but the last; all of them have whole heads.
+        is_beside: whether weights lie beside each other, of x's dtype and any numbers of columns; the bias is of all
+            these columns, and there is no residual and no other epilogue.
         config: the cut; stages are reduced to those that fit.
         name: of the kernel, for traces.
     """
     epilogue = epilogue or Epilogue()
-    rows, n = x.shape[0], weights[0].shape[0 if scales else 1]
+    if is_beside and (scales or residual is not None or epilogue != Epilogue()):
+        raise ValueError("few_rows_product: weights beside each other take no scales, residual or other epilogue.")
+    if rotation is not None and not is_beside:
+        raise ValueError("few_rows_product: only weights beside each other are rotated.")
+    rows = x.shape[0]
+    widths = tuple(w.shape[0 if scales else 1] for w in weights)
     x = whole_groups(x)
     residual = None if residual is None else whole_groups(residual)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    count = epilogue.outputs(len(weights))
+    products = 1 if is_beside else len(weights)
+    count = epilogue.outputs(products)
     bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
-    kept = len(weights) if epilogue.keeps_products else 0
+    kept = products if epilogue.keeps_products else 0
     problem = Problem.of(
         rows=x.shape[0],
-        n=n,
+        widths=widths if is_beside else widths[:1],
         k=x.shape[1],
         dtype=x.dtype,
         weight_dtype=weights[0].dtype,
         scale_groups=scales[0].shape[0] if scales else 0,
-        products=len(weights),
+        products=products,
         out_dtypes=(out_dtype,) * (count - kept) + (x.dtype,) * kept,
         residual_dtype=None if residual is None else out_dtype,
-        config=config or choose_few_rows(rows, n, x.shape[1], weight_bits=bits),
+        config=config or choose_few_rows(rows, sum(widths) if is_beside else widths[0], x.shape[1], weight_bits=bits),
+        head_size=0 if rotation is None else rotation.size,
     )
     is_waiting = problem.is_quantized and not problem.is_grouped
     operands = {
@@ -80,20 +95,27 @@ def few_rows_product(
         "scale": padded_vector(row_scale, problem.tokens),
         "residual": residual,
     }
+    if rotation is not None:
+        operands |= rotation.operands(problem.tokens)
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
-    outputs = _launch(problem, epilogue, x, tiled, extras, name)
+    outputs = _launch(problem, epilogue, rotation, x, tiled, extras, name)
     return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
 
 
-def _launch(problem: Problem, epilogue: Epilogue, x: jax.Array, weights, extras, name: str) -> Sequence[jax.Array]:
+def _launch(
+    problem: Problem, epilogue: Epilogue, rotation: Rotation | None, x: jax.Array, weights, extras, name: str
+) -> Sequence[jax.Array]:
     config = problem.config
+    out_type = [
+        jax.ShapeDtypeStruct((problem.rows, width), dtype) for width in problem.widths for dtype in problem.out_dtypes
+    ]
     clusters = problem.tiles
     if config.persistent and config.splits == 1:
         clusters = min(clusters, target_device().core_count * config.blocks_per_core)
 
     def body(x_ref, w_refs, extra_refs, *refs):
-        outputs, (ring, finishing) = refs[: len(problem.out_dtypes)], refs[len(problem.out_dtypes) :]
+        outputs, (ring, finishing) = refs[: len(out_type)], refs[len(out_type) :]
         first_tile = lax.axis_index("block")
         rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else jnp.int32(0)
@@ -120,6 +142,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x: jax.Array, weights, extras,
             outputs=outputs,
             rank=rank,
             warpgroup=warpgroup,
+            rotation=rotation,
             **finishing,
         )
 
@@ -166,7 +189,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x: jax.Array, weights, extras,
     body.__name__ = name
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((problem.rows, problem.n), dtype) for dtype in problem.out_dtypes],
+        out_type=out_type,
         grid=(clusters,),
         grid_names=("block",),
         **({"cluster": (config.splits,), "cluster_names": ("cluster",)} if config.splits > 1 else {}),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
@@ -17,12 +20,15 @@ _ROWS = 8
 class Problem:
     """See the module.
 
+    widths: columns of the result; or of each result, where weights lie beside each other.
+    products: accumulators of a tile's columns, each of weights of its own.
     weight_dtype: x's, or int8 or int4. scale_groups: of integer weights, along the depth; 0 without.
     residual_dtype: None where there is no residual.
+    head_size: of heads, whose columns meet in pairs, half a head apart; 0 where columns are finished alone.
     """
 
     rows: int
-    n: int
+    widths: tuple[int, ...]
     k: int
     dtype: jnp.dtype
     weight_dtype: jnp.dtype
@@ -31,11 +37,14 @@ class Problem:
     out_dtypes: tuple[jnp.dtype, ...]
     residual_dtype: jnp.dtype | None
     config: FewRowsConfig
+    head_size: int = 0
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:
         """The problem with as many warpgroups and stages as fit."""
         problem = cls(config=config, **sizes)
+        if problem.head_size and (problem.head_size % (2 * GROUP) or config.columns % problem.head_size):
+            raise ValueError(f"tiles of {config.columns} columns do not hold whole heads of {problem.head_size}")
         for warpgroups in range(min(config.warpgroups, problem.steps), 0, -1):
             problem = replace(problem, config=replace(config, warpgroups=warpgroups))
             fitted = problem.config.fitted(stage_bytes=problem.stage_bytes, other_bytes=problem.finish_bytes)
@@ -50,8 +59,20 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        """Of the result."""
-        return pl.cdiv(self.n, self.config.columns)
+        """Of the results."""
+        return self.spans[-1][1] // self.config.columns
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole tiles."""
+        columns = self.config.columns
+        ends = tuple(accumulate(pl.cdiv(width, columns) * columns for width in self.widths))
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+    def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
+        """For each of `widths`, whether a column of the results beside each other is its own, and its first one."""
+        for first, end in self.spans:
+            yield (column >= first) & (column < end), first
 
     @property
     def steps(self) -> int:
@@ -65,13 +86,27 @@ class Problem:
 
     @property
     def groups(self) -> int:
-        """Of 64 columns in a tile. The blocks of a cluster finish them in turn."""
+        """Of 64 columns in a tile."""
         return self.config.columns // GROUP
 
     @property
-    def own_groups(self) -> int:
+    def bundles(self) -> tuple[tuple[int, ...], ...]:
+        """The groups that are finished together: alone, or both halves of pairs. The blocks of a cluster take turns."""
+        if not self.head_size:
+            return tuple((group,) for group in range(self.groups))
+        half = self.head_size // (2 * GROUP)
+        heads = range(0, self.groups, 2 * half)
+        return tuple((head + i, head + i + half) for head in heads for i in range(half))
+
+    @property
+    def members(self) -> int:
+        """Groups of a bundle."""
+        return len(self.bundles[0])
+
+    @property
+    def own_bundles(self) -> int:
         """The most of them that one block finishes."""
-        return pl.cdiv(self.groups, self.config.splits)
+        return pl.cdiv(len(self.bundles), self.config.splits)
 
     @property
     def is_quantized(self) -> bool:
@@ -112,4 +147,4 @@ class Problem:
         itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:
             itemsizes.append(self.residual_dtype.itemsize)
-        return self.own_groups * (arriving + sum(itemsizes) * GROUP * self.tokens)
+        return self.own_bundles * self.members * (arriving + sum(itemsizes) * GROUP * self.tokens)

@@ -9,6 +9,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,6 +60,11 @@ def send_for_weights(
     depth, columns = pl.ds(step * config.depth, config.depth), pl.ds(column, config.columns)
     place = (columns, depth) if problem.is_quantized else (depth, columns)
     full = ring["full"].at[stage]
+    if len(problem.widths) > 1:
+        for ref, (is_own, first) in zip(refs["w"], problem.owners(column), strict=True):
+            place = ref.at[depth, pl.ds(column - first, config.columns)]
+            pl.when(is_own)(partial(plgpu.copy_gmem_to_smem, place, ring["w"][0].at[stage], full))
+        return
     for ref, buffer in zip(refs["w"], ring["w"], strict=True):
         plgpu.copy_gmem_to_smem(ref.at[place], buffer.at[stage], full)
     if problem.is_grouped:

@@ -1,0 +1,72 @@
+"""Columns as heads: column i and column i + size / 2 of each head are rotated as a pair, by their row's angle.
+
+A tile holds whole heads, and one warpgroup finishes both halves, so that pairs meet in its registers. Angles are
+computed there too: 64 of them for each row, which a table would need a launch of its own for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.few_rows.config import GROUP
+
+HEAD_SIZES = (128, 256)
+"""Their halves are whole groups of columns."""
+Angles = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """What the first results' heads go through; the last result's columns stay as they are.
+
+    size: of a head, one of `HEAD_SIZES`.
+    positions: (rows,) int32.
+    whole, fraction: (size / 2,) each, int32 and float32: the frequencies, as `angles` takes them.
+    angles: from positions and both of these, all of one shape, to cosines and sines.
+    """
+
+    size: int
+    positions: jax.Array
+    whole: jax.Array
+    fraction: jax.Array
+    angles: Angles
+
+    def operands(self, tokens: int) -> dict[str, jax.Array]:
+        """The arrays as the kernel reads them, for so many rows."""
+        rows = self.positions.shape[0]
+        positions = self.positions if rows in (1, tokens) else jnp.pad(self.positions, (0, tokens - rows))
+        return {"positions": positions, "whole": self.whole, "fraction": self.fraction}
+
+    def load(self, refs: Mapping[str, Any], group: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines, (64, tokens) each, for the first half's columns in that group of a tile."""
+        shape = (GROUP, tokens)
+        place = pl.ds(group * GROUP % (self.size // 2), GROUP)
+        columns = [
+            plgpu.load(refs[name].at[place], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            for name in ("whole", "fraction")
+        ]
+        if self.positions.shape[0] == 1:
+            positions = plgpu.layout_cast(jnp.full(shape, refs["positions"][0]), plgpu.Layout.WGMMA)
+        else:
+            rows = plgpu.load(refs["positions"], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            positions = lax.broadcast_in_dim(rows, shape, (1,))
+        return self.angles(positions, *(lax.broadcast_in_dim(column, shape, (0,)) for column in columns))
+
+
+def rotated(
+    halves: Sequence[jax.Array], cosine: jax.Array, sine: jax.Array, column: jax.Array, end: int
+) -> tuple[jax.Array, jax.Array]:
+    """Both halves of pairs, rotated where `column`, a scalar, is before `end`."""
+    first, second = halves
+    # The lowering selects by an array of the values' shape only.
+    is_rotated = lax.broadcast_in_dim(column, first.shape, ()) < end
+    one = jnp.where(is_rotated, first * cosine - second * sine, first)
+    return one, jnp.where(is_rotated, second * cosine + first * sine, second)
