@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import MappingProxyType
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import kernels, peers, timing
+from xlafuse.bench import assembler, kernels, peers, timing
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import NoGpuError, Settings, bench_operation, bench_shape, check_close, require_gpu
 from xlafuse.bench.lines import result_lines
@@ -53,17 +54,25 @@ def test_what_cannot_run_here_is_unsupported_and_the_others_go_on(spec):
 
 
 @pytest.mark.usefixtures("invented_times")
-def test_a_wrong_variant_is_reported_and_not_timed(spec):
+def test_a_variant_that_is_wrong_or_serialized_is_reported_and_not_timed(monkeypatch, spec):
+    because = "wgmma.mma_async instructions are serialized due to insufficient register resources"
+    note = f"ptxas info    : (C7511) Potential Performance Loss: {because} in the function 'rms_norm'\n"
+
     def twice(**arguments):
         return tuple(2 * value for value in pallas_kernels.rms_norm(**plain(arguments)))
 
-    op = dataclasses.replace(
-        get_op("rms_norm"), implementations=("xla",), variants=lambda *_: MappingProxyType({"twice": twice})
-    )
+    def serialized(**arguments):
+        os.write(1, note.encode())  # while it is traced, as Mosaic GPU does while it compiles
+        return tuple(pallas_kernels.rms_norm(**plain(arguments)))
+
+    variants = MappingProxyType({"twice": twice, "serialized": serialized})
+    op = dataclasses.replace(get_op("rms_norm"), implementations=("xla",), variants=lambda *_: variants)
+    monkeypatch.setenv(assembler.VARIABLE, "1")
     result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, variants=True))
     assert result.of_kind("variant") == ()
-    assert result.problems[0].candidate == "variant: twice"
+    assert [problem.candidate for problem in result.problems] == ["variant: twice", "variant: serialized"]
     assert "output 0 is off by 1 of its norm" in result.problems[0].message
+    assert f"not timed: rms_norm: {because}" in result.problems[1].message
 
 
 @pytest.mark.usefixtures("invented_times")

@@ -130,17 +130,35 @@ def test_a_table_may_be_made_of_kept_measurements(tmp_path):
     assert (told.exit_code, "unknown tuned operation 'softmax'" in told.output) == (2, True)
 
 
-def test_spills_are_read_from_what_the_assembler_prints(monkeypatch, capfd):
-    said = (
-        "ptxas info    : Compiling entry function 'linear' for 'sm_90a'\n"
-        "    8 bytes stack frame, 24 bytes spill stores, 16 bytes spill loads\n"
-    )
-    with assembler.spills() as spilled:
-        os.write(1, said.encode())
-    assert spilled() == 0  # not asked for
-    assert capfd.readouterr().out == said
+SPILLS = """\
+ptxas info    : Compiling entry function 'linear' for 'sm_90a'
+    8 bytes stack frame, 24 bytes spill stores, 16 bytes spill loads
+"""
+SERIALIZED = """\
+ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non \
+wgmma instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the \
+function 'linear'
+"""
+WAIT = """\
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 94 by compiler to allow use of registers in GMMA \
+in function 'linear'
+ptxas info    : (C7517) warpgroup.wait is injected in around line 112 by compiler to allow use of registers defined by \
+GMMA in function 'linear'
+"""
+
+
+def test_what_slows_a_kernel_is_read_from_what_the_assembler_prints(monkeypatch, capfd):
+    with assembler.faults() as faults:
+        os.write(1, SPILLS.encode())
+    assert faults() == ()  # not asked for
+    assert capfd.readouterr().out == SPILLS
     monkeypatch.setenv(assembler.VARIABLE, "1")
-    with assembler.spills() as spilled:
-        os.write(1, said.encode())
-    assert spilled() == 24
+    with assembler.faults() as faults:
+        os.write(1, f"{SERIALIZED}{WAIT}{SPILLS}".encode())
+    assert faults() == (
+        "it spills 24 bytes of registers a thread",
+        "linear: wgmma.mma_async instructions are serialized due to non wgmma instructions reading accumulator "
+        "registers of a wgmma between start and end of the pipeline stage",
+        "linear: warpgroup.wait is injected to allow use of registers defined by GMMA",
+    )
     assert capfd.readouterr().out == ""

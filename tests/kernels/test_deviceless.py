@@ -1,22 +1,40 @@
-"""Every kernel of the registry, compiled to H200 machine code with no GPU: nothing spills, lanes agree on sums."""
+"""Every kernel of the registry, compiled to H200 machine code with no GPU: nothing spills, no product waits unasked,
+lanes agree on sums."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import Any
 
+import compile_deviceless
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import pytest
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import REGISTRY
 
-ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 550
+"""That an operation may take."""
+
+PRODUCTS = (
+    *("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm", "quantized_linear"),
+    *("lora_linear", "linear_cross_entropy", "attention", "decode_attention"),
+)
+"""Operations whose kernels multiply matrices, by wgmma."""
 
 BACKWARD_BY_XLA = ("lora_linear", "quantized_linear")
 """Operations whose gradients have no kernel of ours by default."""
+
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,27 +44,95 @@ pytestmark = [
 ]
 
 
+class Compiler:
+    """A process of its own for all operations: Mosaic GPU reads from the environment whether to print what ptxas says,
+    and starting JAX and the CUDA plugin for each operation would take a minute in all."""
+
+    def __init__(self) -> None:
+        self.executor: ProcessPoolExecutor | None = None
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of a module gives there; a process that died or got stuck is not used again."""
+        if self.executor is None:
+            context = multiprocessing.get_context("spawn")
+            self.executor = ProcessPoolExecutor(1, mp_context=context, initializer=compile_deviceless.prepare)
+        try:
+            return self.executor.submit(function, *arguments).result(SECONDS)
+        except (BrokenProcessPool, TimeoutError):
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        if self.executor is not None:
+            for process in multiprocessing.active_children():
+                process.kill()
+            self.executor.shutdown()
+        self.executor = None
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    compiler = Compiler()
+    yield compiler
+    compiler.end()
+
+
 @pytest.mark.parametrize("op", REGISTRY)
-def test_kernels_compile_without_spills(op, tmp_path):
-    # A process of its own: Mosaic GPU reads from the environment whether to print what ptxas says.
-    dumps = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **dumps}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compile_deviceless.py"), op, str(tmp_path)],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    kernels = json.loads(done.stdout.splitlines()[-1])
+def test_kernels_compile_well(op, compiler):
+    kernels = compiler(compile_deviceless.compile_operation, op)
     has_backward = REGISTRY[op].differentiable and op not in BACKWARD_BY_XLA
     phases = {"forward", "backward"} if has_backward else {"forward"}
     assert {kernel["phase"] for kernel in kernels} == phases
     assert all(kernel["registers"] > 0 for kernel in kernels)
-    spilled = [k for k in kernels if k["spill_stores"] or k["spill_loads"]]
-    assert not spilled
+    assert any(kernel["wgmmas"] for kernel in kernels) == (op in PRODUCTS)
+    assert not [k for k in kernels if k["spill_store_bytes"] or k["spill_load_bytes"]]
+    waits = [f"{op} {k['spec']}, {k['phase']}, {wait}" for k in kernels for wait in k["waits"]]
+    assert not waits, "ptxas makes products wait for each other:\n" + "\n".join(waits)
     # What all lanes should know alike they store to one word: sanitizers call it a race, and no order decides it.
     assert not [k for k in kernels if k["fused_sums"]]
+
+
+def planted(under_way: int | None) -> jax.Array:
+    """Sums of products in a loop which doubles the sum, while as many products may still be under way (None: any)."""
+
+    def planted(out, a, b):
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(TILED), plgpu.RefType(TILED)),
+            return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, layout=plgpu.Layout.WGMMA),
+        )
+        def doubled_sums(_, a, b):
+            @mgpu.fori(mgpu.c(8, ir.IndexType.get()), mgpu.WGMMAAccumulator.zero(64, 64))
+            def loop(_, sums):
+                sums = mgpu.wgmma(sums, a, b)
+                nvvm.wgmma_commit_group_sync_aligned()
+                if under_way is not None:
+                    nvvm.wgmma_wait_group_sync_aligned(under_way)
+                return mgpu.WGMMAAccumulator.from_registers(sums.value * 2.0)
+
+            nvvm.wgmma_wait_group_sync_aligned(0)
+            return loop.result.value
+
+        out[...] = doubled_sums(a, b)
+
+    tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=TILED)
+    return plgpu.kernel(planted, out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32), scratch_types=[tile, tile])()
+
+
+@pytest.mark.parametrize(
+    ("under_way", "found"),
+    [
+        (0, None),
+        (1, "are serialized due to non wgmma instructions reading accumulator registers"),
+        (None, "warpgroup.wait is injected to allow use of registers defined by GMMA"),
+    ],
+)
+def test_products_that_wait_unasked_are_found(under_way, found, compiler):
+    (kernel,) = compiler(compile_deviceless.compile_kernels, partial(planted, under_way))
+    assert (kernel["wgmmas"], kernel["spill_store_bytes"]) == (4, 0)
+    if found is None:
+        assert kernel["waits"] == ()
+    else:
+        (wait,) = kernel["waits"]
+        assert wait.startswith("planted_mosaic_gpu_kernel: ")
+        assert found in wait

@@ -1,4 +1,4 @@
-"""What ptxas says of Mosaic GPU kernels while they are compiled: how many bytes of registers they spill to memory.
+"""What ptxas says of Mosaic GPU kernels while they are compiled: which spill registers, and which wait for products.
 
 Mosaic prints it on the process's standard output where the environment asks for it; `xlafuse.bench.supervisor` does for
 the processes that time configurations.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,24 +16,51 @@ from collections.abc import Callable, Iterator
 from hlo_analysis.capture.resources import parse_ptxas
 
 VARIABLE = "MOSAIC_GPU_DUMP_PTXAS"
+_SERIALIZED = re.compile(r"(wgmma\.mma_async instructions are serialized due to .+?) in the function '([^']+)'")
+_WAIT = re.compile(r"(warpgroup\.wait is injected) in around line \d+ by compiler (.+?) in function '([^']+)'")
+
+
+def waits(ptxas: str) -> tuple[str, ...]:
+    """Products that wait where their kernel does not ask for it, in ptxas' own words, each with the kernel's name.
+
+    Where registers of an asynchronous wgmma are touched too early, or do not suffice, ptxas still makes a correct
+    kernel: each wgmma then ends before the next begins (its notes C7510 to C7516), or one wait more is put in (C7517).
+    Nothing need be spilled, and nothing fails: the kernel is only slower. A `warpgroup.arrive` put in (C7519) is no
+    wait, and common.
+    """
+    found = [f"{kernel}: {' '.join(why.split())}" for why, kernel in _SERIALIZED.findall(ptxas)]
+    found += [f"{kernel}: {what} {why}" for what, why, kernel in _WAIT.findall(ptxas)]
+    return tuple(found)
 
 
 @contextlib.contextmanager
-def spills() -> Iterator[Callable[[], int]]:
-    """Gives what tells, afterwards, the bytes that the kernels compiled meanwhile spill; 0 where ptxas is not asked."""
+def faults() -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Gives what tells, afterwards, why the kernels compiled meanwhile are not worth timing; () without `VARIABLE`."""
     if os.environ.get(VARIABLE) != "1":
-        yield lambda: 0
+        yield lambda: ()
         return
+    with printed() as text:
+        yield lambda: _faults(text())
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[Callable[[], str]]:
+    """Keeps what the process, C++ included, writes to its standard output; gives what tells it afterwards."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:
         os.dup2(file.fileno(), 1)
         said: list[str] = []
         try:
-            yield lambda: sum(kernel.get("spill_store_bytes", 0) for kernel in parse_ptxas("".join(said)))
+            yield lambda: "".join(said)
         finally:
             sys.stdout.flush()
             os.dup2(before, 1)
             os.close(before)
             file.seek(0)
             said.append(file.read())
+
+
+def _faults(ptxas: str) -> tuple[str, ...]:
+    spilled = sum(kernel.get("spill_store_bytes", 0) for kernel in parse_ptxas(ptxas))
+    return (*([f"it spills {spilled} bytes of registers a thread"] if spilled else ()), *waits(ptxas))

@@ -148,10 +148,10 @@ def _candidates(
     for name, kind, function in calls:
         candidate = Candidate(name=name, kind=kind, call=jax.jit(function), inputs=inputs)
         try:
-            with assembler.spills() as spilled:
+            with assembler.faults() as faults:
                 result = jax.block_until_ready(candidate.call(*inputs[0]))
-            if kind == "variant" and spilled():
-                raise AssertionError(f"it spills {spilled()} bytes of registers a thread, and is not timed")
+            if kind == "variant" and faults():
+                raise AssertionError(f"not timed: {'; '.join(faults())}")
             if name == "xla":
                 baseline = result
             check_close(result, baseline)

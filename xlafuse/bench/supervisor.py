@@ -34,7 +34,7 @@ def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[st
     """`environment` for a worker.
 
     Where PyTorch runs beside JAX, JAX must not take the memory first. Where a kernel's configurations are timed, the
-    assembler is to say of each what it spills.
+    assembler is to say of each what it spills, and whether its products wait.
     """
     added = {}
     if any(name.startswith("torch") or name == "liger" for name in settings.peers):

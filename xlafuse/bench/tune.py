@@ -1,8 +1,9 @@
 """`xlafuse tune`: fills a tuned table from measurements on the attached GPU.
 
 Every bench shape of an operation whose table dispatch reads (`OpSpec.problem`) is timed as the kernel benchmark does
-it, with all configurations in turns; what does not compile, spills registers or is wrong has dropped out before. The
-table is written after every shape, so that a run cut short keeps what it has, and the next one goes on from there.
+it, with all configurations in turns; what does not compile, spills registers, has its products serialized by ptxas or
+is wrong has dropped out before. The table is written after every shape, so that a run cut short keeps what it has, and
+the next one goes on from there.
 """
 
 from __future__ import annotations
