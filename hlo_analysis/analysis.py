@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -85,7 +86,9 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         launches=launches,
         decisions=decisions,
         intermediates=intermediates,
-        missed=rank(launches, intermediates, decisions, device, outputs=_outputs(module, flow)),
+        missed=rank(
+            launches, intermediates, decisions, device, outputs=_outputs(module, flow), donated=_donated(module)
+        ),
         traffic=_total(launches, intermediates),
         memory=_memory(capture),
         silent=silent_instructions(module, table),
@@ -132,6 +135,13 @@ def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:
         for path, _ in leaves(entry.root_instruction.shape)
         for source in flow.sources(entry.name, entry.root, path)
     )
+
+
+def _donated(module: Module) -> frozenset[str]:
+    """Names of the arguments whose buffers hold results, from the module's `input_output_alias`."""
+    alias = module.attributes.get("input_output_alias", "")
+    numbers = {int(number) for number in re.findall(r":\s*\((\d+)", alias)}
+    return frozenset(p.name for number, p in enumerate(module.entry.parameters) if number in numbers)
 
 
 def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> Traffic:

@@ -17,11 +17,14 @@ from dataclasses import dataclass, replace
 from hlo_analysis.decisions import categories
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
 from hlo_analysis.remedies import PRODUCTS, Remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.scores import attention_scores
 
+_WRITTEN_ANYWAY = (
+    "written in any case: an output of the program, or a buffer that its reader updates in place, or read by the "
+    "backward pass"
+)
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
-# A value this many times as large as what its product was made from is an attention score matrix or the like of it.
-_SCORES_GROWTH = 2
 
 
 def rank(
@@ -31,11 +34,13 @@ def rank(
     device: Device,
     *,
     outputs: Collection[str] = (),
+    donated: Collection[str] = (),
 ) -> tuple[MissedFusion, ...]:
     """The missed fusions, costliest first.
 
     A value that must exist anyway is at stake only as far as it is read again: an output of the program, or what the
     forward pass keeps for the backward pass. Attention scores are never such a value: a fused kernel recomputes them.
+    So is a buffer that its reader updates in place: what it does not replace is in the result.
 
     Args:
         launches: the launch table.
@@ -43,9 +48,10 @@ def rank(
         decisions: from `decisions.decide`, for the reasons.
         device: bandwidth and launch overhead.
         outputs: names of values (as in `Intermediate.name`) that the program returns.
+        donated: names of the arguments whose buffers the program may overwrite.
     """
     missed = [
-        *_vertical(launches, intermediates, decisions, device, frozenset(outputs)),
+        *_vertical(launches, intermediates, decisions, device, frozenset(outputs), frozenset(donated)),
         *_horizontal(launches, intermediates, device),
     ]
     missed = [found for found in missed if _passes(found, launches)]
@@ -67,23 +73,25 @@ def _vertical(
     decisions: Sequence[Decision],
     device: Device,
     outputs: frozenset[str],
+    donated: frozenset[str],
 ) -> Iterator[MissedFusion]:
     """One missed fusion for all that a launch hands the same readers."""
     reasons: dict[tuple[int | None, int | None], Decision] = {}
     for decision in decisions:
         if decision.verdict != "fused":
             reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
-    scores = _scores(launches, intermediates)
+    scores = attention_scores(launches, intermediates)
     handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
     for value in intermediates:
         producer = launches[value.producer]
         readers = [launches[index] for index in value.consumers if index != value.producer]
         near = [reader for reader in readers if _could_join(producer, reader, value.name in scores)]
         if near:
+            is_kept = len(near) < len(readers) or any(_updates_in_place(reader, value) for reader in near)
             stake = _Stake(
                 value=value,
-                must_exist=len(near) < len(readers) or value.name in outputs,
-                written=value.bytes * producer.repeat,
+                must_exist=value.name in outputs or (is_kept and producer.kind != "copy"),
+                written=_written(value, producer),
                 read=_read_by_each(value, producer),
             )
             handed[value.producer, tuple(reader.index for reader in near)].append(stake)
@@ -91,11 +99,15 @@ def _vertical(
         producer, near = launches[index], [launches[reader] for reader in indices]
         gone = sum(stake.written for stake in stakes if not stake.must_exist)
         read = sum(stake.read for stake in stakes)
+        at_stake = gone + len(near) * read
         time = _waits(producer, gone, device) + sum(_waits(reader, read, device) for reader in near)
+        if producer.kind == "copy" and gone:  # its readers read what was copied in its place
+            at_stake = gone + producer.bytes_read * producer.repeat
+            time = _waits(producer, at_stake, device)
         decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
         if any(stake.must_exist for stake in stakes):
-            reason += " [written in any case: an output of the program, or read by the backward pass]"
+            reason += f" [{_WRITTEN_ANYWAY}]"
         category = decision.category if decision else categories.UNRECORDED
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
         is_score = largest.name in scores
@@ -103,12 +115,12 @@ def _vertical(
             largest,
             producer=index,
             consumers=indices,
-            stake=gone + len(near) * read,
+            stake=at_stake,
             time=time + device.launch_overhead_us * producer.repeat,
             ends=[producer, *near],
             reason=reason,
             category=category,
-            remedy=vertical_remedy(launches, producer, near, category, is_score=is_score),
+            remedy=vertical_remedy(launches, producer, near, category, is_score=is_score, donated=donated),
         )
 
 
@@ -122,9 +134,19 @@ class _Stake:
     """Bytes, by each reader, in one run."""
 
 
+def _written(value: Intermediate, producer: Launch) -> int:
+    """Bytes of a value that its launch writes: not all of them where it updates a buffer in place."""
+    return min(value.bytes, producer.bytes_written) * producer.repeat
+
+
 def _read_by_each(value: Intermediate, producer: Launch) -> int:
     """The mean over the readers, some of which may read a slice."""
-    return max(value.bytes_moved - value.bytes * producer.repeat, 0) // max(len(value.consumers), 1)
+    return max(value.bytes_moved - _written(value, producer), 0) // max(len(value.consumers), 1)
+
+
+def _updates_in_place(reader: Launch, value: Intermediate) -> bool:
+    """Whether a launch writes a part of a buffer of this shape and leaves the rest as it was."""
+    return reader.bytes_written < value.bytes and any(made.shape == value.shape for made in reader.outputs)
 
 
 def _horizontal(
@@ -147,7 +169,7 @@ def _horizontal(
             again = len(group) * read - once  # nothing where each reads a slice of its own
             if again > 0:
                 groups[tuple(launch.index for launch in group)][name] = again
-    scores = _scores(launches, intermediates)
+    scores = attention_scores(launches, intermediates)
     for indices, shared in groups.items():
         group = [launches[index] for index in indices]
         _, name = max((count, name) for name, count in shared.items())
@@ -211,27 +233,6 @@ def _could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
     """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
     same_pass = producer.phase == reader.phase or is_score
     return same_pass and producer.computation == reader.computation
-
-
-def _scores(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> frozenset[str]:
-    """Values of attention-score size: what a product of two computed values makes that is much larger than both.
-
-    What other launches make of them counts too, as long as it is half their size, until the next product.
-    """
-    written = {value.name: value for value in intermediates}
-    found: dict[str, int] = {}
-    for value in intermediates:
-        launch = launches[value.producer]
-        if launch.kind in PRODUCTS:
-            large = [given for given in launch.inputs if given.producer is not None]
-            computed = len(large) >= 2 and len(large) == len(launch.inputs)
-            is_score = computed and value.bytes >= _SCORES_GROWTH * sum(given.bytes for given in large)
-        else:
-            given = [found[source.name] for source in launch.inputs if source.name in found]
-            is_score = bool(given) and 2 * value.bytes >= min(given)
-        if is_score and any(launches[reader].scope == launch.scope for reader in value.consumers):
-            found[value.name] = value.bytes
-    return frozenset(name for name in found if name in written)
 
 
 def _ancestors(launches: Sequence[Launch]) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from hlo_analysis.decisions import categories
@@ -12,7 +14,10 @@ from hlo_analysis.records import Launch
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
 """Kinds of launch that are matrix products."""
 
-_MOVES = frozenset(("transpose", "copy", "concatenate", "slice", "reshape", "pad"))
+_LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
+_MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
+# Products contract equally long sums if these are alike; what is fused around them adds a little to their FLOPs.
+_ALIKE = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +56,36 @@ _LAYOUT = Remedy(
     text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
     "that nothing is moved",
 )
+_PARTS = Remedy(
+    kind="rewrite",
+    text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
+    "that it is not moved first",
+)
+_LINEAR_CROSS_ENTROPY = Remedy(
+    kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
+)
+_WHOLE_SUM = Remedy(
+    kind="option",
+    text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
+    "this launch adds up; measure both",
+)
 _LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
 _DONATE = Remedy(
     kind="rewrite",
     text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
+)
+_DONATED = Remedy(
+    kind="rewrite",
+    text="the argument is donated, and overwritten while it is still to be read, so that XLA copies it first: update "
+    "it after its last reader, or do not donate it",
+)
+_KEPT = Remedy(
+    kind="rewrite",
+    text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
+    "is needed twice",
+)
+_CARRIED = Remedy(
+    kind="kernel", text="one kernel for the whole loop, which keeps on the chip what one iteration hands the next"
 )
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
@@ -73,7 +104,13 @@ _MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, whic
 
 
 def vertical_remedy(
-    launches: Sequence[Launch], producer: Launch, readers: Sequence[Launch], category: str, *, is_score: bool
+    launches: Sequence[Launch],
+    producer: Launch,
+    readers: Sequence[Launch],
+    category: str,
+    *,
+    is_score: bool,
+    donated: Collection[str] = (),
 ) -> Remedy:
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
 
@@ -82,27 +119,27 @@ def vertical_remedy(
         producer: the launch that writes the value.
         readers: those that read it and could be one kernel with the producer.
         category: why XLA left them apart.
-        is_score: whether the value has the size of attention scores.
+        is_score: whether the value is one of attention scores, or made from them.
+        donated: names of arguments whose buffers the program may overwrite.
     """
-    into_products = [reader for reader in readers if reader.kind in PRODUCTS]
     if category == categories.SWITCHED_OFF:
         return _LEAVE_ON
-    if category == categories.INSERTED and "copy" in (producer.kind, *(reader.kind for reader in readers)):
-        return _DONATE
+    if category == categories.INSERTED and (copies := [end for end in (producer, *readers) if end.kind == "copy"]):
+        return _copied(copies[0], donated)
     if category == categories.BOUNDARY:
-        return _BOUNDARY
+        return _CARRIED if any(reader.index <= producer.index for reader in readers) else _BOUNDARY
     if is_score:
         return _ATTENTION
-    if any(map(_only_casts, (producer, *readers))):
+    ends = (producer, *readers)
+    if any(map(_only_casts, ends)):
         return _KEEP_TRITON
-    if any(map(_only_moves, (producer, *readers))):
-        return _LAYOUT
-    if producer.kind in PRODUCTS:
-        return _GATED_LINEAR if any(_gates(reader, launches) for reader in readers) else _LINEAR_EPILOGUE
-    if into_products:
+    if any(map(_only_moves, ends)):
+        return _LAYOUT if any(_only_moves(end) and _relays(end) for end in ends) else _PARTS
+    if is_product(producer):
+        return _after_product(launches, producer, readers)
+    if any(map(is_product, readers)):
         return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
     if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
-        ends = (producer, *readers)
         if any(map(_normalizes, ends)):
             return _LAYER_NORM if any(_has(end, "subtract") for end in ends) else _RMS_NORM
         if any(_has(end, "exponential") for end in ends):
@@ -112,10 +149,51 @@ def vertical_remedy(
     return _ONE_KERNEL
 
 
+def is_product(launch: Launch) -> bool:
+    """Whether a launch is a matrix product; cuBLAS solves triangular systems, too."""
+    return launch.kind in PRODUCTS and "triangularSolve" not in launch.hlo
+
+
+def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
+    """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
+    source = copy.inputs[0] if copy.inputs else None
+    if source is None or source.producer is not None or source.name.startswith("constant"):
+        return _KEPT
+    return _DONATED if source.name in donated else _DONATE
+
+
+def _after_product(launches: Sequence[Launch], product: Launch, readers: Sequence[Launch]) -> Remedy:
+    if any(_adds_parts(product, reader) for reader in readers):
+        return _WHOLE_SUM
+    if any(_gates(reader, launches) for reader in readers):
+        return _GATED_LINEAR
+    is_softmax = all(any(_has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
+    if is_softmax and product.phase == "forward" and _takes_logarithms(launches, readers):
+        return _LINEAR_CROSS_ENTROPY
+    return _LINEAR_EPILOGUE
+
+
+def _adds_parts(product: Launch, reader: Launch) -> bool:
+    """Whether a launch adds up the batches of a product: so XLA makes several short sums of a long one."""
+    is_batched = re.search(r" dot\(.*lhs_batch_dims=\{\d", product.hlo)
+    return bool(is_batched and re.search(r" reduce\(.*dimensions=\{0\}", reader.hlo))
+
+
+def _takes_logarithms(launches: Sequence[Launch], readers: Sequence[Launch]) -> bool:
+    """Whether there is a logarithm a few launches further on, as in the loss of a softmax."""
+    near = {reader.index for reader in readers}
+    for _ in range(3):
+        near |= {launch.index for launch in launches if any(value.producer in near for value in launch.inputs)}
+    return any(_has(launches[index], "log") for index in near)
+
+
 def shared_input_remedy(readers: Sequence[Launch]) -> Remedy | None:
     """The remedy for launches that each read the same input; None where one launch could not do all their work."""
-    if not all(reader.kind in PRODUCTS for reader in readers):
+    if not all(map(is_product, readers)):
         return _MERGE_LOOPS
+    sums = [_sum_length(reader) for reader in readers]
+    if max(sums) > _ALIKE * min(sums):  # one sums over the rows of what they share, the other over its columns
+        return None
     results = [_matrix(reader) for reader in readers]
     return _MERGE_PRODUCTS if any(len(set(sizes)) == 1 for sizes in zip(*results, strict=True)) else None
 
@@ -124,6 +202,13 @@ def _matrix(product: Launch) -> tuple[str, str]:
     """Rows and columns of a product's result. Products merge side by side only if one of the two agrees."""
     sizes = product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
     return ("", product.name) if len(sizes) < 2 else (f"rows {sizes[-2]}", f"columns {sizes[-1]}")
+
+
+def _sum_length(product: Launch) -> float:
+    """How many products each element of a result adds up, about; 0 where it is not known."""
+    sizes = product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
+    last = [int(size) for size in sizes[-2:] if size.isdecimal() and int(size)]
+    return product.flops / (2 * prod(last))
 
 
 def _has(launch: Launch, opcode: str) -> bool:
@@ -146,7 +231,12 @@ def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
 
 def _only_moves(launch: Launch) -> bool:
     opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
-    return launch.kind == "copy" or (bool(opcodes) and opcodes <= _MOVES)
+    return bool(opcodes) and opcodes <= _MOVES
+
+
+def _relays(launch: Launch) -> bool:
+    """Whether a launch that only moves changes the order of elements, or nothing at all."""
+    return any(opcode in _LAYOUT_MOVES for opcode, _ in launch.opcodes)
 
 
 def _only_casts(launch: Launch) -> bool:

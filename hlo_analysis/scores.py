@@ -1,0 +1,77 @@
+"""Attention scores: values of a program that a fused attention kernel would keep on the chip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from hlo_analysis.records import Intermediate, Launch, Value
+from hlo_analysis.remedies import is_product
+
+# A value this many times as large as what its product was made from is an attention score matrix or the like of it.
+_GROWTH = 2
+_SOFTMAX = {"exponential", "reduce"}
+
+
+def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> frozenset[str]:
+    """Names of the scores, of what other launches make of them, and of their gradients.
+
+    Scores are what a product makes that is much larger than its operands, where a softmax of it goes into another
+    product. What else is made of them counts as long as it is half their size, until the next product. Growth alone is
+    no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too.
+    """
+    values: dict[int, list[Intermediate]] = {}
+    for value in intermediates:
+        values.setdefault(value.producer, []).append(value)
+    found: dict[str, int] = {}
+    sizes: set[int] = set()
+    for value in intermediates:
+        launch = launches[value.producer]
+        if is_product(launch):
+            grown = _has_grown(launch, value)
+            is_score = grown and _softmax_meets_a_product(launches, values, value)
+            is_score |= grown and launch.phase == "backward" and elements(value) in sizes
+            if is_score:
+                sizes.add(elements(value))
+        else:
+            given = [found[source.name] for source in launch.inputs if source.name in found]
+            is_score = bool(given) and 2 * value.bytes >= min(given)
+        if is_score:
+            found[value.name] = value.bytes
+    return frozenset(found)
+
+
+def elements(value: Intermediate | Value) -> int:
+    """Number of elements, read off the shape's text."""
+    sizes = value.shape.partition("[")[2].partition("]")[0]
+    return prod(int(size) for size in sizes.split(",") if size.isdecimal())
+
+
+def _has_grown(product: Launch, value: Intermediate) -> bool:
+    """Whether a product's result is much larger than its factors; a mask or bias of its own size is none of them."""
+    factors = [given for given in product.inputs if elements(given) < elements(value)]
+    return bool(factors) and value.bytes >= _GROWTH * sum(given.bytes for given in factors)
+
+
+def _softmax_meets_a_product(
+    launches: Sequence[Launch], values: Mapping[int, Sequence[Intermediate]], scores: Intermediate
+) -> bool:
+    """Whether launches of the product's own pass make a softmax of its result that another product reads.
+
+    The softmax of a loss is read by products of the backward pass, too, but what they read was made there.
+    """
+    phase = launches[scores.producer].phase
+    opcodes: set[str] = set()
+    meets = False
+    queue, seen = [scores], {scores.name}
+    while queue:
+        for reader in (launches[index] for index in queue.pop().consumers):
+            if is_product(reader):
+                meets = True
+            elif reader.phase == phase:
+                opcodes.update(opcode for opcode, _ in reader.opcodes)
+                new = [value for value in values.get(reader.index, ()) if value.name not in seen]
+                large = [value for value in new if 2 * elements(value) >= elements(scores)]
+                seen.update(value.name for value in large)
+                queue += large
+    return meets and opcodes >= _SOFTMAX

@@ -1,0 +1,92 @@
+"""Launch tables made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hlo_analysis.missed import rank
+from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
+
+MIB = 2**20
+DEVICE = Device(
+    name="d",
+    description="1 MiB a microsecond, 2 µs a launch",
+    memory_bandwidth=MIB * 1e6,
+    matrix_flops=(("bf16", 1e15),),
+    vector_flops=1e14,
+    launch_overhead_us=2.0,
+    source="",
+)
+
+
+class Program:
+    """Builds launches and the values between them; sizes are in MiB."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.values: dict[str, tuple[int, int]] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.decisions: list[Decision] = []
+
+    def launch(self, name: str, reads: dict[str, int], writes: int, kind: Any = "loop", **fields: Any) -> Program:
+        index = len(self.launches)
+        inputs = tuple(
+            Value(name=value, shape=f"f32[{size}]", bytes=size * MIB, producer=self.values.get(value, (None,))[0])
+            for value, size in reads.items()
+        )
+        for value in reads:
+            self.readers.setdefault(value, []).append(index)
+        self.values[name] = (index, writes)
+        repeat = fields.get("repeat", 1)
+        total = sum(reads.values()) + writes
+        self.launches.append(
+            Launch(
+                index=index,
+                thunk_id=index,
+                name=name,
+                kind=kind,
+                computation=fields.pop("computation", "main"),
+                inputs=inputs,
+                outputs=(Value(name=name, shape=fields.pop("shape", f"f32[{writes}]"), bytes=writes * MIB),),
+                bytes_read=sum(reads.values()) * MIB,
+                bytes_written=writes * MIB,
+                roofline_us=fields.pop("roofline_us", total + 2.0),
+                opcodes=tuple((opcode, 1) for opcode in fields.pop("opcodes", ("add",))),
+                **fields,
+            )
+        )
+        assert repeat >= 1
+        return self
+
+    def decide(self, producer: int, consumer: int, category: str, reason: str = "because") -> Program:
+        self.decisions.append(
+            Decision(
+                producer=self.launches[producer].name,
+                consumer=self.launches[consumer].name,
+                verdict="ineligible",
+                reason=reason,
+                category=category,
+                pass_name="priority-fusion",
+                producer_launch=producer,
+                consumer_launch=consumer,
+            )
+        )
+        return self
+
+    def rank(self, **options: Any) -> tuple[MissedFusion, ...]:
+        between = []
+        for name, (index, size) in self.values.items():
+            readers = self.readers.get(name, [])
+            repeats = self.launches[index].repeat + sum(self.launches[reader].repeat for reader in readers)
+            if readers:
+                between.append(
+                    Intermediate(
+                        name=name,
+                        shape=f"f32[{size}]",
+                        bytes=size * MIB,
+                        producer=index,
+                        consumers=tuple(readers),
+                        bytes_moved=size * MIB * repeats,
+                    )
+                )
+        return rank(self.launches, between, self.decisions, DEVICE, **options)

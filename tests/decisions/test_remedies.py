@@ -1,0 +1,198 @@
+"""The remedy of a missed fusion, by what stands on both ends: attention, gates, copies, split sums, loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch_programs import DEVICE, MIB, Program
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.missed import rank
+from hlo_analysis.records import Intermediate
+
+
+def attention(phase: Any = "forward") -> Program:
+    return (
+        Program()
+        .launch("q", {"x": 10}, 10)
+        .launch("k", {"x": 10}, 10)
+        .launch("s", {"q": 10, "k": 10}, 800, "triton_gemm", scope="attention", shape="f32[8,64,64]")
+        .launch("p", {"s": 800}, 400, "triton", scope="attention", opcodes=("exponential", "reduce", "divide"))
+        .launch("o", {"p": 400, "v": 10}, 10, "triton_gemm", scope="attention", phase=phase)
+    )
+
+
+def test_attention_scores_have_the_remedy_of_attention() -> None:
+    first, second, *_ = attention().rank()
+    assert (first.value, second.value) == ("s", "p")
+    for missed in (first, second):
+        assert missed.remedy_kind == "kernel"
+        assert missed.remedy.startswith("attention:")
+        assert "cudnn" in missed.remedy
+
+
+def test_attention_scores_need_not_be_kept_for_the_backward_pass() -> None:
+    first, second, *_ = attention(phase="backward").rank()
+    assert (first.value, second.value) == ("s", "p")
+    assert second.bytes_at_stake == 800 * MIB
+
+
+def test_scores_of_arguments_and_their_gradients_are_scores_a_mask_is_none_of_their_factors() -> None:
+    program = (
+        Program()
+        .launch("s", {"q": 10, "k": 10, "mask": 800}, 800, "triton_gemm", opcodes=("dot", "select"))
+        .launch("p", {"s": 800}, 400, "triton", opcodes=("exponential", "reduce", "divide"))
+        .launch("o", {"p": 400, "v": 10}, 10, "triton_gemm")
+        .launch("dp", {"do": 10, "v": 10}, 800, "triton_gemm", phase="backward")
+        .launch("ds", {"dp": 800, "p": 400}, 400, opcodes=("multiply", "reduce", "subtract"), phase="backward")
+        .launch("dq", {"ds": 400, "k": 10}, 10, "triton_gemm", phase="backward")
+    )
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert {"s", "p", "dp", "ds"} <= remedies.keys()
+    assert all(remedies[value].startswith("attention:") for value in ("s", "p", "dp", "ds"))
+
+
+def test_the_gradient_of_a_hidden_layer_is_no_attention() -> None:
+    """Both factors may be made by launches, as where XLA copies a donated weight that it overwrites early."""
+    program = (
+        Program()
+        .launch("w", {"weight": 1}, 1, "copy")
+        .launch("d", {"x": 1}, 1, phase="backward")
+        .launch("h", {"d": 1, "w": 1}, 100, "triton_gemm", phase="backward")
+        .launch("g", {"h": 100}, 100, opcodes=("exponential", "multiply"), phase="backward")
+        .launch("dw", {"g": 100, "x": 1}, 1, "triton_gemm", phase="backward")
+    )
+    assert not any(missed.remedy.startswith("attention:") for missed in program.rank())
+
+
+def test_the_softmax_of_a_loss_is_no_attention() -> None:
+    program = (
+        Program()
+        .launch("logits", {"h": 10, "w": 40}, 400, "triton_gemm")
+        .launch("sum", {"logits": 400}, 1, "reduction", opcodes=("exponential", "reduce"))
+        .launch("loss", {"sum": 1}, 1, opcodes=("log",))
+        .launch("d", {"logits": 400, "sum": 1}, 400, opcodes=("exponential", "subtract"), phase="backward")
+        .launch("dh", {"d": 400, "w": 40}, 10, "triton_gemm", phase="backward")
+    )
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert remedies["logits"].startswith("linear_cross_entropy:")
+    assert remedies["d"].startswith("linear:")
+
+
+def test_a_copy_costs_its_own_traffic_and_has_a_remedy_by_whose_buffer_it_is() -> None:
+    program = Program().launch("c", {"x": 100}, 100, "copy", opcodes=("copy",)).launch("b", {"c": 100}, 1)
+    program.launch("d", {"c": 100}, 1, phase="backward").decide(0, 1, categories.INSERTED)
+    (missed,) = (missed for missed in program.rank() if missed.value == "c")
+    assert missed.bytes_at_stake == 200 * MIB
+    assert missed.remedy.startswith("donate the argument")
+    (missed,) = (missed for missed in program.rank(donated={"x"}) if missed.value == "c")
+    assert missed.remedy.startswith("the argument is donated")
+
+
+def test_parts_of_a_split_sum_are_an_option_away() -> None:
+    dot = "ROOT %dot = f32[8,64,64] dot(%a, %b), lhs_batch_dims={1}, lhs_contracting_dims={2}"
+    add = "%r = f32[64,64] reduce(%p, %zero), dimensions={0}, to_apply=%add"
+    program = Program().launch("p", {"x": 10, "w": 10}, 80, "triton_gemm", hlo=dot)
+    (missed,) = program.launch("r", {"p": 80}, 10, opcodes=("reduce",), hlo=add).rank()
+    assert missed.remedy_kind == "option"
+    assert missed.remedy.startswith("xla_gpu_experimental_force_split_k=1")
+
+
+def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
+    program = Program().launch("r", {"h": 10}, 10, computation="body", repeat=9)
+    program.launch("h", {"r": 10}, 10, computation="body", repeat=9)
+    between = Intermediate(name="h", shape="f32[10]", bytes=10 * MIB, producer=1, consumers=(0,), bytes_moved=180 * MIB)
+    (missed,) = rank(program.launches, [between], program.decide(1, 0, categories.BOUNDARY).decisions, DEVICE)
+    assert missed.remedy.startswith("one kernel for the whole loop")
+
+
+def test_a_triangular_solve_is_no_product() -> None:
+    solve = 'custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"'
+    program = Program().launch("a", {"x": 10}, 10, opcodes=("tanh",)).launch("s", {"a": 10}, 10, "cublas", hlo=solve)
+    (missed,) = program.rank()
+    assert missed.remedy.startswith("one kernel")
+
+
+def test_a_gate_is_no_attention() -> None:
+    """Its product grows too, but it is made with a weight."""
+    program = (
+        Program()
+        .launch("h", {"x": 10}, 10)
+        .launch("g", {"h": 10, "wg": 50}, 400, "triton_gemm", scope="mlp")
+        .launch("u", {"h": 10, "wu": 50}, 400, "triton_gemm", scope="mlp")
+        .launch("m", {"g": 400, "u": 400}, 400, opcodes=("multiply", "logistic"), scope="mlp")
+    )
+    remedies = {missed.value: missed.remedy for missed in program.rank() if missed.category != categories.SHARED_INPUT}
+    assert remedies["g"].startswith("gated_linear:")
+    assert remedies["u"].startswith("gated_linear:")
+
+
+def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -> None:
+    def remedy(*opcodes: str) -> str:
+        program = Program().launch("g", {"h": 10, "w": 50}, 400, "triton_gemm").launch("r", {"x": 400}, 400)
+        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes)
+        return next(missed.remedy for missed in program.rank() if missed.value == "g")
+
+    assert remedy("multiply", "exponential", "slice").startswith("gated_linear:")
+    assert remedy("multiply", "tanh", "add").startswith("linear:")
+
+
+def test_products_with_a_shared_input_can_be_merged_by_an_option() -> None:
+    program = (
+        Program()
+        .launch("h", {"x": 100}, 100, opcodes=("rsqrt", "reduce"))
+        .launch("g", {"h": 100, "wg": 50}, 40, "triton_gemm", shape="bf16[128,64]")
+        .launch("u", {"h": 100, "wu": 50}, 40, "cublaslt", shape="bf16[128,32]")
+        .launch("d", {"h": 100, "g": 40}, 40, "triton_gemm", shape="bf16[7,9]")
+    )
+    (shared,) = (missed for missed in program.rank() if missed.category == categories.SHARED_INPUT)
+    assert shared.consumers == (1, 2)
+    assert shared.bytes_at_stake == 100 * MIB
+    assert shared.remedy_kind == "option"
+    assert shared.remedy.startswith("xla_gpu_dot_merger_threshold_mb=")
+
+
+def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> None:
+    """dx = dy wᵀ sums over the columns of dy, dw = xᵀ dy over its rows: no one product makes both."""
+    program = (
+        Program()
+        .launch("dx", {"dy": 100, "w": 50}, 40, "triton_gemm", shape="bf16[4096,512]", flops=2 * 4096 * 512 * 512)
+        .launch("dw", {"dy": 100, "x": 50}, 40, "triton_gemm", shape="bf16[512,512]", flops=2 * 4096 * 512 * 512)
+    )
+    assert all(missed.category != categories.SHARED_INPUT for missed in program.rank())
+
+
+def test_products_of_other_rows_and_columns_cannot_be_merged() -> None:
+    program = (
+        Program()
+        .launch("h", {"x": 100}, 100)
+        .launch("g", {"h": 100, "w": 50}, 40, "triton_gemm", shape="bf16[128,64]")
+        .launch("u", {"h": 100, "y": 50}, 40, "triton_gemm", shape="bf16[64,32]")
+    )
+    assert all(missed.category != categories.SHARED_INPUT for missed in program.rank())
+
+
+@pytest.mark.parametrize(
+    ("producer", "reader", "category", "kind", "remedy"),
+    [
+        (("loop", ("rsqrt",)), ("triton_gemm", ("dot",)), categories.MATRIX_PRODUCT, "kernel", "norm_linear:"),
+        (("loop", ("tanh",)), ("triton_gemm", ("dot",)), categories.MATRIX_PRODUCT, "kernel", "linear:"),
+        (("triton_gemm", ("dot",)), ("loop", ("add",)), categories.MATRIX_PRODUCT, "kernel", "linear:"),
+        (("reduction", ("reduce",)), ("loop", ("rsqrt",)), categories.AFTER_REDUCTION, "kernel", "rms_norm:"),
+        (("reduction", ("reduce",)), ("loop", ("rsqrt", "subtract")), categories.SLOWER, "kernel", "layer_norm:"),
+        (("reduction", ("reduce",)), ("loop", ("exponential",)), categories.SLOWER, "kernel", "softmax:"),
+        (("loop", ("transpose",)), ("triton_gemm", ("dot",)), categories.TILING, "rewrite", "give the operation"),
+        (("loop", ("pad",)), ("cudnn", ()), categories.LIBRARY_CALL, "rewrite", "have the operation work on the part"),
+        (("copy", ("copy",)), ("loop", ("add",)), categories.INSERTED, "rewrite", "donate"),
+        (("loop", ("convert",)), ("cublaslt", ()), categories.LIBRARY_CALL, "option", "xla_gpu_cublas_fallback"),
+        (("loop", ("add",)), ("loop", ("add",)), categories.SWITCHED_OFF, "option", "leave XLA's fusion passes on"),
+        (("loop", ("add",)), ("loop", ("add",)), categories.OTHER_RULE, "kernel", "one kernel"),
+    ],
+)
+def test_remedies(producer: Any, reader: Any, category: str, kind: str, remedy: str) -> None:
+    program = Program().launch("a", {"x": 100}, 100, producer[0], opcodes=producer[1])
+    (missed,) = program.launch("b", {"a": 100}, 100, reader[0], opcodes=reader[1]).decide(0, 1, category).rank()
+    assert missed.category == category
+    assert missed.remedy_kind == kind
+    assert missed.remedy.startswith(remedy)
