@@ -139,8 +139,10 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
         ),
         (
             "Peak memory",
-            words.format_bytes(memory.peak_bytes),
-            f"{words.format_bytes(memory.temp_bytes)} temporary",
+            "–" if words.peak_bytes(analysis) is None else words.format_bytes(memory.peak_bytes),
+            "no buffer assignment to count it from"
+            if words.peak_bytes(analysis) is None
+            else f"{words.format_bytes(memory.temp_bytes)} temporary",
             "counted",
         ),
     ]

@@ -113,7 +113,7 @@ def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None
         "saved": analysis.traffic.saved_bytes,
         "between": analysis.traffic.intermediate_bytes,
         "roofline": round(analysis.roofline_us, 3),
-        "peak": analysis.memory.peak_bytes,
+        "peak": words.peak_bytes(analysis),
         "measured": result.measured_us,
     }
 

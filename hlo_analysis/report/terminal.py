@@ -90,7 +90,7 @@ def _cells(result: StrategyResult, base: Analysis | None, units: Units, *, kinds
         words.roofline_words(analysis, base, units.time)
         if words.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
-        units.memory.show(analysis.memory.peak_bytes),
+        units.memory.show(words.peak_bytes(analysis)),
     ]
 
 
@@ -141,9 +141,8 @@ def _first_sentence(text: str) -> str:
 
 
 def _missed(analysis: Analysis, item: MissedFusion) -> Padding:
-    ends = " → ".join(
-        [_launch(analysis, item.producer), ", ".join(_launch(analysis, index) for index in item.consumers)]
-    )
+    source = words.shared_source(item) or _launch(analysis, item.producer)
+    ends = " → ".join([source, ", ".join(_launch(analysis, index) for index in item.consumers)])
     head = Text.assemble(
         (f"{item.rank}. ", "bold"),
         (words.format_bytes(item.bytes_at_stake), "bold yellow"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hlo_analysis.records import Analysis, Comparison, Numerics, Provenance, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Memory, MissedFusion, Numerics, Provenance, StrategyResult
 from hlo_analysis.report.units import Unit
 
 TARGET_NAMES = {
@@ -104,6 +104,21 @@ def saved_share(analysis: Analysis) -> float:
     return analysis.traffic.saved_bytes / analysis.traffic.unfused_bytes if analysis.traffic.unfused_bytes else 0.0
 
 
+def peak_bytes(analysis: Analysis) -> int | None:
+    """Peak memory; None where there was no buffer assignment to count it from."""
+    return None if analysis.memory == Memory() else analysis.memory.peak_bytes
+
+
+def shared_source(item: MissedFusion) -> str | None:
+    """What launches read anew where none of them wrote it, as 'argument x.1'; None where a launch wrote the value.
+
+    The record then names the first reader for want of a producer.
+    """
+    if item.producer not in item.consumers:
+        return None
+    return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
+
+
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
     """Bytes that values move between launches, by the scope that makes them, largest first."""
     totals: dict[str, int] = {}
@@ -198,6 +213,9 @@ def _lowest_roofline(base: Analysis, done: Sequence[tuple[StrategyResult, Analys
         return ""
     best, analysis = min(done, key=lambda item: item[1].roofline_us)
     if analysis.roofline_us >= base.roofline_us * 0.995:
+        if len(done) == 2:
+            other = next(result.name for result, other in done if other is not base)
+            return f"{other} has no lower roofline time (estimated)."
         return f"None of the other {len(done) - 1} strategies has a lower roofline time (estimated)."
     traffic = format_change(analysis.traffic.bytes, base.traffic.bytes)
     time = format_change(analysis.roofline_us, base.roofline_us)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hlo_analysis.records import Comparison
+from hlo_analysis.records import Comparison, Memory
 from hlo_analysis.report import render_terminal, verdict, words
 from tests.report.examples import XLA_STEPS, Step, analysis_of
 
@@ -90,6 +90,30 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
     rows = {line.split()[0]: line for line in _printed(hidden, 140).splitlines() if line.strip()}
     assert ["≥" in rows[name] for name in ("unfused", "xla_cudnn", "pallas")] == [False, False, True]
     assert "≥" not in _printed(comparison, 140)
+
+
+def test_one_other_program_without_a_lower_roofline_is_named(comparison: Comparison):
+    base, best = comparison["xla"], comparison["xla_cudnn"]
+    two = replace(comparison, strategies=(base, best), baseline="xla_cudnn")
+    assert verdict(two).endswith("xla has no lower roofline time (estimated).")
+
+
+def test_memory_that_nothing_was_said_of_is_no_zero(comparison: Comparison):
+    base = comparison["xla"]
+    assert base.analysis is not None
+    silent = replace(base, analysis=replace(base.analysis, memory=Memory()))
+    text = _printed(replace(comparison, strategies=(silent,)), 140)
+    row = next(line for line in text.splitlines() if line.strip().startswith("xla"))
+    assert row.split()[-1] == "–"
+
+
+def test_a_shared_argument_is_named_in_place_of_a_producer(comparison: Comparison):
+    base = comparison["xla"]
+    assert base.analysis is not None
+    (first, *_) = base.analysis.missed
+    shared = replace(first, value="x.1", producer=1, consumers=(1, 2))
+    shown = replace(base, analysis=replace(base.analysis, missed=(shared,)))
+    assert "argument x.1 → #1" in _printed(replace(comparison, strategies=(shown,)), 140)
 
 
 def test_verdict_of_one_launch_with_nothing_between():

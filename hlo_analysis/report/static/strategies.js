@@ -9,7 +9,8 @@ function showBaseline(name) {
       const metric = cell.dataset.metric;
       const value = Number(cell.dataset.value);
       const from = base.totals[metric];
-      const change = row.dataset.strategy === name ? "baseline"
+      const isKnown = cell.dataset.value !== "None" && from !== null;
+      const change = !isKnown ? "" : row.dataset.strategy === name ? "baseline"
         : "partial" in cell.dataset ? "lower bound"
         : metric === "launches" ? (value === from ? "=" : `${value < from ? "−" : "+"}${Math.abs(value - from)}`)
         : formatChange(value, from);
