@@ -32,6 +32,8 @@ def test_without_a_gpu_none_is_xla():
         ({"bias": jnp.ones(127, jnp.bfloat16)}, ValueError, r"shape \(128,\), got \(127,\)"),
         ({"bias": jnp.ones(128, jnp.int32)}, TypeError, "bias must be floating, got int32"),
         ({"residual": jnp.ones((8, 128), jnp.float32)}, ValueError, r"bfloat16\[8, 128\], got float32\[8, 128\]"),
+        ({"x": jnp.ones((), jnp.bfloat16)}, ValueError, "x must have a features axis, got a scalar"),
+        ({"out_dtype": jnp.int8}, TypeError, "out_dtype must be floating, got int8"),
         ({"activation": "gelu_tan"}, ValueError, "Did you mean 'gelu_tanh'"),
         ({"implementation": "mosiac"}, ValueError, "Did you mean 'mosaic'"),
     ],

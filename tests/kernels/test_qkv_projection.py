@@ -42,7 +42,8 @@ def test_results_have_heads_where_their_size_is_given(leading):
         ({"w_k": jnp.ones((64, 64), jnp.bfloat16)}, ValueError, r"w_k must be .* got \(64, 64\)"),
         ({"w_v": jnp.ones((128, 64), jnp.float16)}, TypeError, "w_v must have x's dtype bfloat16, got float16"),
         ({"bias": (jnp.ones(128), jnp.ones(64))}, ValueError, "three arrays"),
-        ({"bias": (jnp.ones(128), jnp.ones(64), jnp.ones(63))}, ValueError, r"w_v .* shape \(64,\), got float32\[63\]"),
+        ({"bias": (jnp.ones(128), jnp.ones(64), jnp.ones(63))}, ValueError, r"of w_v .* shape \(64,\), got \(63,\)"),
+        ({"bias": (jnp.ones(128), jnp.ones(64, int), jnp.ones(64))}, TypeError, "the bias of w_k must be floating"),
         ({"rope": Rope(POSITIONS)}, ValueError, "rope are over heads; pass head_size="),
         ({"rope": Rope(POSITIONS), "head_size": 48}, ValueError, "whole heads of 48"),
         ({"rope": Rope(POSITIONS.astype(jnp.float32)), "head_size": 64}, TypeError, "integers, got float32"),
@@ -70,6 +71,22 @@ def test_what_the_kernel_refuses():
             qkv_projection(*operands, rope=rope, head_size=64 if rope.interleaved else 32, implementation="mosaic")
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_positions_without_a_sign_are_not_negated_as_such():
+    """The gradient rotates back: by positions of the other sign."""
+    operands = arrays(heads=(2, 2))
+
+    def gradient(positions):
+        def total(x, *weights):
+            return qkv_projection(x, *weights, head_size=64, rope=Rope(positions), implementation="mosaic")[0].sum()
+
+        return jax.grad(total)(*operands)
+
+    program = str(jax.make_jaxpr(gradient)(POSITIONS.astype(jnp.uint8)))
+    assert "i32[8] = neg" in program
+    assert "u8[8] = neg" not in program
+
+
 def test_angles_are_those_of_float64():
     positions = np.array([0, 1, 77, 131071, 2**31 - 1], np.int32)
     cosine, sine = angle_table(jnp.asarray(positions), 128, 500_000.0)
@@ -91,6 +108,8 @@ def test_a_folded_scale_is_the_scale():
         fold_scale(folded, *weights)
     with pytest.raises(ValueError, match=r"must be \(128, outputs\), got \(64, 128\)"):
         fold_scale(norm, weights[0][:64])
+    with pytest.raises(TypeError, match="floating, got int8; fold before quantizing"):
+        fold_scale(norm, weights[0].astype(jnp.int8))
 
 
 def test_given_mean_squares_are_taken():

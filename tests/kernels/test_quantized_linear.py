@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,9 @@ def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
     ("changed", "error", "words"),
     [
         ({"w": jnp.ones((128, 64))}, TypeError, "`quantize` makes one"),
-        ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got shape \(128, 64\)"),
+        ({"w": replace(quantize(weights()), bits=4)}, ValueError, r"of int4, got int8\[64, 128\]"),
+        ({"w": replace(quantize(weights()), group_size=64)}, ValueError, r"w.scales must be \(2, 64\).* got \(1, 64\)"),
+        ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got \(128, 64\)"),
         ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x must be floating"),
         ({"bias": jnp.ones(63)}, ValueError, r"\(64,\), got \(63,\)"),
         ({"residual": jnp.ones((4, 64))}, ValueError, r"bfloat16\[4, 64\], got float32\[4, 64\]"),

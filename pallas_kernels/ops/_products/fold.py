@@ -24,6 +24,7 @@ def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, 
         `norm` with `scale=None`, and the weights, rounded to their dtypes.
 
     Raises:
+        TypeError: a weight is not floating.
         ValueError: a norm without scale or with a bias, or a weight of another number of rows.
     """
     if norm.scale is None or norm.bias is not None:
@@ -31,6 +32,8 @@ def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, 
     scale = jnp.asarray(norm.scale)
     folded = []
     for weight in map(jnp.asarray, weights):
+        if not jnp.issubdtype(weight.dtype, jnp.floating):
+            raise TypeError(f"fold_scale: weights must be floating, got {weight.dtype.name}; fold before quantizing.")
         if weight.ndim != 2 or weight.shape[0] != scale.shape[0]:
             raise ValueError(f"fold_scale: a weight must be ({scale.shape[0]}, outputs), got {weight.shape}.")
         wide = jnp.promote_types(weight.dtype, jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import check_operands, check_weight
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.gated_linear.config import preferred
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
@@ -37,17 +38,21 @@ def gated_linear(
         y = activation(n @ w_gate) * (n @ w_up)
 
     Everything from the products on is one launch, which reads n once. The norm is another, unless it has no scale and
-    its mean squares are given; see `Norm`.
+    its mean squares are given; see `Norm`. "xla" also rounds n and the products to x's dtype. A gradient needs x and
+    the weights again, and both products, which the forward pass then writes, too, in x's dtype; it is one kernel for
+    the gating, and XLA's products.
 
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w_gate: (features, outputs), of x's dtype.
         w_up: like w_gate.
         activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
         norm: of x, or None.
-        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
-            outputs multiples of 64, at least 128 outputs), "xla", a sequence of them in order of preference, or None:
-            "mosaic" where it runs and is the faster one, else "xla".
+        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
+            multiples of 64, at least 128 outputs, with a norm at least 128 features), "xla", a sequence of them in
+            order of preference, or None: what the tuned table of this GPU has for the sizes (`pallas_kernels.tuning`),
+            else "mosaic" for up to 64 rows with at least 4096 outputs, and for 512 rows or more whose tiles keep the
+            GPU busy; "xla" elsewhere, and where that cannot run.
 
     Returns:
         y, (..., outputs), of x's dtype.
@@ -60,15 +65,16 @@ def gated_linear(
     """
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
     get_activation("gated_linear", activation)
-    _check(x, w_gate, w_up)
+    check_operands("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
+    check_weight("gated_linear", "w_gate", w_gate.shape, x)
+    if w_up.shape != w_gate.shape:
+        raise ValueError(f"gated_linear: w_up must be like w_gate {w_gate.shape}, got {w_up.shape}.")
     check_norm("gated_linear", norm, x)
     support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, norm), "xla": lambda: None}
-    rows = as_rows(x)
     chosen = choose("gated_linear", implementation, support, preferred=preferred(x, w_gate, activation))
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
-    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
-    rows, w_gate, w_up, norm = varying_alike((rows, w_gate, w_up, norm))
+    rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))
     normed, row_scale = prologue(norm, rows)
     y: jax.Array = _gated_linear_mosaic(activation, normed, w_gate, w_up, row_scale)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
@@ -77,22 +83,6 @@ def gated_linear(
 def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
     return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
-
-
-def _check(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> None:
-    for name, array in (("x", x), ("w_gate", w_gate), ("w_up", w_up)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"gated_linear: {name} must be floating, got {array.dtype.name}; cast it first.")
-        if array.dtype != x.dtype:
-            raise TypeError(
-                f"gated_linear: {name} must have x's dtype {x.dtype.name}, got {array.dtype.name}; cast one of them."
-            )
-    if x.ndim == 0 or w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"gated_linear: w_gate must be (features, outputs) with the features of x {x.shape}, got {w_gate.shape}."
-        )
-    if w_up.shape != w_gate.shape:
-        raise ValueError(f"gated_linear: w_up must be like w_gate {w_gate.shape}, got {w_up.shape}.")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,8 +14,10 @@ from pallas_kernels.ops._products.specs import (
     gradients_of,
     norm_arguments,
     product_bytes,
+    product_call,
     product_flops,
     rows_of,
+    weight,
     with_norm,
 )
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
@@ -25,7 +27,9 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
+
+_WEIGHTS = ("w_gate", "w_up")
 
 
 def _call(
@@ -40,18 +44,17 @@ def _call(
     mean_square: bool = False,
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
-    """Weights have the deviation that gives products of deviation 2, as those before an activation often have."""
-    weight = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=2 * features**-0.5)
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}-{activation}"
-    name += f"-{fill}" if fill != "normal" else ""
+    """Products of deviation 2, as those before an activation often have."""
+    w = weight(features, outputs, dtype, deviation=2)
     x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
-    more, suffix = norm_arguments(norm, x, scaled=scaled, mean_square=mean_square)
-    arguments = {"x": x, "w_gate": weight, "w_up": weight, "activation": activation, **more}
-    return ArgSpec(name=name + suffix, arguments=arguments, tags=frozenset(tags))
+    return product_call(
+        f"{features}-{outputs}",
+        {"x": x, "w_gate": w, "w_up": w},
+        ({"activation": activation}, activation),
+        norm_arguments(norm, x, scaled=scaled, mean_square=mean_square),
+        tags=tags,
+    )
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench", "block")
 
 _ARG_SPECS = (
     _call(2, 72, features=128, outputs=192),
@@ -62,17 +65,17 @@ _ARG_SPECS = (
     _call(24, features=64, outputs=128, fill="zeros", tags=("test", "extreme")),
     _call(4, features=128, outputs=128, norm="rms"),
     _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
-    _call(1000, features=4096, outputs=1024, tags=_GPU),
-    _call(600, features=1024, outputs=2048, norm="layer", tags=_GPU),
-    _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags=_GPU),
-    _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags=_GPU),
-    _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags=_GPU),
-    _call(1, features=4096, outputs=4096, tags=_GPU),
-    _call(17, features=1024, outputs=4096, tags=_GPU),
-    *(_call(rows, features=4096, outputs=14336, tags=_BENCH) for rows in (8192, 512, 16, 1)),
-    *(_call(rows, features=4096, outputs=14336, norm="rms", tags=("gpu", "bench")) for rows in (8192, 512, 16, 1)),
+    _call(1000, features=4096, outputs=1024, tags=GPU),
+    _call(600, features=1024, outputs=2048, norm="layer", tags=GPU),
+    _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags=GPU),
+    _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags=GPU),
+    _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags=GPU),
+    _call(1, features=4096, outputs=4096, tags=GPU),
+    _call(17, features=1024, outputs=4096, tags=GPU),
+    *(_call(rows, features=4096, outputs=14336, tags=(*BENCH, "block")) for rows in (8192, 512, 16, 1)),
+    *(_call(rows, features=4096, outputs=14336, norm="rms", tags=BENCH) for rows in (8192, 512, 16, 1)),
     *(
-        _call(rows, features=4096, outputs=14336, norm="rms", scaled=False, mean_square=True, tags=("gpu", "bench"))
+        _call(rows, features=4096, outputs=14336, norm="rms", scaled=False, mean_square=True, tags=BENCH)
         for rows in (8192, 512)
     ),
 )
@@ -87,18 +90,13 @@ def _reference(**arguments):
 
 
 def _forward_traffic(arguments: Arguments) -> Traffic:
-    read, (y, _) = product_bytes(arguments, "w_gate", "w_up")
+    read, (y, _) = product_bytes(arguments, *_WEIGHTS)
     return Traffic(read=tuple(read), written=(y,))
 
 
 def _backward_traffic(arguments: Arguments) -> Traffic:
-    read, (y, _) = product_bytes(arguments, "w_gate", "w_up")
+    read, (y, _) = product_bytes(arguments, *_WEIGHTS)
     return Traffic(read=(*read, y, y, y), written=tuple(read))
-
-
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products."""
-    return product_flops(arguments, phase, "w_gate", "w_up")
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
@@ -143,7 +141,7 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
         return gradients_of(GATED_LINEAR, implementation, arguments, cotangents)
     if implementation == "mosaic":
         return _backward_variant(**arguments, cotangents=cotangents)
-    x, w_gate, w_up = (arguments[name] for name in ("x", "w_gate", "w_up"))
+    x, w_gate, w_up = (arguments[name] for name in ("x", *_WEIGHTS))
     (dy,) = cotangents
 
     def gating(gate, up):
@@ -158,7 +156,7 @@ GATED_LINEAR = OpSpec(
     function=_function,
     reference=_reference,
     implementations=("mosaic", "xla"),
-    differentiable=("x", "w_gate", "w_up", *NORM_ARRAYS),
+    differentiable=("x", *_WEIGHTS, *NORM_ARRAYS),
     batched=("x", "mean_square"),
     arg_specs=_ARG_SPECS,
     forward_traffic=_forward_traffic,
@@ -166,5 +164,5 @@ GATED_LINEAR = OpSpec(
     backward=_backward,
     variants=_variants,
     problem=lambda arguments: problem(arguments["x"], arguments["w_gate"], arguments["activation"]),
-    flops=flops,
+    flops=partial(product_flops, weights=_WEIGHTS),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.prologue import as_rows
 
 
 def linear_reference(
@@ -28,15 +27,14 @@ def linear_reference(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
     # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = jnp.matmul(rows, w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
+    y = jnp.matmul(as_rows(x), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
     y = y.reshape(*x.shape[:-1], w.shape[-1])
     if bias is not None or activation is not None or residual is not None:
         y = y.astype(wide)
     if bias is not None:
         y = y + bias.astype(wide)
-    if activation is not None:
-        y = get_activation("linear", activation).reference(y)
+    if function := optional_activation("linear", activation):
+        y = function.reference(y)
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(out_dtype)

@@ -9,14 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.specs import flat, product_bytes, product_flops, rows_of
+from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.specs import (
+    behind_product,
+    flat,
+    product_bytes,
+    product_call,
+    product_flops,
+    rows_of,
+    weight,
+)
 from pallas_kernels.ops.linear.api import linear
 from pallas_kernels.ops.linear.config import candidates, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
 
 
 def _call(
@@ -24,35 +33,14 @@ def _call(
     features: int,
     outputs: int,
     dtype: str = "bfloat16",
-    bias: bool = False,
-    activation: str | None = None,
-    residual: bool = False,
-    out_dtype: str | None = None,
     fill: Fill = "normal",
     tags: tuple[str, ...] = ("test",),
+    **behind: Any,
 ) -> ArgSpec:
-    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
-    arguments: dict[str, Any] = {
-        "x": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
-        "w": ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5),
-    }
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}"
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
-        name += "-bias"
-    if activation:
-        arguments["activation"] = activation
-        name += f"-{activation}"
-    if residual:
-        arguments["residual"] = ArraySpec(shape=(*leading, outputs), dtype=out_dtype or dtype)
-        name += "-residual"
-    if out_dtype:
-        arguments["out_dtype"] = out_dtype
-        name += f"-to-{out_dtype}"
-    return ArgSpec(name=name + (f"-{fill}" if fill != "normal" else ""), arguments=arguments, tags=frozenset(tags))
-
-
-_GPU = ("gpu",)
+    """behind: as `behind_product` has them."""
+    x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
+    operands = {"x": x, "w": weight(features, outputs, dtype)}
+    return product_call(f"{features}-{outputs}", operands, behind_product(x, outputs, **behind), tags=tags)
 
 
 def _bench_calls() -> tuple[ArgSpec, ...]:
@@ -60,7 +48,7 @@ def _bench_calls() -> tuple[ArgSpec, ...]:
     specs = []
     for rows in (8192, 512, 16, 1):
         # Those of one row have the kernels of sixteen: no need to compile them for tests, too.
-        tags = ("bench",) if rows == 1 else ("gpu", "bench")
+        tags = ("bench",) if rows == 1 else BENCH
         specs += [
             _call(rows, features=4096, outputs=4096, tags=(*tags, "block")),
             _call(rows, features=4096, outputs=16384, bias=True, activation="gelu_tanh", tags=tags),
@@ -77,14 +65,14 @@ _ARG_SPECS = (
     _call(5, features=100, outputs=96, tags=("test", "ragged")),
     _call(0, features=64, outputs=128, tags=("test", "empty")),
     _call(24, features=64, outputs=128, fill="zeros", activation="gelu", tags=("test", "extreme")),
-    _call(1000, features=4096, outputs=1024, tags=_GPU),
-    _call(777, features=1024, outputs=4032, bias=True, activation="gelu_tanh", tags=_GPU),
-    _call(2, 300, features=2048, outputs=2048, dtype="float16", bias=True, activation="relu_squared", tags=_GPU),
-    _call(515, features=4160, outputs=1088, residual=True, bias=True, tags=_GPU),
-    _call(256, features=1024, outputs=4096, out_dtype="float32", residual=True, tags=_GPU),
-    _call(2, features=4096, outputs=4096, tags=_GPU),
-    _call(17, features=1024, outputs=4096, bias=True, activation="silu", residual=True, tags=_GPU),
-    _call(64, features=16384, outputs=512, tags=_GPU),
+    _call(1000, features=4096, outputs=1024, tags=GPU),
+    _call(777, features=1024, outputs=4032, bias=True, activation="gelu_tanh", tags=GPU),
+    _call(2, 300, features=2048, outputs=2048, dtype="float16", bias=True, activation="relu_squared", tags=GPU),
+    _call(515, features=4160, outputs=1088, residual=True, bias=True, tags=GPU),
+    _call(256, features=1024, outputs=4096, out_dtype="float32", residual=True, tags=GPU),
+    _call(2, features=4096, outputs=4096, tags=GPU),
+    _call(17, features=1024, outputs=4096, bias=True, activation="silu", residual=True, tags=GPU),
+    _call(64, features=16384, outputs=512, tags=GPU),
     *_bench_calls(),
 )
 
@@ -106,11 +94,6 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
     return Traffic(read=(*read, result, *((result,) if arguments.get("activation") else ())), written=tuple(read))
 
 
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products."""
-    return product_flops(arguments, phase, "w")
-
-
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     rows = rows_of(arguments)
     found = candidates(rows)
@@ -127,7 +110,7 @@ def _forward_variant(*, x, w, bias=None, activation=None, residual=None, out_dty
         w,
         bias,
         flat(residual),
-        activation=None if activation is None else get_activation("linear", activation),
+        activation=optional_activation("linear", activation),
         out_dtype=jnp.dtype(out_dtype or x.dtype),
         config=config,
     )
@@ -144,7 +127,7 @@ def _backward_variant(*, x, w, cotangents, bias=None, activation=None, residual=
         bias,
         None if activation is None else rows,
         rows.astype(x.dtype),
-        activation=None if activation is None else get_activation("linear", activation),
+        activation=optional_activation("linear", activation),
         **configs,
     )
     return tuple(value for value in (dx.reshape(x.shape), dw, dbias) if value is not None)
@@ -200,5 +183,5 @@ LINEAR = OpSpec(
     backward=_backward,
     variants=_variants,
     problem=_problem,
-    flops=flops,
+    flops=product_flops,
 )

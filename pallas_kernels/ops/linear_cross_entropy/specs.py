@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.ops._products.specs import product_call, weight
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.linear_cross_entropy.api import Call, linear_cross_entropy, loss_and_gradients
 from pallas_kernels.ops.linear_cross_entropy.config import LossConfig, candidates, default_config
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
 
 
 def _call(
@@ -22,25 +23,20 @@ def _call(
     features: int,
     vocabulary: int,
     dtype: str = "bfloat16",
-    fill: Fill = "normal",
     tags: tuple[str, ...] = ("test",),
     **static: Any,
 ) -> ArgSpec:
     """Logits of deviation 2: as spread as a trained model's are."""
-    arguments = {
-        "hidden": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
-        "w": ArraySpec(shape=(features, vocabulary), dtype=dtype, deviation=2 * features**-0.5),
+    operands = {
+        "hidden": ArraySpec(shape=(*leading, features), dtype=dtype),
+        "w": weight(features, vocabulary, dtype, deviation=2),
         "labels": ArraySpec(shape=leading, dtype="int32", fill="integers", minimum=0, maximum=vocabulary),
-        **static,
     }
-    name = "x".join(map(str, leading)) + f"-{features}-{vocabulary}-{dtype}"
-    name += f"-{fill}" if fill != "normal" else ""
-    name += "".join(f"-{key}_{value}" for key, value in static.items())
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+    told = "-".join(f"{key}_{value}" for key, value in static.items())
+    return product_call(f"{features}-{vocabulary}", operands, (static, told), tags=tags)
 
 
-_GPU = ("gpu",)
-_BENCH = ("bench",)
+_BENCH_ONLY = ("bench",)
 
 _ARG_SPECS = (
     _call(8, features=64, vocabulary=128, reduction="mean"),
@@ -49,15 +45,15 @@ _ARG_SPECS = (
     _call(72, features=64, vocabulary=128, reduction="mean"),
     _call(8, features=64, vocabulary=128, dtype="float16", reduction="mean", ignore_index=3),
     _call(0, features=64, vocabulary=128, reduction="mean", tags=("test", "empty")),
-    _call(300, features=1024, vocabulary=8192, reduction="mean", tags=_GPU),
-    _call(520, features=256, vocabulary=5056, reduction="sum", label_smoothing=0.1, z_loss=1e-4, tags=_GPU),
-    _call(2, 150, features=512, vocabulary=4992, label_smoothing=0.1, tags=_GPU),
-    _call(40, features=512, vocabulary=8000, dtype="float16", reduction="mean", tags=_GPU),
-    _call(4096, features=4096, vocabulary=128256, reduction="mean", tags=(*_GPU, *_BENCH, "block")),
-    _call(4096, features=4096, vocabulary=128256, tags=_BENCH),
-    _call(8192, features=4096, vocabulary=32000, reduction="mean", tags=_BENCH),
-    _call(16384, features=2048, vocabulary=50304, reduction="mean", tags=_BENCH),
-    _call(512, features=4096, vocabulary=128256, reduction="mean", tags=_BENCH),
+    _call(300, features=1024, vocabulary=8192, reduction="mean", tags=GPU),
+    _call(520, features=256, vocabulary=5056, reduction="sum", label_smoothing=0.1, z_loss=1e-4, tags=GPU),
+    _call(2, 150, features=512, vocabulary=4992, label_smoothing=0.1, tags=GPU),
+    _call(40, features=512, vocabulary=8000, dtype="float16", reduction="mean", tags=GPU),
+    _call(4096, features=4096, vocabulary=128256, reduction="mean", tags=(*BENCH, "block")),
+    _call(4096, features=4096, vocabulary=128256, tags=_BENCH_ONLY),
+    _call(8192, features=4096, vocabulary=32000, reduction="mean", tags=_BENCH_ONLY),
+    _call(16384, features=2048, vocabulary=50304, reduction="mean", tags=_BENCH_ONLY),
+    _call(512, features=4096, vocabulary=128256, reduction="mean", tags=_BENCH_ONLY),
 )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays
 from pallas_kernels.ops._products.prologue import as_rows, varying_alike
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
@@ -32,27 +33,33 @@ def linear_residual_norm(
         mean_square = mean(total**2, axis=-1)
 
     Given to the next layer as `Norm(None, mean_square=mean_square)`, with the norm's scale folded into that layer's
-    weights (`fold_scale`), they leave no pass over the residual stream between the two.
+    weights (`fold_scale`), they leave no pass over the residual stream between the two. The mean squares are of the
+    sum as it is rounded. A gradient needs x, w and total again; it is XLA's products, behind a pass over total and its
+    cotangent.
 
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: (features, outputs), of x's dtype.
         residual: (..., outputs), of x's dtype.
         bias: (outputs,), any floating dtype, or None.
         implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`),
-            "xla", a sequence of them in order of preference, or None: "mosaic" where it runs and is the faster one,
-            else "xla".
+            "xla", a sequence of them in order of preference, or None: "mosaic" for 512 rows or more whose tiles keep
+            the GPU busy, where it can run; "xla" elsewhere.
 
     Returns:
-        total, (..., outputs) of x's dtype, and mean_square, (...) float32.
+        total, (..., outputs) of x's dtype, and mean_square, (...) float32 (float64 for float64 x).
 
     Raises:
         TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: the norm's division left to the layer behind, as in Graef et al., "FlashNorm", 2024,
+    https://arxiv.org/abs/2407.09577
     """
     x, w, residual = jnp.asarray(x), jnp.asarray(w), jnp.asarray(residual)
-    bias = None if bias is None else jnp.asarray(bias)
-    linear_api.check("linear_residual_norm", x, w, bias, residual, x.dtype)
+    (bias,) = optional_arrays(bias)
+    check_operands("linear_residual_norm", x=x, w=w)
+    check_linear("linear_residual_norm", x, w.shape, bias=bias, residual=residual, dtype=x.dtype)
     support = {"mosaic": partial(linear_api.mosaic_unsupported, x, w, bias, x.dtype), "xla": lambda: None}
     rows = as_rows(x)
     preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else ()

@@ -8,12 +8,21 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ops._products.specs import flat, gradients_of, product_bytes, product_flops, rows_of
+from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.specs import (
+    behind_product,
+    gradients_of,
+    product_bytes,
+    product_call,
+    product_flops,
+    rows_of,
+    weight,
+)
 from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
 from pallas_kernels.ops.linear_residual_norm.config import candidates
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 
 def _call(
@@ -24,32 +33,23 @@ def _call(
     bias: bool = False,
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
-    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
-    arguments: dict[str, Any] = {
-        "x": ArraySpec(shape=(*leading, features), dtype=dtype),
-        "w": ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5),
-        "residual": ArraySpec(shape=(*leading, outputs), dtype=dtype),
-    }
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}"
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
-        name += "-bias"
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+    x = ArraySpec(shape=(*leading, features), dtype=dtype)
+    residual = ArraySpec(shape=(*leading, outputs), dtype=dtype)
+    operands = {"x": x, "w": weight(features, outputs, dtype), "residual": residual}
+    return product_call(f"{features}-{outputs}", operands, behind_product(x, outputs, bias=bias), tags=tags)
 
-
-_GPU = ("gpu",)
 
 _ARG_SPECS = (
     _call(2, 5, features=64, outputs=320, bias=True),
     _call(130, features=64, outputs=128, dtype="float16"),
     _call(5, features=100, outputs=96, dtype="float32", bias=True, tags=("test", "ragged")),
     _call(0, features=64, outputs=128, tags=("test", "empty")),
-    _call(1000, features=4096, outputs=1024, tags=_GPU),
-    _call(777, features=1024, outputs=4032, bias=True, tags=_GPU),
-    _call(600, features=1024, outputs=1088, dtype="float16", tags=_GPU),
-    _call(17, features=1024, outputs=4096, bias=True, tags=_GPU),
-    *(_call(rows, features=14336, outputs=4096, tags=("gpu", "bench")) for rows in (8192, 512, 16, 1)),
-    *(_call(rows, features=4096, outputs=4096, tags=("gpu", "bench")) for rows in (8192, 512)),
+    _call(1000, features=4096, outputs=1024, tags=GPU),
+    _call(777, features=1024, outputs=4032, bias=True, tags=GPU),
+    _call(600, features=1024, outputs=1088, dtype="float16", tags=GPU),
+    _call(17, features=1024, outputs=4096, bias=True, tags=GPU),
+    *(_call(rows, features=14336, outputs=4096, tags=BENCH) for rows in (8192, 512, 16, 1)),
+    *(_call(rows, features=4096, outputs=4096, tags=BENCH) for rows in (8192, 512)),
 )
 
 
@@ -63,11 +63,6 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
     return Traffic(read=(*read, total, total), written=(*read, total))
 
 
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products."""
-    return product_flops(arguments, phase, "w")
-
-
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
@@ -75,10 +70,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 
 def _forward_variant(*, x, w, residual, bias=None, config):
-    rows, others = flat(x), flat(residual)
-    assert rows is not None
-    assert others is not None
-    total, mean_square = linear_residual_norm_forward(rows, w, bias, others, config=config)
+    total, mean_square = linear_residual_norm_forward(as_rows(x), w, bias, as_rows(residual), config=config)
     return total.reshape(residual.shape), mean_square.reshape(x.shape[:-1])
 
 
@@ -98,5 +90,5 @@ LINEAR_RESIDUAL_NORM = OpSpec(
     backward_traffic=_backward_traffic,
     backward=_backward,
     variants=_variants,
-    flops=flops,
+    flops=product_flops,
 )

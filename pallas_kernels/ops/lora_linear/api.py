@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import (
+    check_bias,
+    check_operands,
+    check_weight,
+    linear_unsupported,
+    optional_arrays,
+)
+from pallas_kernels.ops._products.prologue import as_rows, varying_alike
 from pallas_kernels.ops.lora_linear.config import default_gradient_config, is_preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 
 MOST_RANK = 128
 
@@ -33,19 +39,21 @@ def lora_linear(
 
         y = x @ w + alpha * (x @ a) @ b + bias
 
-    accumulated in float32 with "mosaic", where only x @ a is rounded to x's dtype on the way.
+    accumulated in float32 with "mosaic", where only alpha * (x @ a) is rounded to x's dtype on the way; "xla" rounds
+    each of the products. The gradient is XLA's products, and computes x @ a again; that of w is left out where nothing
+    asks for it.
 
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: (features, outputs), of x's dtype, as a and b are.
         a: (features, rank).
         b: (rank, outputs).
-        alpha: a number; LoRA's alpha / rank.
-        bias: (outputs,), any floating dtype, or None.
-        implementation: "mosaic" (one Mosaic GPU kernel for few rows, and for many rows a product x @ a before it;
-            Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs multiples of 64, at least 128
-            outputs, a rank of at most 128), "xla", a sequence of them in order of preference, or None: "mosaic" where
-            it runs and is the faster one, else "xla".
+        alpha: a number, not traced; LoRA's alpha / rank.
+        bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
+        implementation: "mosaic" (one Mosaic GPU kernel for less than 2048 rows with a rank of at most 64, and XLA's
+            product x @ a before it otherwise; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
+            multiples of 64, at least 128 outputs, a rank of at most 128), "xla", a sequence of them in order of
+            preference, or None: "mosaic" for 2048 rows or more, where it can run; "xla" elsewhere.
 
     Returns:
         y, (..., outputs), of x's dtype.
@@ -58,53 +66,34 @@ def lora_linear(
     https://arxiv.org/abs/2510.00206
     """
     x, w, a, b = (jnp.asarray(value) for value in (x, w, a, b))
-    bias = None if bias is None else jnp.asarray(bias)
+    (bias,) = optional_arrays(bias)
     _check(x, w, a, b, bias)
     alpha = float(alpha)
-    rows, rank = math.prod(x.shape[:-1]), a.shape[1]
+    rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
-    preferred = ("mosaic",) if is_preferred(rows, w.shape[1], w.shape[0], rank) else ()
+    preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else ()
     chosen = choose("lora_linear", implementation, support, preferred=preferred)
     if chosen == "xla" or x.size == 0 or w.size == 0 or rank == 0:
         return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
-    flat = x.reshape(rows, x.shape[-1])
-    operands = [flat, w, a, b] + ([] if bias is None else [bias])
-    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
-    flat, w, a, b = (varying_like(value, *operands) for value in (flat, w, a, b))
-    bias = None if bias is None else varying_like(bias, *operands)
-    y: jax.Array = _lora_mosaic(alpha, flat, w, a, b, bias)  # pyright: ignore
+    operands = varying_alike((rows, w, a, b, bias))
+    y: jax.Array = _lora_mosaic(alpha, *operands)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
 def mosaic_unsupported(x: jax.Array, w: jax.Array, rank: int, bias: jax.Array | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    reason = operands_unsupported(x, w)
-    if reason:
-        return reason
     if rank > MOST_RANK:
         return f"the rank is {rank}, the kernels take at most {MOST_RANK}"
-    if bias is not None and bias.dtype.itemsize > 4:
-        return f"bias is {bias.dtype.name}, the kernels take at most float32"
-    return mosaic_gpu_unsupported()
+    return operands_unsupported(x, w) or linear_unsupported(x, bias, x.dtype)
 
 
 def _check(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> None:
-    for name, array in (("x", x), ("w", w), ("a", a), ("b", b), ("bias", bias)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"lora_linear: {name} must be floating, got {array.dtype.name}; cast it first.")
-    for name, array in (("w", w), ("a", a), ("b", b)):
-        if array.dtype != x.dtype:
-            raise TypeError(
-                f"lora_linear: {name} must have x's dtype {x.dtype.name}, got {array.dtype.name}; cast one of them."
-            )
-    if x.ndim == 0 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
-        raise ValueError(f"lora_linear: w must be (features, outputs) with the features of x {x.shape}, got {w.shape}.")
-    if a.ndim != 2 or a.shape[0] != w.shape[0]:
-        raise ValueError(f"lora_linear: a must be (features, rank) with the features of w {w.shape}, got {a.shape}.")
+    check_operands("lora_linear", x=x, w=w, a=a, b=b)
+    check_weight("lora_linear", "w", w.shape, x)
+    check_weight("lora_linear", "a", a.shape, x, columns="rank")
     if b.shape != (a.shape[1], w.shape[1]):
         raise ValueError(f"lora_linear: b must be (rank, outputs), {(a.shape[1], w.shape[1])}, got {b.shape}.")
-    if bias is not None and bias.shape != w.shape[1:]:
-        raise ValueError(f"lora_linear: bias must be one value an output, shape {w.shape[1:]}, got {bias.shape}.")
+    check_bias("lora_linear", bias, w.shape[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

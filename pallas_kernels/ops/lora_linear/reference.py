@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.ops._products.prologue import as_rows
 
 
 def lora_linear_reference(
@@ -20,7 +20,7 @@ def lora_linear_reference(
     """See `pallas_kernels.lora_linear`. Products are rounded to x's dtype, what follows is in float32 or float64."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = as_rows(x)
     y = (rows @ w).astype(wide) + alpha * ((rows @ a) @ b).astype(wide)
     if bias is not None:
         y = y + bias.astype(wide)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 
+from pallas_kernels.ops._products.specs import behind_product, product_bytes, product_call, rows_of, weight
 from pallas_kernels.ops.lora_linear.api import lora_linear
 from pallas_kernels.ops.lora_linear.config import candidates, default_gradient_config
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 
 def _call(
@@ -27,35 +27,29 @@ def _call(
     alpha: float = 2.0,
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
-    """Weights have the deviation that keeps the size of features."""
-    arguments: dict[str, Any] = {
-        "x": ArraySpec(shape=(*leading, features), dtype=dtype),
-        "w": ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5),
-        "a": ArraySpec(shape=(features, rank), dtype=dtype, deviation=features**-0.5),
-        "b": ArraySpec(shape=(rank, outputs), dtype=dtype, deviation=max(rank, 1) ** -0.5),
+    x = ArraySpec(shape=(*leading, features), dtype=dtype)
+    operands = {
+        "x": x,
+        "w": weight(features, outputs, dtype),
+        "a": weight(features, rank, dtype),
+        "b": weight(rank, outputs, dtype),
         "alpha": alpha,
     }
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-rank{rank}-{dtype}"
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
-        name += "-bias"
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+    sizes = f"{features}-{outputs}-rank{rank}"
+    return product_call(sizes, operands, behind_product(x, outputs, bias=bias), tags=tags)
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(2, 12, features=128, outputs=192, rank=8, bias=True),
     _call(40, features=64, outputs=128, rank=72, dtype="float16"),
     _call(0, features=64, outputs=128, rank=4, tags=("test", "empty")),
-    _call(777, features=1024, outputs=4032, rank=4, bias=True, tags=_GPU),
-    _call(515, features=4160, outputs=1088, rank=128, tags=_GPU),
-    _call(2200, features=1024, outputs=2048, rank=16, dtype="float16", tags=_GPU),
-    _call(2060, features=1024, outputs=2048, rank=72, bias=True, tags=_GPU),
-    _call(600, features=1024, outputs=2048, rank=64, tags=_GPU),
+    _call(777, features=1024, outputs=4032, rank=4, bias=True, tags=GPU),
+    _call(515, features=4160, outputs=1088, rank=128, tags=GPU),
+    _call(2200, features=1024, outputs=2048, rank=16, dtype="float16", tags=GPU),
+    _call(2060, features=1024, outputs=2048, rank=72, bias=True, tags=GPU),
+    _call(600, features=1024, outputs=2048, rank=64, tags=GPU),
     *(
-        _call(rows, features=4096, outputs=outputs, rank=16, tags=(*_BENCH, "block"))
+        _call(rows, features=4096, outputs=outputs, rank=16, tags=(*BENCH, "block"))
         for rows in (8192, 512)
         for outputs in (4096, 14336)
     ),
@@ -63,15 +57,10 @@ _ARG_SPECS = (
 )
 
 
-def _rows(arguments: Arguments) -> int:
-    return math.prod(arguments["x"].shape[:-1])
-
-
 def _sizes(arguments: Arguments) -> tuple[int, int, int]:
     """Bytes of x, of w with a and b, and of the result."""
-    x, w = arguments["x"], arguments["w"]
-    weights = sum(array_bytes(arguments[name]) for name in ("w", "a", "b"))
-    return array_bytes(x), weights, _rows(arguments) * w.shape[1] * x.dtype.itemsize
+    (x, *weights), (y, *_) = product_bytes(arguments, "w", "a", "b")
+    return x, sum(weights), y
 
 
 def _forward_traffic(arguments: Arguments) -> Traffic:
@@ -87,7 +76,7 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 def flops(arguments: Arguments, phase: str) -> int:
     """Multiplications and additions of a phase's products."""
     (features, outputs), rank = arguments["w"].shape, arguments["a"].shape[1]
-    forward = 2 * _rows(arguments) * (features * outputs + rank * (features + outputs))
+    forward = 2 * rows_of(arguments) * (features * outputs + rank * (features + outputs))
     return forward if phase == "forward" else 2 * forward
 
 
@@ -114,7 +103,7 @@ def _backward_variant(*, x, w, a, b, cotangents, alpha=1.0, bias=None, config):
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     if implementation == "mosaic":
         features, outputs = arguments["w"].shape
-        config = default_gradient_config(_rows(arguments), outputs, features)
+        config = default_gradient_config(rows_of(arguments), outputs, features)
         return _backward_variant(**arguments, cotangents=cotangents, config=config)
     names = [name for name in ("x", "w", "a", "b", "bias") if arguments.get(name) is not None]
 

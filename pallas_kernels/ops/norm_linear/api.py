@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
-from pallas_kernels.primitives.activations import get_activation
 
 
 def norm_linear(
@@ -35,18 +35,19 @@ def norm_linear(
         y = activation(norm(x) @ w + bias) + residual
 
     Everything from the product on is one launch. The norm is another, unless it has no scale and its mean squares are
-    given; see `Norm`.
+    given; see `Norm`. norm(x) is rounded to x's dtype where it is a launch of its own, as it is with "xla".
 
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (float32 with "triton", any floating dtype with "xla"). The leading
+            dimensions are rows.
         w: (features, outputs), of x's dtype.
         norm: of x.
         bias, activation, residual, out_dtype: as in `linear`.
         implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`,
             and at least 128 features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs;
-            also float32; an "rms" norm with a scale and without mean squares, in the product's launch; a result of x's
-            dtype), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs and is the faster
-            one, else "xla".
+            an "rms" norm with a scale and without mean squares, in the product's launch; a result of x's dtype), "xla",
+            a sequence of them in order of preference, or None: "mosaic" for 512 rows or more whose tiles keep the GPU
+            busy, where it can run; "xla" elsewhere.
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -54,14 +55,14 @@ def norm_linear(
     Raises:
         TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: division behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
-    bias = None if bias is None else jnp.asarray(bias)
-    residual = None if residual is None else jnp.asarray(residual)
+    bias, residual = optional_arrays(bias, residual)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if activation is not None:
-        get_activation("norm_linear", activation)
-    linear_api.check("norm_linear", x, w, bias, residual, dtype)
+    check_operands("norm_linear", x=x, w=w)
+    check_linear("norm_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
     if norm is None:
         raise TypeError("norm_linear: norm must be a pallas_kernels.Norm, got None; without one, call linear.")
     check_norm("norm_linear", norm, x)

@@ -8,23 +8,26 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.ops._products.checks import optional_activation
 from pallas_kernels.ops._products.prologue import as_rows, prologue
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
+    behind_product,
     flat,
     gradients_of,
     norm_arguments,
     product_bytes,
+    product_call,
     product_flops,
     rows_of,
+    weight,
     with_norm,
 )
 from pallas_kernels.ops.linear.config import candidates
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.api import norm_linear
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
-from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 
 def _call(
@@ -35,27 +38,19 @@ def _call(
     norm: str = "rms",
     scaled: bool = True,
     mean_square: bool = False,
-    bias: bool = False,
-    activation: str | None = None,
     tags: tuple[str, ...] = ("test",),
+    **behind: Any,
 ) -> ArgSpec:
-    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
+    """behind: as `behind_product` has them."""
     x = ArraySpec(shape=(*leading, features), dtype=dtype)
-    w = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5)
-    more, suffix = norm_arguments(norm, x, scaled=scaled, mean_square=mean_square)
-    arguments: dict[str, Any] = {"x": x, "w": w, **more}
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}{suffix}"
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
-        name += "-bias"
-    if activation:
-        arguments["activation"] = activation
-        name += f"-{activation}"
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+    return product_call(
+        f"{features}-{outputs}",
+        {"x": x, "w": weight(features, outputs, dtype)},
+        norm_arguments(norm, x, scaled=scaled, mean_square=mean_square),
+        behind_product(x, outputs, **behind),
+        tags=tags,
+    )
 
-
-_GPU = ("gpu",)
-_BENCH = ("gpu", "bench")
 
 _ARG_SPECS = (
     _call(2, 3, features=128, outputs=192, bias=True, activation="gelu_tanh"),
@@ -64,13 +59,13 @@ _ARG_SPECS = (
     _call(40, features=192, outputs=128, mean_square=True),
     _call(2, features=100, outputs=96, dtype="float32", bias=True, activation="gelu_tanh", tags=("test", "ragged")),
     _call(0, features=128, outputs=128, tags=("test", "empty")),
-    _call(1000, features=4096, outputs=1024, tags=_GPU),
-    _call(777, features=1024, outputs=4032, norm="layer", bias=True, activation="gelu_tanh", tags=_GPU),
-    _call(600, features=1024, outputs=2048, scaled=False, mean_square=True, activation="silu", tags=_GPU),
-    _call(17, features=1024, outputs=4096, bias=True, tags=_GPU),
-    *(_call(rows, features=4096, outputs=4096, tags=_BENCH) for rows in (8192, 512, 16, 1)),
+    _call(1000, features=4096, outputs=1024, tags=GPU),
+    _call(777, features=1024, outputs=4032, norm="layer", bias=True, activation="gelu_tanh", tags=GPU),
+    _call(600, features=1024, outputs=2048, scaled=False, mean_square=True, activation="silu", tags=GPU),
+    _call(17, features=1024, outputs=4096, bias=True, tags=GPU),
+    *(_call(rows, features=4096, outputs=4096, tags=BENCH) for rows in (8192, 512, 16, 1)),
     *(
-        _call(rows, features=4096, outputs=16384, norm="layer", bias=True, activation="gelu_tanh", tags=_BENCH)
+        _call(rows, features=4096, outputs=16384, norm="layer", bias=True, activation="gelu_tanh", tags=BENCH)
         for rows in (8192, 512)
     ),
 )
@@ -95,11 +90,6 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
     return Traffic(read=(*read, *written, *kept), written=tuple(read))
 
 
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products."""
-    return product_flops(arguments, phase, "w")
-
-
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
@@ -108,14 +98,14 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 def _forward_variant(*, config, **arguments):
     called = with_norm(arguments)
-    x, w, activation = called["x"], called["w"], called.get("activation")
+    x, w = called["x"], called["w"]
     normed, row_scale = prologue(called["norm"], as_rows(x))
     y, _ = linear_forward(
         normed,
         w,
         called.get("bias"),
         flat(called.get("residual")),
-        activation=None if activation is None else get_activation("norm_linear", activation),
+        activation=optional_activation("norm_linear", called.get("activation")),
         row_scale=row_scale,
         out_dtype=x.dtype,
         config=config,
@@ -139,5 +129,5 @@ NORM_LINEAR = OpSpec(
     backward_traffic=_backward_traffic,
     backward=_backward,
     variants=_variants,
-    flops=flops,
+    flops=product_flops,
 )

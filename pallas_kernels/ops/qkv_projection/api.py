@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
@@ -44,22 +45,26 @@ def qkv_projection(
         q, k = rope(q, k, positions)
 
     The products, and all behind them, are one launch, which reads n once. The norm before them is another, unless it
-    has no scale and its mean squares are given; see `Norm`.
+    has no scale and its mean squares are given; see `Norm`. "xla" also rounds n, the products with their biases and the
+    normalised heads to x's dtype. A gradient needs x and the weights again: a launch that rotates back, and XLA's
+    products; those of query and key are computed again where their heads are normalised.
 
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w_q: (features, query heads * head size), of x's dtype.
         w_k, w_v: (features, key heads * head size), of x's dtype.
-        bias: of query, key and value, (outputs,) each, any floating dtype; or None.
+        bias: of query, key and value, all three, (outputs,) each, any floating dtype (at most float32 with "mosaic");
+            or None.
         head_size: columns of a head. Needed for rope, q_norm and k_norm; where it is given, results have their heads as
             a dimension of their own.
         norm: of x, or None.
-        rope: the rotation of query and key heads, or None.
+        rope: the rotation of query and key heads, whose positions fit into int32; or None.
         q_norm, k_norm: norms of each query and key head, of kind "rms", with a scale (head_size,) or none.
         implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
             multiples of 64, at least 128 of each; heads of 64, 128 or 256 where something is done with them, rotated in
-            halves), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs and is the faster
-            one, else "xla".
+            halves), "xla", a sequence of them in order of preference, or None: what the tuned table of this GPU has for
+            the sizes (`pallas_kernels.tuning`), else "mosaic" where it was measured to be faster (`is_preferred` in
+            config.py: few rows, and 512 or more); "xla" elsewhere, and where that cannot run.
 
     Returns:
         q, k, v of x's dtype: (..., outputs) each, with `head_size` (..., heads, head_size).
@@ -67,6 +72,10 @@ def qkv_projection(
     Raises:
         TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
+
+    Source: rotation as in Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864; norms of heads as in Dehghani
+    et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; division
+    behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, weights = jnp.asarray(x), tuple(jnp.asarray(w) for w in (w_q, w_k, w_v))
     biases = None if bias is None else tuple(jnp.asarray(b) for b in bias)
@@ -82,7 +91,8 @@ def qkv_projection(
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
         )
-    positions = None if rope is None else row_positions(rope, x)
+    # Backward they are negated, which integers without a sign, or of few bits, would not survive.
+    positions = None if rope is None else row_positions(rope, x).astype(jnp.int32)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
     rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))
     form = HeadForm(
@@ -113,8 +123,8 @@ def mosaic_unsupported(
     scales = [norm.scale for norm in head_norms if norm is not None and norm.scale is not None]
     for name, arrays in (("bias", biases or ()), ("a head norm's scale", scales)):
         for array in arrays:
-            if array.dtype.itemsize > 4:
-                return f"{name} is {array.dtype.name}, the kernels take at most float32"
+            if reason := vector_unsupported(name, array):
+                return reason
     if rope is not None and rope.interleaved:
         return "pairs of neighbours are in the same place of different registers; the kernel rotates halves"
     has_heads = rope is not None or any(norm is not None for norm in head_norms)
@@ -166,29 +176,16 @@ def _check(
 
 
 def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[jax.Array, ...] | None) -> None:
-    names = ("w_q", "w_k", "w_v")
-    for name, array in (("x", x), *zip(names, weights, strict=True)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"qkv_projection: {name} must be floating, got {array.dtype.name}; cast it first.")
-        if array.dtype != x.dtype:
-            raise TypeError(
-                f"qkv_projection: {name} must have x's dtype {x.dtype.name}, got {array.dtype.name}; cast one of them."
-            )
-    for name, w in zip(names, weights, strict=True):
-        if x.ndim == 0 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
-            raise ValueError(
-                f"qkv_projection: {name} must be (features, outputs) with the features of x {x.shape}, got {w.shape}."
-            )
+    named = dict(zip(("w_q", "w_k", "w_v"), weights, strict=True))
+    check_operands("qkv_projection", x=x, **named)
+    for name, w in named.items():
+        check_weight("qkv_projection", name, w.shape, x)
     if biases is None:
         return
-    if len(biases) != len(names):
+    if len(biases) != len(named):
         raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {len(biases)}.")
-    for name, w, b in zip(names, weights, biases, strict=True):
-        if b.shape != w.shape[1:] or not jnp.issubdtype(b.dtype, jnp.floating):
-            raise ValueError(
-                f"qkv_projection: the bias of {name} must be floating, one value an output, shape {w.shape[1:]}, got "
-                f"{b.dtype.name}{list(b.shape)}."
-            )
+    for (name, w), bias in zip(named.items(), biases, strict=True):
+        check_bias("qkv_projection", bias, w.shape[1], name=f"the bias of {name}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

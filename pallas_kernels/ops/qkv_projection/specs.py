@@ -12,18 +12,21 @@ from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.ops._products.prologue import as_rows, prologue
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
+    Part,
     gradients_of,
     norm_arguments,
     product_bytes,
+    product_call,
     product_flops,
     rows_of,
+    weight,
     with_norm,
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import candidates, problem
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 _WEIGHTS = ("w_q", "w_k", "w_v")
 _VECTORS = (*NORM_ARRAYS, "b_q", "b_k", "b_v", "q_scale", "k_scale")
@@ -43,32 +46,27 @@ def _call(
     biases: bool = False,
     tags: tuple[str, ...] = ("test",),
 ) -> ArgSpec:
-    """Weights have the deviation that keeps the size of features, as trained ones nearly have."""
     q, k = (count * head_size for count in heads)
+    x = ArraySpec(shape=(*leading, features), dtype=dtype)
     vector = partial(ArraySpec, dtype=dtype)
-    arguments: dict[str, Any] = {"x": ArraySpec(shape=(*leading, features), dtype=dtype)}
-    for name, outputs in zip(_WEIGHTS, (q, k, k), strict=True):
-        arguments[name] = ArraySpec(shape=(features, outputs), dtype=dtype, deviation=features**-0.5)
-    name = "x".join(map(str, leading)) + f"-{features}-{heads[0]}+{heads[1]}x{head_size}-{dtype}"
-    more, suffix = norm_arguments(norm, arguments["x"], scaled=scaled, mean_square=mean_square)
-    arguments |= more
-    name += suffix
-    if biases:
-        for letter, outputs in zip("qkv", (q, k, k), strict=True):
-            arguments[f"b_{letter}"] = vector(shape=(outputs,))
-        name += "-bias"
-    if head_norms:
-        arguments["q_scale"] = vector(shape=(head_size,), mean=1.0, deviation=0.2)
-        arguments["k_scale"] = vector(shape=(head_size,), mean=1.0, deviation=0.2)
-        name += "-head_norms"
-    if rope:
-        arguments["positions"] = ArraySpec(shape=leading, dtype="int32", fill="integers", maximum=1000)
-        name += "-rope"
-    arguments["head_size"] = head_size
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+    columns = dict(zip(_WEIGHTS, (q, k, k), strict=True))
+    weights = {name: weight(features, outputs, dtype) for name, outputs in columns.items()}
+    bias = {f"b_{name[-1]}": vector(shape=(outputs,)) for name, outputs in columns.items()}
+    head_scale = vector(shape=(head_size,), mean=1.0, deviation=0.2)
+    positions = ArraySpec(shape=leading, dtype="int32", fill="integers", maximum=1000)
+    nothing: Part = ({}, "")
+    return product_call(
+        f"{features}-{heads[0]}+{heads[1]}x{head_size}",
+        {"x": x, **weights},
+        norm_arguments(norm, x, scaled=scaled, mean_square=mean_square),
+        (bias, "bias") if biases else nothing,
+        ({"q_scale": head_scale, "k_scale": head_scale}, "head_norms") if head_norms else nothing,
+        ({"positions": positions}, "rope") if rope else nothing,
+        ({"head_size": head_size}, ""),
+        tags=tags,
+    )
 
 
-_GPU = ("gpu",)
 _LLAMA = partial(_call, features=4096, heads=(32, 8), head_size=128)
 
 _ARG_SPECS = (
@@ -78,14 +76,14 @@ _ARG_SPECS = (
     _call(40, features=128, heads=(2, 2), head_size=64, scaled=False, mean_square=True, rope=False),
     _call(2, features=128, heads=(3, 1), head_size=80, dtype="float32", tags=("test", "ragged")),
     _call(0, features=128, heads=(2, 2), head_size=64, tags=("test", "empty")),
-    _call(1000, features=2048, heads=(16, 4), head_size=128, tags=_GPU),
-    _call(777, features=1024, heads=(16, 16), head_size=64, norm="layer", rope=False, biases=True, tags=_GPU),
-    _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags=_GPU),
-    _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags=_GPU),
-    _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags=_GPU),
-    _call(17, features=1024, heads=(16, 4), head_size=128, tags=_GPU),
-    *(_LLAMA(rows, tags=("gpu", "bench", "block")) for rows in (8192, 512, 16, 1)),
-    *(_LLAMA(rows, scaled=False, mean_square=True, tags=("gpu", "bench")) for rows in (8192, 512)),
+    _call(1000, features=2048, heads=(16, 4), head_size=128, tags=GPU),
+    _call(777, features=1024, heads=(16, 16), head_size=64, norm="layer", rope=False, biases=True, tags=GPU),
+    _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags=GPU),
+    _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags=GPU),
+    _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags=GPU),
+    _call(17, features=1024, heads=(16, 4), head_size=128, tags=GPU),
+    *(_LLAMA(rows, tags=(*BENCH, "block")) for rows in (8192, 512, 16, 1)),
+    *(_LLAMA(rows, scaled=False, mean_square=True, tags=BENCH) for rows in (8192, 512)),
 )
 
 
@@ -127,11 +125,6 @@ def _forward_traffic(arguments: Arguments) -> Traffic:
 def _backward_traffic(arguments: Arguments) -> Traffic:
     read, written = product_bytes(arguments, *_WEIGHTS)
     return Traffic(read=(*read, *written), written=tuple(read))
-
-
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products."""
-    return product_flops(arguments, phase, *_WEIGHTS)
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
@@ -186,5 +179,5 @@ QKV_PROJECTION = OpSpec(
     backward=_backward,
     variants=_variants,
     problem=_problem,
-    flops=flops,
+    flops=partial(product_flops, weights=_WEIGHTS),
 )

@@ -10,15 +10,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import (
+    check_linear,
+    check_operands,
+    linear_unsupported,
+    optional_activation,
+    optional_arrays,
+)
+from pallas_kernels.ops._products.prologue import as_rows, varying_alike
 from pallas_kernels.ops.quantized_linear.config import is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
-from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
@@ -40,17 +46,22 @@ def quantized_linear(
 
         y = activation(x @ w + bias) + residual
 
+    "mosaic" multiplies x by the integers, which 16 bits hold exactly, and the sums by the scales; "xla" rounds the
+    scaled weights to x's dtype, and the product to the wider of x's dtype and `out_dtype`. The gradient is XLA's, with
+    the weights scaled and rounded, and computes x @ w again where there is an activation.
+
     Args:
-        x: (..., features), bfloat16 or float16 (any floating dtype with "xla").
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: of `quantize`, (features, outputs).
-        bias: (outputs,), any floating dtype, or None.
+        bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
         activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
-        residual: (..., outputs) of `out_dtype`, or None.
-        out_dtype: the result's dtype; None: x's.
+        residual: (..., outputs) of the result's dtype, or None.
+        out_dtype: the result's dtype, floating; None: x's.
         implementation: "mosaic" (one Mosaic GPU kernel, which reads the weights once and widens them in registers;
-            Hopper GPUs; at most 64 rows where scales are of groups; features a multiple of 128, of 256 with int4;
-            outputs a multiple of 64; a result of x's dtype or float32), "xla", a sequence of them in order of
-            preference, or None: "mosaic" where it runs and is the faster one, else "xla".
+            Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at most 64 rows where scales are of groups; features a
+            multiple of 128, of 256 with int4; outputs a multiple of 64; a result of x's dtype or float32), "xla", a
+            sequence of them in order of preference, or None: "mosaic" for up to 8192 rows of at least 1024 features and
+            outputs, where it can run; "xla" elsewhere.
 
     Returns:
         y, (..., outputs), of `out_dtype`. Gradients go to x, bias and residual; w is a constant, with gradient zero.
@@ -60,25 +71,21 @@ def quantized_linear(
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
     x = jnp.asarray(x)
-    bias = None if bias is None else jnp.asarray(bias)
-    residual = None if residual is None else jnp.asarray(residual)
+    bias, residual = optional_arrays(bias, residual)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if activation is not None:
-        get_activation("quantized_linear", activation)
-    _check(x, w, bias, residual, dtype)
+    _check_weights(w)
+    check_operands("quantized_linear", x=x)
+    check_linear("quantized_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
     w = jax.lax.stop_gradient(w)
     support = {"mosaic": partial(mosaic_unsupported, x, w, bias, dtype), "xla": lambda: None}
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = as_rows(x)
     is_best = is_preferred(rows.shape[0], w.shape[1], w.shape[0])
     chosen = choose("quantized_linear", implementation, support, preferred=("mosaic",) if is_best else ())
     if chosen == "xla" or x.size == 0 or w.values.size == 0:
         y = quantized_linear_reference(x, w, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
         return y.astype(dtype)
-    residual = None if residual is None else residual.reshape(-1, w.shape[1])
-    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
-    operands = jax.tree.leaves((rows, w, bias, residual))
-    rows, w, bias, residual = jax.tree.map(lambda leaf: varying_like(leaf, *operands), (rows, w, bias, residual))
-    y: jax.Array = _quantized_linear_mosaic(activation, dtype, rows, w, bias, residual)  # pyright: ignore
+    operands = varying_alike((rows, w, bias, None if residual is None else as_rows(residual)))
+    y: jax.Array = _quantized_linear_mosaic(activation, dtype, *operands)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -96,30 +103,24 @@ def mosaic_unsupported(x: jax.Array, w: QuantizedWeight, bias: jax.Array | None,
             f"w is {features} by {outputs} of {w.bits} bits; the kernel takes multiples of {line} features and of "
             f"{COLUMNS} outputs"
         )
-    if out_dtype not in (x.dtype, jnp.float32):
-        return f"the result is {out_dtype.name}, the kernel gives {x.dtype.name} or float32"
-    if bias is not None and bias.dtype.itemsize > 4:
-        return f"bias is {bias.dtype.name}, the kernel takes at most float32"
-    return mosaic_gpu_unsupported()
+    return linear_unsupported(x, bias, out_dtype)
 
 
-def _check(
-    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, dtype: jnp.dtype
-) -> None:
+def _check_weights(w: QuantizedWeight) -> None:
+    name = "quantized_linear"
     if not isinstance(w, QuantizedWeight):
-        raise TypeError(f"quantized_linear: w must be a QuantizedWeight, got {type(w).__name__}; `quantize` makes one.")
-    for name, array in (("x", x), ("bias", bias), ("residual", residual)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"quantized_linear: {name} must be floating, got {array.dtype.name}; cast it first.")
-    if x.ndim == 0 or w.shape[0] != x.shape[-1]:
-        raise ValueError(f"quantized_linear: w must have the features of x {x.shape}, got shape {w.shape}.")
-    if bias is not None and bias.shape != w.shape[1:]:
-        raise ValueError(f"quantized_linear: bias must be one value an output, {w.shape[1:]}, got {bias.shape}.")
-    expected = (*x.shape[:-1], w.shape[1])
-    if residual is not None and (residual.shape, residual.dtype) != (expected, dtype):
+        raise TypeError(f"{name}: w must be a QuantizedWeight, got {type(w).__name__}; `quantize` makes one.")
+    if w.values.ndim != 2 or w.values.dtype.name != f"int{w.bits}":
         raise ValueError(
-            f"quantized_linear: residual must be like the result, {dtype.name}{list(expected)}, got "
-            f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
+            f"{name}: w.values must be (outputs, features) of int{w.bits}, got {w.values.dtype.name}"
+            f"{list(w.values.shape)}."
+        )
+    features, outputs = w.shape
+    groups = 1 if w.group_size is None else features // w.group_size
+    if w.scales.shape != (groups, outputs):
+        raise ValueError(
+            f"{name}: w.scales must be {(groups, outputs)}, groups of {w.group_size or 'all'} features by outputs, got "
+            f"{w.scales.shape}."
         )
 
 
@@ -132,7 +133,7 @@ def _quantized_linear_mosaic(
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> jax.Array:
-    function = None if activation is None else get_activation("quantized_linear", activation)
+    function = optional_activation("quantized_linear", activation)
     return quantized_linear_forward(x, w, bias, residual, activation=function, out_dtype=out_dtype)
 
 

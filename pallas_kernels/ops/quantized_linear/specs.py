@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.specs import behind_product, flat, product_call, rows_of
 from pallas_kernels.ops.quantized_linear.api import quantized_linear
 from pallas_kernels.ops.quantized_linear.config import candidates
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
-from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
+from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
 
 
 def _call(
@@ -28,43 +29,30 @@ def _call(
     bits: int = 8,
     group_size: int | None = None,
     dtype: str = "bfloat16",
-    bias: bool = False,
-    activation: str | None = None,
-    residual: bool = False,
-    out_dtype: str | None = None,
     fill: Fill = "normal",
     tags: tuple[str, ...] = ("test",),
+    **behind: Any,
 ) -> ArgSpec:
-    """Weights of the deviation that keeps the size of features: uniform integers, and scales that differ a little."""
+    """Weights of the deviation that keeps the size of features: uniform integers, and scales that differ a little.
+
+    behind: as `behind_product` has them.
+    """
     limit = 2 ** (bits - 1) - 1
     size = math.sqrt(3 / features) / limit
     groups = 1 if group_size is None else features // group_size
-    arguments: dict[str, Any] = {
-        "x": ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill),
+    x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
+    operands = {
+        "x": x,
         "values": ArraySpec(
             shape=(outputs, features), dtype=f"int{bits}", fill="integers", minimum=-limit, maximum=limit + 1
         ),
         "scales": ArraySpec(shape=(groups, outputs), dtype="float32", mean=size, deviation=size / 8),
         "group_size": group_size,
     }
-    name = "x".join(map(str, leading)) + f"-{features}-{outputs}-{dtype}-int{bits}"
-    name += f"-groups-of-{group_size}" if group_size else ""
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=dtype)
-        name += "-bias"
-    if activation:
-        arguments["activation"] = activation
-        name += f"-{activation}"
-    if residual:
-        arguments["residual"] = ArraySpec(shape=(*leading, outputs), dtype=out_dtype or dtype)
-        name += "-residual"
-    if out_dtype:
-        arguments["out_dtype"] = out_dtype
-        name += f"-to-{out_dtype}"
-    return ArgSpec(name=name + (f"-{fill}" if fill != "normal" else ""), arguments=arguments, tags=frozenset(tags))
-
-
-_GPU = ("gpu",)
+    integers = f"int{bits}" + (f"-groups-of-{group_size}" if group_size else "")
+    return product_call(
+        f"{features}-{outputs}", operands, ({}, integers), behind_product(x, outputs, **behind), tags=tags
+    )
 
 
 def _bench_calls() -> tuple[ArgSpec, ...]:
@@ -72,14 +60,14 @@ def _bench_calls() -> tuple[ArgSpec, ...]:
     specs = []
     for rows in (8192, 512, 16, 1):
         # Those of one row have the kernels of sixteen: no need to compile them for tests, too.
-        tags = ("bench",) if rows == 1 else ("gpu", "bench")
+        tags = ("bench",) if rows == 1 else BENCH
         specs += [
             _call(rows, features=4096, outputs=4096, tags=(*tags, "block")),
             _call(rows, features=4096, outputs=14336, tags=(*tags, "block")),
         ]
         if rows <= MOST_ROWS:
             specs.append(_call(rows, features=14336, outputs=4096, residual=True, tags=(*tags, "block")))
-    specs.append(_call(16, features=4096, outputs=4096, bits=4, group_size=128, tags=("gpu", "bench")))
+    specs.append(_call(16, features=4096, outputs=4096, bits=4, group_size=128, tags=BENCH))
     return tuple(specs)
 
 
@@ -92,19 +80,22 @@ _ARG_SPECS = (
     _call(65, features=256, outputs=64, bits=4, group_size=64, tags=("test", "ragged")),
     _call(0, features=128, outputs=64, tags=("test", "empty")),
     _call(8, features=128, outputs=64, fill="zeros", activation="gelu", tags=("test", "extreme")),
-    _call(64, features=1024, outputs=4032, bias=True, activation="silu", residual=True, tags=_GPU),
-    _call(17, features=2048, outputs=2048, bits=4, group_size=64, dtype="float16", tags=_GPU),
-    _call(2, 3, features=16384, outputs=512, group_size=128, out_dtype="float32", tags=_GPU),
-    _call(1001, features=1024, outputs=4032, bias=True, activation="gelu_tanh", residual=True, tags=_GPU),
-    _call(300, features=2048, outputs=1088, bits=4, dtype="float16", out_dtype="float32", tags=_GPU),
-    _call(33, features=4096, outputs=1024, bits=4, tags=_GPU),
+    _call(64, features=1024, outputs=4032, bias=True, activation="silu", residual=True, tags=GPU),
+    _call(17, features=2048, outputs=2048, bits=4, group_size=64, dtype="float16", tags=GPU),
+    _call(2, 3, features=16384, outputs=512, group_size=128, out_dtype="float32", tags=GPU),
+    _call(1001, features=1024, outputs=4032, bias=True, activation="gelu_tanh", residual=True, tags=GPU),
+    _call(300, features=2048, outputs=1088, bits=4, dtype="float16", out_dtype="float32", tags=GPU),
+    _call(33, features=4096, outputs=1024, bits=4, tags=GPU),
     *_bench_calls(),
 )
 
 
 def _weight(values: Any, scales: Any, group_size: int | None) -> QuantizedWeight:
-    bits = 4 if jnp.dtype(values.dtype).name == "int4" else 8
-    return QuantizedWeight(values=values, scales=scales, bits=bits, group_size=group_size)
+    return QuantizedWeight(values=values, scales=scales, bits=_bits(values), group_size=group_size)
+
+
+def _bits(values: Any) -> Literal[8, 4]:
+    return 4 if jnp.dtype(values.dtype).name == "int4" else 8
 
 
 def _function(*, x, values, scales, group_size, **others):
@@ -115,38 +106,35 @@ def _reference(*, x, values, scales, group_size, **others):
     return quantized_linear_reference(x, _weight(values, scales, group_size), **others)
 
 
-def _sizes(arguments: Arguments) -> tuple[int, int, int]:
-    """Rows, and bytes of weights with scales and of the result."""
+def _sizes(arguments: Arguments) -> tuple[int, int]:
+    """Bytes of weights with scales and of the result."""
     x, values = arguments["x"], arguments["values"]
-    rows = math.prod(x.shape[:-1])
-    bits = 4 if jnp.dtype(values.dtype).name == "int4" else 8
     dtype = jnp.dtype(arguments.get("out_dtype") or x.dtype)
-    weights = math.prod(values.shape) * bits // 8 + array_bytes(arguments["scales"])
-    return rows, weights, rows * values.shape[0] * dtype.itemsize
+    weights = math.prod(values.shape) * _bits(values) // 8 + array_bytes(arguments["scales"])
+    return weights, rows_of(arguments) * values.shape[0] * dtype.itemsize
 
 
 def _forward_traffic(arguments: Arguments) -> Traffic:
-    _, weights, y = _sizes(arguments)
+    weights, y = _sizes(arguments)
     read = (array_bytes(arguments["x"]), weights)
     return Traffic(read=(*read, y) if arguments.get("residual") is not None else read, written=(y,))
 
 
 def _backward_traffic(arguments: Arguments) -> Traffic:
-    _, weights, y = _sizes(arguments)
+    weights, y = _sizes(arguments)
     x = array_bytes(arguments["x"])
     return Traffic(read=(weights, y, x) if arguments.get("activation") else (weights, y), written=(x,))
 
 
 def _flops(arguments: Arguments, phase: str) -> int:
     products = 1 if phase == "forward" or not arguments.get("activation") else 2
-    return 2 * products * _sizes(arguments)[0] * math.prod(arguments["values"].shape)
+    return 2 * products * rows_of(arguments) * math.prod(arguments["values"].shape)
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    rows, bits = _sizes(arguments)[0], 4 if jnp.dtype(arguments["values"].dtype).name == "int4" else 8
     if phase == "backward":
         return {}
-    found = candidates(rows, bits=bits)
+    found = candidates(rows_of(arguments), bits=_bits(arguments["values"]))
     return {name: partial(_forward_variant, config=config) for name, config in found.items()}
 
 
@@ -157,8 +145,8 @@ def _forward_variant(
         x.reshape(-1, x.shape[-1]),
         _weight(values, scales, group_size),
         bias,
-        None if residual is None else residual.reshape(-1, residual.shape[-1]),
-        activation=None if activation is None else get_activation("quantized_linear", activation),
+        flat(residual),
+        activation=optional_activation("quantized_linear", activation),
         out_dtype=jnp.dtype(out_dtype or x.dtype),
         config=config,
     )
