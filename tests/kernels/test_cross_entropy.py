@@ -202,7 +202,20 @@ def test_labels_of_other_types(labels):
     def losses(implementation):
         return cross_entropy(logits, labels, ignore_index=ignore_index, implementation=implementation)
 
-    np.testing.assert_allclose(losses("mosaic"), losses("xla"), rtol=1e-5)
+    expected = losses("xla")
+    np.testing.assert_allclose(losses("mosaic"), expected, rtol=1e-5)
+    is_label = (labels >= 0) & (labels < 256)
+    np.testing.assert_array_equal(np.isfinite(expected), is_label | (labels == ignore_index))
+
+
+@pytest.mark.parametrize(("dtype", "vocabulary"), [("uint8", 256), ("int8", 300), ("uint16", 65536 + 8)])
+def test_labels_of_fewer_bits_than_the_vocabulary_needs(dtype, vocabulary):
+    """Neither the vocabulary's size nor -1 fit into the labels' dtype."""
+    largest = np.iinfo(dtype).max
+    logits = jnp.zeros((2, vocabulary)).at[0, largest].set(5.0)
+    labels = jnp.array([largest, 0], dtype)
+    expected = -jax.nn.log_softmax(logits)[jnp.arange(2), labels.astype(int)]
+    np.testing.assert_allclose(cross_entropy(logits, labels), expected, rtol=1e-6)
 
 
 def test_logarithms_are_exact(seed):

@@ -33,6 +33,7 @@ def test_without_a_gpu_none_is_xla():
     [
         ({"w": jnp.ones((65, 128), jnp.bfloat16)}, ValueError, r"features of hidden \(8, 64\), got \(65, 128\)"),
         ({"w": jnp.ones((64, 128), jnp.float32)}, TypeError, "hidden's dtype bfloat16, got float32"),
+        ({"w": jnp.ones((64, 0), jnp.bfloat16)}, ValueError, r"at least one feature and one token, got \(64, 0\)"),
         ({"labels": jnp.zeros(8)}, TypeError, "labels must be integers, got float32"),
         ({"labels": jnp.zeros(7, jnp.int32)}, ValueError, r"labels must be \(8,\), .* got \(7,\)"),
         ({"label_smoothing": 1.5}, ValueError, "from 0 to 1, got 1.5"),

@@ -52,8 +52,8 @@ def cross_entropy(
     The former holds up to a vocabulary of 12288, and above it for multiples of 8 (4 in float32): pad odd ones.
 
     Args:
-        logits: (..., vocabulary), floating.
-        labels: (...), integers from 0 to below vocabulary, or `ignore_index`.
+        logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
+        labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
         ignore_index: the label of tokens that do not count.
         label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
         z_loss: weight of the squared lse, which keeps logits from drifting.
@@ -72,8 +72,13 @@ def cross_entropy(
     Source: online softmax as in Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; gradient in the forward
     pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _check(logits, labels, label_smoothing, reduction)
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"cross_entropy: logits must be floating, got {logits.dtype.name}; cast them first.")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
+    labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
+    check_options("cross_entropy", label_smoothing, reduction)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
     chosen = choose("cross_entropy", implementation, support, preferred=("mosaic",))
@@ -111,19 +116,26 @@ def mosaic_unsupported(logits: jax.Array) -> str | None:
     return mosaic_gpu_unsupported()
 
 
-def _check(logits: jax.Array, labels: jax.Array, label_smoothing: float, reduction: str) -> None:
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"cross_entropy: logits must be floating, got {logits.dtype.name}; cast them first.")
+def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *, each: str) -> jax.Array:
+    """The labels, of int32 or a wider integer. TypeError or ValueError, in the operation's name, for what are none.
+
+    shape: what they must have. each: what has one, for the message.
+    """
+    labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"cross_entropy: labels must be integers, got {labels.dtype.name}.")
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"cross_entropy: labels must be {logits.shape[:-1]}, one a row of logits, got {labels.shape}.")
+        raise TypeError(f"{operation}: labels must be integers, got {labels.dtype.name}.")
+    if labels.shape != shape:
+        raise ValueError(f"{operation}: labels must be {shape}, one a {each}, got {labels.shape}.")
+    # In fewer bits the vocabulary's size, and the label to be ignored, would be other numbers.
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
+def check_options(operation: str, label_smoothing: float, reduction: str) -> None:
+    """Raises ValueError, in the operation's name, for a loss that there is not."""
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}.")
+        raise ValueError(f"{operation}: label_smoothing must be from 0 to 1, got {label_smoothing}.")
     if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f"cross_entropy: reduction must be 'none', 'sum' or 'mean', got {reduction!r}.")
+        raise ValueError(f"{operation}: reduction must be 'none', 'sum' or 'mean', got {reduction!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

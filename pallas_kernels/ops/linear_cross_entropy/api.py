@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.cross_entropy.api import Reduction
+from pallas_kernels.ops._products.checks import check_operands, check_weight
+from pallas_kernels.ops._products.prologue import varying_alike
+from pallas_kernels.ops.cross_entropy.api import Reduction, check_options, checked_labels
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import label_kinds
@@ -20,7 +22,7 @@ from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logit
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import RowSlopes, gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 
 _ROWS = 8
 """TMA brings groups of so many rows."""
@@ -63,7 +65,7 @@ def linear_cross_entropy(
         hidden: (..., features), bfloat16 or float16 (any floating dtype with "xla").
         w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`, which
             XLA makes a copy of.
-        labels: (...), integers from 0 to below vocabulary, or `ignore_index`.
+        labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
         ignore_index: the label of tokens that do not count.
         label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
         z_loss: weight of the squared lse, which keeps logits from drifting.
@@ -83,8 +85,13 @@ def linear_cross_entropy(
     Source: gradients in the forward pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989; losses from
     tiles as in Wijmans et al., 2024, https://arxiv.org/abs/2411.09009
     """
-    hidden, w, labels = jnp.asarray(hidden), jnp.asarray(w), jnp.asarray(labels)
-    _check(hidden, w, labels, label_smoothing, reduction)
+    hidden, w = jnp.asarray(hidden), jnp.asarray(w)
+    check_operands("linear_cross_entropy", hidden=hidden, w=w)
+    check_weight("linear_cross_entropy", "w", w.shape, hidden, of="hidden", columns="vocabulary")
+    if not w.size:
+        raise ValueError(f"linear_cross_entropy: w must have at least one feature and one token, got {w.shape}.")
+    labels = checked_labels("linear_cross_entropy", labels, hidden.shape[:-1], each="hidden state")
+    check_options("linear_cross_entropy", label_smoothing, reduction)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     rows = math.prod(hidden.shape[:-1])
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
@@ -93,7 +100,7 @@ def linear_cross_entropy(
     if chosen == "xla" or hidden.size == 0:
         return linear_cross_entropy_reference(hidden, w, labels, **options, reduction=reduction)
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
-    hidden, w, flat_labels = (varying_like(array, hidden, w, flat_labels) for array in (hidden, w, flat_labels))
+    hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
     is_ignored, is_valid = label_kinds(flat_labels, w.shape[1], ignore_index)
     flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, _IGNORED, -2))
     padding = -rows % _ROWS
@@ -112,27 +119,6 @@ def mosaic_unsupported(hidden: jax.Array, w: jax.Array) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
     reason = operands_unsupported(hidden, w)
     return reason.replace("x is", "hidden is") if reason else mosaic_gpu_unsupported()
-
-
-def _check(hidden, w, labels, label_smoothing: float, reduction: str) -> None:
-    name = "linear_cross_entropy"
-    for argument, array in (("hidden", hidden), ("w", w)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name}: {argument} must be floating, got {array.dtype.name}; cast it first.")
-    if hidden.dtype != w.dtype:
-        raise TypeError(f"{name}: w must have hidden's dtype {hidden.dtype.name}, got {w.dtype.name}; cast one first.")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}.")
-    if hidden.ndim == 0 or w.ndim != 2 or w.shape[0] != hidden.shape[-1] or not w.size:
-        raise ValueError(
-            f"{name}: w must be (features, vocabulary) with the features of hidden {hidden.shape}, got {w.shape}."
-        )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"{name}: labels must be {hidden.shape[:-1]}, one a hidden state, got {labels.shape}.")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {label_smoothing}.")
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f"{name}: reduction must be 'none', 'sum' or 'mean', got {reduction!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
