@@ -16,11 +16,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 # take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
 os.environ.setdefault("PJRT_NPROC", "16")
 
-# A callback computes with jax arrays, and a CPU client has 32 computations under way at most. A test that runs on while
-# a kernel is interpreted fills those places with computations that wait for the kernel, which then waits for a place.
-with contextlib.suppress(RuntimeError):  # a backend that is up has decided
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-
 # Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
 with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", 2)
