@@ -19,10 +19,6 @@ from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedF
 from hlo_analysis.remedies import PRODUCTS, Remedy, shared_input_remedy, vertical_remedy
 from hlo_analysis.scores import attention_scores
 
-_WRITTEN_ANYWAY = (
-    "written in any case: an output of the program, or a buffer that its reader updates in place, or read by the "
-    "backward pass"
-)
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
 
@@ -87,17 +83,16 @@ def _vertical(
         readers = [launches[index] for index in value.consumers if index != value.producer]
         near = [reader for reader in readers if _could_join(producer, reader, value.name in scores)]
         if near:
-            is_kept = len(near) < len(readers) or any(_updates_in_place(reader, value) for reader in near)
             stake = _Stake(
                 value=value,
-                must_exist=value.name in outputs or (is_kept and producer.kind != "copy"),
+                kept_for=_kept_for(value, producer, near, len(readers), outputs),
                 written=_written(value, producer),
                 read=_read_by_each(value, producer),
             )
             handed[value.producer, tuple(reader.index for reader in near)].append(stake)
     for (index, indices), stakes in handed.items():
         producer, near = launches[index], [launches[reader] for reader in indices]
-        gone = sum(stake.written for stake in stakes if not stake.must_exist)
+        gone = sum(stake.written for stake in stakes if not stake.kept_for)
         read = sum(stake.read for stake in stakes)
         at_stake = gone + len(near) * read
         time = _waits(producer, gone, device) + sum(_waits(reader, read, device) for reader in near)
@@ -106,8 +101,8 @@ def _vertical(
             time = _waits(producer, at_stake, device)
         decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
-        if any(stake.must_exist for stake in stakes):
-            reason += f" [{_WRITTEN_ANYWAY}]"
+        if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
+            reason += f" [written in any case: {', '.join(kept)}]"
         category = decision.category if decision else categories.UNRECORDED
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
         is_score = largest.name in scores
@@ -127,11 +122,24 @@ def _vertical(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stake:
     value: Intermediate
-    must_exist: bool
+    kept_for: str
+    """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
     written: int
     """Bytes, in one run of the program."""
     read: int
     """Bytes, by each reader, in one run."""
+
+
+def _kept_for(
+    value: Intermediate, producer: Launch, near: Sequence[Launch], readers: int, outputs: frozenset[str]
+) -> str:
+    if value.name in outputs:
+        return "an output of the program"
+    if producer.kind == "copy":  # what it copies is there already
+        return ""
+    if len(near) < readers:
+        return "the backward pass or another loop reads it"
+    return "its reader updates it in place" if any(_updates_in_place(reader, value) for reader in near) else ""
 
 
 def _written(value: Intermediate, producer: Launch) -> int:

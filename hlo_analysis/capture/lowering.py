@@ -26,6 +26,10 @@ Mode = Literal["forward", "grad"]
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
 
+# What JAX says of jax.debug.print, io_callback and pure_callback, which it lowers for devices of this machine alone.
+_NO_CALLBACK = "is different from the lowering platform"
+_WITHOUT_CALLBACK = "; without calls back to Python (jax.debug.print, pure_callback), or for target='cpu', it may trace"
+
 # The frames of this file and of capture() are not the user's: every instruction would name them among its callers.
 for _file in (__file__, str(Path(__file__).with_name("api.py"))):
     source_info_util.register_exclusion(_file)
@@ -92,6 +96,8 @@ def lower(
         raise
     except Exception as error:
         reason = str(error).strip().split("\n\n")[0]
+        if _NO_CALLBACK in reason:
+            reason += _WITHOUT_CALLBACK
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
             f"mode {mode!r}: {type(error).__name__}: {reason}"

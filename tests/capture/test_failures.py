@@ -69,6 +69,15 @@ def test_function_that_does_not_trace(temporary_folders) -> None:
     assert temporary_folders() == []
 
 
+def test_a_function_that_calls_back_to_python() -> None:
+    def printing(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(CaptureError, match="without calls back to Python"):
+        capture(printing, FLOATS)
+
+
 def test_shapes_that_do_not_fit() -> None:
     wrong = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
     with pytest.raises(CaptureError, match=r"weights\['kernel'\]: bf16\[5,256\].*TypeError: dot_general requires"):

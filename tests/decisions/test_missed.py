@@ -86,7 +86,7 @@ def test_what_is_updated_in_place_is_in_the_result() -> None:
     )
     (missed,) = rank(program.launches, [between], [], DEVICE, outputs={"sum"})
     assert missed.bytes_at_stake == 100 * MIB
-    assert "updates in place" in missed.reason
+    assert "updates it in place" in missed.reason
 
 
 def test_siblings_read_a_shared_argument_once() -> None:
