@@ -32,7 +32,10 @@ NOTHING = {
     "dropout_key": None,
 }
 
-FUSED = {"causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True, "softcap": 4.0})}
+FUSED = {
+    "causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True, "softcap": 4.0}),
+    "causal, more queries": ((1, 200, 136, 2, 1, 128), {"is_causal": True}),
+}
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
@@ -131,7 +134,9 @@ def test_gradients(name, seed):
 def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
     config = backward_config(64)
     config = replace(
-        config, keys=replace(config.keys, overlaps=True), queries=replace(config.queries, columns=64, overlaps=True)
+        config,
+        keys=replace(config.keys, overlaps=True, waves=1),
+        queries=replace(config.queries, columns=64, overlaps=True),
     )
     check("causal, grouped heads, fewer queries", seed, config=config, dtype=jnp.float16, with_dlse=True)
 
@@ -139,19 +144,39 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
 @pytest.mark.usefixtures("interpreter")
 def test_one_kernel_adds_in_order(seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    config = replace(backward_config(128), fused=FusedConfig())
-    check("causal, two tiles of keys", seed, config=config)
-    # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees.
-    assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2]
+    outside, inside = (
+        check("causal, two tiles of keys", seed, config=replace(backward_config(128), fused=fused))
+        for fused in (FusedConfig(), FusedConfig(heads_inside=True, waves=1))
+    )
+    # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees, in both runs.
+    assert sorted(counts.values()) == [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    # Of sums over keys the order is the same; of dkey and dvalue, which are sums over heads and queries, it is not.
+    np.testing.assert_array_equal(inside[0], outside[0])
 
 
-@pytest.mark.parametrize(("tiles", "lanes", "lane_bytes"), [(3, 7, 2**24), (4, 5, 2**40), (2, 3, 5)])
-def test_every_block_has_its_own_place(tiles, lanes, lane_bytes):
+@pytest.mark.usefixtures("interpreter")
+def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed, monkeypatch):
+    interpreter_semaphores.extend(monkeypatch)
+    config = replace(backward_config(128), fused=FusedConfig(heads_inside=True, waves=2))
+    check("causal, more queries", seed, config=config)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "lanes", "lane_bytes", "section_blocks"),
+    [(3, 7, 2**24, 0), (4, 5, 2**40, 0), (2, 3, 5, 0), (3, 7, 5, 10), (4, 6, 5, 8), (3, 2, 5, 1), (2, 3, 2**40, 99)],
+)
+def test_every_block_has_its_own_place(tiles, lanes, lane_bytes, section_blocks):
     blocks = np.arange(tiles * lanes, dtype=np.int32)
-    tile, lane = jax.vmap(lambda block: block_place(block, tiles=tiles, lanes=lanes, lane_bytes=lane_bytes))(blocks)
-    assert sorted(zip(tile.tolist(), lane.tolist(), strict=True)) == [
-        (i, j) for i in range(tiles) for j in range(lanes)
-    ]
+    sizes = {"tiles": tiles, "lanes": lanes, "lane_bytes": lane_bytes, "section_blocks": section_blocks}
+    tile, lane = jax.vmap(lambda block: block_place(block, **sizes))(blocks)
+    places = list(zip(lane.tolist(), tile.tolist(), strict=True))
+    # The blocks that one adds after have lower numbers, so that they run or are done, however few run at once.
+    assert sorted(places) == sorted(places, key=lambda place: place[0])
+    assert set(places) == {(i, j) for i in range(lanes) for j in range(tiles)}
+    if section_blocks:
+        section = max(1, min(lanes, section_blocks // tiles))
+        first = lanes % section or section
+        assert {i for i, _ in places[: first * tiles]} == set(range(first))
 
 
 def test_visits_go_over_every_tile_once():

@@ -22,6 +22,8 @@ class KeysConfig:
         accumulators would not fit in registers otherwise.
     rows: queries a step.
     stages: steps of queries in shared memory at once.
+    waves: blocks are taken in sections of so many times those that run at once; 0: of what the L2 cache holds. See
+        `block_place`.
     overlaps: whether a step's last products may be unfinished when the next step's begin.
     memory_registers, compute_registers: of a thread of the warpgroup that brings queries, and of the others. One of
         the former and two of the latter are at most 504, three times the 168 that a thread begins with: a warpgroup
@@ -31,6 +33,7 @@ class KeysConfig:
     shares_keys: bool = True
     rows: int = 64
     stages: int = 2
+    waves: int = 0
     overlaps: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
@@ -74,13 +77,18 @@ class QueriesConfig:
 class FusedConfig:
     """The kernel that makes all three gradients.
 
-    rows, stages: as in `KeysConfig`.
+    rows, stages, waves: as in `KeysConfig`.
     is_ordered: whether shares of dquery are added up in one order; else results differ from run to run by rounding.
+    heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
+        head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
+        causal mask, short blocks need not wait for long ones to come to the group's last head.
     """
 
     rows: int = 64
     stages: int = 2
+    waves: int = 0
     is_ordered: bool = True
+    heads_inside: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True

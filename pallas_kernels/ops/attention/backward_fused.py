@@ -3,10 +3,11 @@
 A block works as in `backward_keys`, and multiplies its score gradients by its keys besides. That product is the block's
 share of dquery, which the warpgroup that brings queries adds to a float32 array in device memory, by TMA. The blocks
 that share queries do so in the order of their keys, each one waiting for the one before it: sums come out the same
-whatever the order in which blocks run. A block goes over queries from the last one down, so that under a causal mask it
-has fewer of them in front of each than the block that it waits for, and seldom waits.
+whatever the order in which blocks run. A block goes over queries from the last one down, as do those that it waits for,
+which were all launched before it: so the first of the running blocks never waits, and none waits for ever.
 
-Source: the backward pass of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
+Sources: the backward pass of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608; queries from the
+last one down: Qiang et al., "DASH: Deterministic Attention Scheduling", 2026, https://arxiv.org/abs/2601.21824
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pallas_kernels.ops.attention.backward_tiles import (
 )
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
 
 HEAD_SIZE = 128
@@ -62,6 +64,7 @@ def fused_gradients(
     blocks = pl.cdiv(masking.keys, _COLUMNS)
     query_tiles = pl.cdiv(masking.queries, config.rows)
     lanes = batch * problem.key_heads
+    at_once = target_device().core_count
     dtype = problem.dtype
 
     def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, sums_ref, *refs):
@@ -74,6 +77,7 @@ def fused_gradients(
             lanes=lanes,
             # Queries and their cotangents, and the sums in float32.
             lane_bytes=8 * problem.group * query.shape[1] * size,
+            section_blocks=config.waves * at_once,
         )
         b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
         first_key = tile_index * _COLUMNS
@@ -86,15 +90,18 @@ def fused_gradients(
         )
 
         def place_of(n, is_masked=None):
-            """(head, query tile) of a step: full tiles first, the last one of a head first."""
+            """(head, query tile) of a step: full tiles first, and the last one first."""
             if is_masked is None:
                 is_masked = n >= full_steps
                 places = place_of(n, True), place_of(n, False)
                 return tuple(jnp.where(is_masked, masked, full) for masked, full in zip(*places, strict=True))
             i = n - full_steps if is_masked else n
             count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
-            g = lax.div(i, count)
-            i = count - 1 - lax.rem(i, count)
+            if config.heads_inside and problem.group > 1:
+                # No count is divided by; at least 1 all the same, without which ptxas spills six registers.
+                g, i = lax.rem(i, problem.group), count - 1 - lax.div(i, problem.group)
+            else:
+                g, i = lax.div(i, count), count - 1 - lax.rem(i, count)
             return first_head + g, visits.masked_tile(i) if is_masked else visits.full_tile(i)
 
         @pl.when(warpgroup == _WARPGROUPS)

@@ -31,6 +31,7 @@ from pallas_kernels.ops.attention.backward_tiles import (
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
 
 
@@ -57,6 +58,7 @@ def key_value_gradients(
     masking = problem.masking
     blocks = pl.cdiv(masking.keys, config.columns)
     lanes = batch * problem.key_heads
+    at_once = target_device().core_count
 
     def attention_backward_keys(
         query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, dkey_ref, dvalue_ref, scratch
@@ -69,6 +71,7 @@ def key_value_gradients(
             tiles=blocks,
             lanes=lanes,
             lane_bytes=4 * problem.group * query.shape[1] * size,
+            section_blocks=config.waves * at_once,
         )
         b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
         first_key = tile_index * config.columns

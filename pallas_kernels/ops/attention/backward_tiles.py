@@ -209,19 +209,25 @@ _CACHE_BYTES = 40 * 2**20
 """Of the H200's 50 MiB of L2 cache, what blocks that run together may read again and again."""
 
 
-def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int) -> tuple[Any, Any]:
+def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_blocks: int = 0) -> tuple[Any, Any]:
     """(tile, lane) of a block of a one-dimensional grid; lanes are heads of a batch whose blocks read the same arrays.
 
-    Lanes are taken in sections whose arrays, `lane_bytes` each, fit in the L2 cache together. In a section all lanes'
-    first tiles come first: so a tile's number should fall as its work grows, and no long block starts late.
+    Lanes are taken in sections. In a section all lanes' first tiles come first: so a tile's number should fall as its
+    work grows, and no long block starts late. In a lane, tiles come in the order of their numbers.
     Source: the order of blocks of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
+
+    lane_bytes: of a lane's arrays; a section's fit in the L2 cache together, and the last one has the lanes that are
+        left. Where those are few, their long blocks start when little else is left to do.
+    section_blocks: not 0: a section has as many lanes as come to so many blocks, and the first one those left over.
     """
-    section = max(1, min(lanes, _CACHE_BYTES // lane_bytes))
-    number = lax.div(block, section * tiles)
-    here = jnp.minimum(section, lanes - number * section)
-    rest = block - number * (section * tiles)
+    section = max(1, min(lanes, section_blocks // tiles if section_blocks else _CACHE_BYTES // lane_bytes))
+    missing = -lanes % section if section_blocks else 0
+    number = lax.div(block + missing * tiles, section * tiles)
+    first = jnp.maximum(number * section - missing, 0) if missing else number * section
+    here = jnp.minimum(jnp.where(number == 0, section - missing, section) if missing else section, lanes - first)
+    rest = block - first * tiles
     tile = lax.div(rest, here)
-    return tile, number * section + rest - tile * here
+    return tile, first + rest - tile * here
 
 
 def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
