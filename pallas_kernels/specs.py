@@ -154,6 +154,7 @@ class OpSpec:
     variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
         takes the arguments (backward: and `cotangents`) and runs that kernel alone.
     problem: what the tuned table knows a call with such arguments by (`pallas_kernels.tuning`), where it is looked up.
+    tuned_phases: those whose configuration is looked up there.
     """
 
     name: str
@@ -170,6 +171,7 @@ class OpSpec:
     error_bound: ErrorBound = ErrorBound()
     flops: Callable[[Arguments, str], int] | None = None
     problem: Callable[[Arguments], Mapping[str, int | str]] | None = None
+    tuned_phases: tuple[str, ...] = ("forward",)
 
     def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:
         """The argument specs that carry all of `tags`."""

@@ -104,6 +104,27 @@ def test_a_run_cut_short_goes_on_where_it_ended(supervised, tmp_path):
     assert tune.lines({KEY: found[KEY]}) == [f"{KEY}: mosaic, 90.0 µs, 1.111 × XLA"]
 
 
+def test_phases_are_tuned_where_they_are_looked_up(monkeypatch, tmp_path):
+    asked = []
+
+    def run(operations, settings, output, *, kept):
+        asked.append((operations, settings.phases, output.name))
+        shapes = [timed(spec.partition(" ")[2], xla=100, mosaic=90) for spec in settings.only]
+        made = results(*(dataclasses.replace(s, op=operations[0], phase=settings.phases[0]) for s in shapes))
+        kept(made)
+        return made
+
+    monkeypatch.setattr(tune.supervisor, "run", run)
+    table = tmp_path / "h200.json"
+    settings = Settings(match="4x4096x4096x32x8x128-bfloat16-causal")
+    tune.run(["attention"], settings, table, tmp_path / "log.json", device_kind=KIND, anew=False)
+    assert asked == [
+        (("attention",), ("forward",), "log.json"),
+        (("attention",), ("backward",), "backward-log.json"),
+    ]
+    assert {key.split()[1] for key in tuning.read(table, KIND)} == {"forward", "backward"}
+
+
 def test_the_benchmark_measures_only_what_is_asked_for_and_untuned(monkeypatch):
     op, seen = get_op("linear"), []
 

@@ -11,6 +11,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import REGISTRY, tuning
+from pallas_kernels.ops.attention import backward_choice
+from pallas_kernels.ops.attention import config as attention
+from pallas_kernels.ops.attention.backward_config import FusedConfig
+from pallas_kernels.ops.attention.masking import Masking
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.linear import config as linear
 from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice, TuningWarning
@@ -65,6 +70,31 @@ def test_an_entry_goes_before_the_operations_rule(own):
     assert linear.preferred(X, W, None, None, None, X.dtype) == ()
 
 
+def test_attention_looks_up_both_passes(own):
+    op = REGISTRY["attention"]
+    spec = next(spec for spec in op.tagged("block") if spec.arguments["query"].shape[0] == 4)
+    known = op.problem(plain(spec.structs()))
+    assert tuning.key_of(op.name, "backward", known) == (
+        "attention backward batch=4 queries=4096 keys=4096 heads=32 key_heads=8 head_size=128 dtype=bfloat16 "
+        "before=all after=0 with=nothing"
+    )
+    masking = Masking(queries=4096, keys=4096, right=0)
+    problem = Problem(
+        batch=4, heads=32, key_heads=8, head_size=128, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
+    )
+    assert attention.known(problem) == known
+    forward, backward = "no ping-pong", "one kernel, heads inside, 1 wave"
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert attention.tuned_forward(problem) == attention.default_forward(problem)
+        assert backward_choice.tuned_backward(problem) == backward_choice.default_backward(problem)
+        for phase, variant in (("forward", forward), ("backward", backward)):
+            tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
+        assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
+        fused = backward_choice.tuned_backward(problem).fused
+        assert fused == FusedConfig(heads_inside=True, waves=1)
+        assert backward_choice.default_backward(problem).fused is None
+
+
 def test_the_users_entries_go_before_the_shipped(own):
     tuning.add(tuning.SHIPPED / own.name, KIND, {"a": entry("xla"), "b": entry("xla")})
     tuning.add(own, KIND, {"a": entry("mosaic")})
@@ -111,8 +141,9 @@ def test_the_shipped_tables_name_what_there_is():
     for op in REGISTRY.values():
         for spec in op.tagged("bench") if op.problem else ():
             arguments = plain(spec.structs())
-            key = tuning.key_of(op.name, "forward", op.problem(arguments))
-            known[key] = {"xla": {None}, "mosaic": {None, *op.variants("forward", arguments)}}
+            for phase in op.tuned_phases:
+                key = tuning.key_of(op.name, phase, op.problem(arguments))
+                known[key] = {"xla": {None}, "mosaic": {None, *op.variants(phase, arguments)}}
     assert known
     for path in tuning.SHIPPED.glob("*.json"):
         kind = json.loads(path.read_text())["device_kind"]

@@ -17,11 +17,9 @@ from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice
 from xlafuse.bench import supervisor
 from xlafuse.bench.kernels import Settings
-from xlafuse.bench.results import Results, ShapeResult
+from xlafuse.bench.results import PHASES, Results, ShapeResult, merge
 from xlafuse.errors import XlafuseError
 
-PHASE = "forward"
-"""The phase that dispatch chooses by."""
 _GAIN = 0.01
 """By which a kernel must be ahead of XLA, and a configuration of the untuned one, to be taken: runs differ by less."""
 _VARIANT = "variant: "
@@ -36,12 +34,12 @@ def tunable() -> tuple[str, ...]:
     return tuple(name for name, op in REGISTRY.items() if op.problem is not None)
 
 
-def keys(op: OpSpec) -> dict[str, str]:
+def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
     """The table's key of each bench shape; of shapes that the table does not tell apart, of the first."""
     assert op.problem is not None
     found: dict[str, str] = {}
     for spec in op.tagged("bench"):
-        found.setdefault(tuning.key_of(op.name, PHASE, op.problem(plain(spec.structs()))), spec.name)
+        found.setdefault(tuning.key_of(op.name, phase, op.problem(plain(spec.structs()))), spec.name)
     return {spec: key for key, spec in found.items()}
 
 
@@ -52,7 +50,7 @@ def entries(results: Results, operations: Sequence[str] | None = None) -> dict[s
         op = REGISTRY.get(shape.op)
         if op is None or op.problem is None or (operations is not None and op.name not in operations):
             continue
-        if shape.phase != PHASE or shape.spec not in (known := keys(op)):
+        if shape.phase not in op.tuned_phases or shape.spec not in (known := keys(op, shape.phase)):
             continue
         if (chosen := choice(shape)) is not None:
             found[known[shape.spec]] = chosen
@@ -86,34 +84,40 @@ def choice(shape: ShapeResult) -> Choice | None:
 def run(
     operations: Sequence[str], settings: Settings, table: Path, log: Path, *, device_kind: str, anew: bool
 ) -> Results:
-    """Times what the table does not know yet (all of it with `anew`), and adds it.
+    """Times what the table does not know yet (all of it with `anew`), phase by phase, and adds it.
 
     Args:
         operations: of `tunable`.
         settings: phases and variants are set here.
         table: the file of the tuned table; `device_kind` is the device's it is of.
-        log: the file of results, as of `xlafuse bench kernels`.
+        log: the file of results, as of `xlafuse bench kernels`; that of a backward phase is named so.
 
     Raises:
         NothingToTuneError: nothing is left to time.
         BenchError: nothing was measured.
     """
     known = {} if anew else tuning.read(table, device_kind)
-    wanted: dict[str, list[str]] = {}
-    for name in operations:
-        left = [spec for spec, key in keys(REGISTRY[name]).items() if key not in known and _matches(spec, settings)]
-        if left:
-            wanted[name] = left
+    wanted: dict[str, dict[str, list[str]]] = {}
+    for phase in PHASES:
+        for name in operations:
+            op = REGISTRY[name]
+            named = keys(op, phase).items() if phase in op.tuned_phases else ()
+            if left := [spec for spec, key in named if key not in known and _matches(spec, settings)]:
+                wanted.setdefault(phase, {})[name] = left
     if not wanted:
         raise NothingToTuneError(f"{table} knows every such shape already; `--anew` times them once more.")
-    specs = tuple(f"{name} {spec}" for name, left in wanted.items() for spec in left)
-    settings = replace(settings, phases=(PHASE,), variants=True, only=specs)
 
     def keep(results: Results) -> None:
         if found := entries(results):
             tuning.add(table, device_kind, found)
 
-    return supervisor.run(tuple(wanted), settings, log, kept=keep)
+    parts = []
+    for phase, left in wanted.items():
+        specs = tuple(f"{name} {spec}" for name, names in left.items() for spec in names)
+        own = replace(settings, phases=(phase,), variants=True, only=specs)
+        written = log if phase == "forward" else log.with_name(f"{phase}-{log.name}")
+        parts.append(supervisor.run(tuple(left), own, written, kept=keep))
+    return merge(parts)
 
 
 def _matches(spec: str, settings: Settings) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import Problem
 
 ROWS = 64
@@ -69,6 +70,36 @@ def default_forward(problem: Problem) -> ForwardConfig:
     return config
 
 
+def tuned_forward(problem: Problem) -> ForwardConfig:
+    """The measured best of the candidates, else the untuned choice."""
+    untuned = default_forward(problem)
+    return tuning.configuration("attention", "forward", known(problem), forward_candidates(problem), untuned=untuned)
+
+
+def known(problem: Problem) -> tuning.Problem:
+    """What the tuned table knows a problem by. Lengths are exact: a last tile that is not whole takes registers."""
+    masking = problem.masking
+    left, right = ("all" if side is None else side for side in (masking.left, masking.right))
+    further = {
+        "segments": masking.has_segments,
+        str(problem.dense): problem.dense,
+        "softcap": problem.softcap,
+        "dropout": problem.dropout_rate,
+    }
+    return {
+        "batch": tuning.near(problem.batch),
+        "queries": masking.queries,
+        "keys": masking.keys,
+        "heads": problem.heads,
+        "key_heads": problem.key_heads,
+        "head_size": problem.head_size,
+        "dtype": problem.dtype.name,
+        "before": left,
+        "after": right,
+        "with": "+".join(name for name, is_there in further.items() if is_there) or "nothing",
+    }
+
+
 def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     """The configurations worth measuring, by name."""
     base = default_forward(problem)
@@ -86,5 +117,4 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
 
 def preferred(problem: Problem) -> tuple[str, ...]:
     """The implementations tried, in this order, where the caller leaves the choice."""
-    del problem
-    return ("mosaic",)
+    return tuple(tuning.implementations("attention", known(problem), untuned=("mosaic",)))

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, default_forward
+from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward_blocks import ForwardKernel
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.parts import with_parts
@@ -49,7 +49,7 @@ def attention_forward(
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
     lse_of_nothing: the log-sum-exp of a query that sees no key.
     """
-    config = config or default_forward(problem)
+    config = config or tuned_forward(problem)
     queries = problem.masking.queries
     operands = [whole_groups(array) for array in (query, key, value)]
     arrays = _extra_arrays(extras, problem, config)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.backward_config import (
-    BackwardConfig,
-    FusedConfig,
-    backward_config,
-    features_of,
-    padded_head,
-)
-from pallas_kernels.ops.attention.backward_fused import HEAD_SIZE, fused_gradients
+from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward
+from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
+from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
@@ -25,8 +19,6 @@ from pallas_kernels.primitives.platform import varying_like
 
 _LINES = 8
 """TMA brings groups of eight rows."""
-_LEAST, _MOST = 2048, 8192
-"""Lengths with which one kernel is taken for full attention. Blocks wait for each other, the more the longer."""
 _TILE = 256
 """A multiple of every other tile's length."""
 
@@ -50,11 +42,11 @@ def attention_backward(
         out, lse: the forward pass's results; lse is 0 for a query that sees no key.
         dout: the cotangent of out, like query.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
-        config: the cut; None chooses by head size.
+        config: the cut; None: the measured best, else by head size.
     """
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
-    config = config or default_backward(problem)
+    config = config or tuned_backward(problem)
     makes_dbias = problem.dense == "bias"
     whole = math.lcm(_TILE, config.queries.rows)
     rows = rows_of(out, lse, dout, dlse, whole)
@@ -80,23 +72,6 @@ def attention_backward(
         ddense = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.dense.dtype)
     dquery, dkey, dvalue = gradients
     return dquery, dkey, dvalue, ddense
-
-
-def can_fuse(problem: Problem) -> bool:
-    """Whether one kernel can make all gradients: its registers are full with a head size of 128 and a causal mask."""
-    masking = problem.masking
-    is_simple = masking.left is None and not masking.has_segments and problem.dense != "bias"
-    return is_simple and padded_head(problem.head_size) == HEAD_SIZE
-
-
-def default_backward(problem: Problem) -> BackwardConfig:
-    """The cut where the caller chooses none: one kernel where it was measured to be the faster form."""
-    features = features_of(problem)
-    config = backward_config(problem.head_size, features=features)
-    masking = problem.masking
-    is_plain = not features and not masking.has_band and problem.head_size == HEAD_SIZE
-    is_measured = all(_LEAST <= length <= _MOST for length in (masking.queries, masking.keys))
-    return replace(config, fused=FusedConfig()) if is_plain and is_measured else config
 
 
 def _whole(array: jax.Array) -> jax.Array:

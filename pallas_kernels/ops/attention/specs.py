@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import masking_of, problem_of, segments_of
-from pallas_kernels.ops.attention.config import forward_candidates
+from pallas_kernels.ops.attention.backward_choice import backward_candidates
+from pallas_kernels.ops.attention.config import forward_candidates, known
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import (
     SCORES_BYTES,
     attention_reference,
@@ -177,16 +180,19 @@ def _problem(arguments: Mapping[str, Any]):
     return problem_of(arguments["query"], arguments["key"], **given)
 
 
+def _described(arguments: Mapping[str, Any]) -> Problem:
+    """The launch of arguments that may be shapes alone."""
+    arrays = ("bias", "mask", "segment_ids", "dropout_key")
+    problem, _ = _problem({**arguments, **dict.fromkeys(arrays)})
+    bias, mask, segments = (arguments.get(name) is not None for name in arrays[:3])
+    dense = "bias" if bias else "mask" if mask else None
+    return replace(problem, dense=dense, masking=replace(problem.masking, has_segments=segments))
+
+
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
+    problem = _described(arguments)
     if phase == "backward":
-        return {}
-    query, key = arguments["query"], arguments["key"]
-    static = {name: value for name, value in arguments.items() if not hasattr(value, "shape")}
-    described = {
-        "query": jnp.empty((0, *query.shape[1:]), query.dtype),
-        "key": jnp.empty((0, *key.shape[1:]), key.dtype),
-    }
-    problem, _ = _problem({**static, **described, "dropout_rate": 0.0})
+        return {name: partial(_gradients, config=config) for name, config in backward_candidates(problem).items()}
     return {name: partial(_forward, config=config) for name, config in forward_candidates(problem).items()}
 
 
@@ -195,16 +201,25 @@ def _forward(*, query, key, value, config=None, **others):
     return (attention_forward(query, key, value, extras, problem=problem, config=config)[0],)
 
 
-def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _gradients(*, cotangents, config=None, **arguments):
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     (dout,) = cotangents
-    # query stands for the output; the log-sum-exp is that of scores of zero. The work is the same.
-    lse = jnp.full((query.shape[0], query.shape[2], query.shape[1]), math.log(max(1, key.shape[1])), jnp.float32)
+    problem, extras = _problem(arguments)
+    # query stands for the output. The work is the same.
+    lse = _lse(query, key)
+    gradients = attention_backward(query, key, value, query, lse, dout, extras, problem=problem, config=config)
+    return tuple(gradient for gradient in gradients if gradient is not None)
+
+
+def _lse(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The log-sum-exp of scores of zero, which stands for the true one."""
+    return jnp.full((query.shape[0], query.shape[2], query.shape[1]), math.log(max(1, key.shape[1])), jnp.float32)
+
+
+def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     if implementation == "mosaic":
-        problem, extras = _problem(arguments)
-        gradients = attention_backward(query, key, value, query, lse, dout, extras, problem=problem)
-        return tuple(gradient for gradient in gradients if gradient is not None)
-    return _backward_of_xla(arguments, lse, dout)
+        return _gradients(**arguments, cotangents=cotangents)
+    return _backward_of_xla(arguments, _lse(arguments["query"], arguments["key"]), cotangents[0])
 
 
 def _backward_of_xla(arguments: Arguments, lse: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
@@ -263,4 +278,6 @@ ATTENTION = OpSpec(
     backward=_backward,
     variants=_variants,
     flops=flops,
+    problem=lambda arguments: known(_described(arguments)),
+    tuned_phases=("forward", "backward"),
 )

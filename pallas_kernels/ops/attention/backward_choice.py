@@ -1,0 +1,63 @@
+"""Which form the backward pass takes: the untuned choice, what is worth measuring, and the measured best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pallas_kernels import tuning
+from pallas_kernels.ops.attention.backward_config import (
+    BackwardConfig,
+    FusedConfig,
+    backward_config,
+    features_of,
+    padded_head,
+)
+from pallas_kernels.ops.attention.backward_fused import HEAD_SIZE
+from pallas_kernels.ops.attention.config import known
+from pallas_kernels.ops.attention.problem import Problem
+
+_LEAST, _MOST = 2048, 8192
+"""Lengths with which one kernel is taken for full attention. Blocks wait for each other, the more the longer."""
+
+
+def can_fuse(problem: Problem) -> bool:
+    """Whether one kernel can make all gradients: its registers are full with a head size of 128 and a causal mask."""
+    masking = problem.masking
+    is_simple = masking.left is None and not masking.has_segments and problem.dense != "bias"
+    return is_simple and padded_head(problem.head_size) == HEAD_SIZE
+
+
+def default_backward(problem: Problem) -> BackwardConfig:
+    """The untuned choice: one kernel where it was measured to be the faster form."""
+    features = features_of(problem)
+    config = backward_config(problem.head_size, features=features)
+    masking = problem.masking
+    is_plain = not features and not masking.has_band and problem.head_size == HEAD_SIZE
+    is_measured = all(_LEAST <= length <= _MOST for length in (masking.queries, masking.keys))
+    return replace(config, fused=FusedConfig()) if is_plain and is_measured else config
+
+
+def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
+    """The configurations worth measuring, by name. All of them give the same bits each time."""
+    two = replace(default_backward(problem), fused=None)
+    found = {
+        "two kernels": two,
+        "two kernels, 1 wave": replace(two, keys=replace(two.keys, waves=1)),
+        "two kernels, 2 waves": replace(two, keys=replace(two.keys, waves=2)),
+    }
+    if can_fuse(problem) and not features_of(problem):
+        inside = FusedConfig(heads_inside=True)
+        one = {
+            "one kernel": FusedConfig(),
+            "one kernel, heads inside": inside,
+            "one kernel, heads inside, 1 wave": replace(inside, waves=1),
+            "one kernel, heads inside, 2 waves": replace(inside, waves=2),
+        }
+        found |= {name: replace(two, fused=fused) for name, fused in one.items()}
+    return found
+
+
+def tuned_backward(problem: Problem) -> BackwardConfig:
+    """The measured best of the candidates, else the untuned choice."""
+    untuned = default_backward(problem)
+    return tuning.configuration("attention", "backward", known(problem), backward_candidates(problem), untuned=untuned)
