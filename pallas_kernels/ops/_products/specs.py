@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, array_bytes, call_name
+from pallas_kernels.specs import BENCH, ArgSpec, Arguments, ArraySpec, OpSpec, array_bytes, call_name
 
 NORM_ARRAYS = ("norm_scale", "norm_bias", "mean_square")
 """The names under which a norm's arrays stand among an `ArgSpec`'s arguments."""
@@ -28,6 +28,11 @@ def product_call(sizes: str, operands: Mapping[str, Any], *parts: Part, tags: It
         arguments |= more
     name = call_name(x.shape[:-1], sizes, x.dtype, *(told for _, told in parts), fill=x.fill)
     return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+
+
+def bench_tags(rows: int) -> tuple[str, ...]:
+    """Of timed calls. Those of one row have the kernels of sixteen: no need to compile them for tests, too."""
+    return ("bench",) if rows == 1 else BENCH
 
 
 def weight(features: int, outputs: int, dtype: str, *, deviation: float = 1.0) -> ArraySpec:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.ops._products.checks import optional_activation
 from pallas_kernels.ops._products.specs import (
     behind_product,
+    bench_tags,
     flat,
     product_bytes,
     product_call,
@@ -25,7 +26,7 @@ from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
+from pallas_kernels.specs import GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
 
 
 def _call(
@@ -47,8 +48,7 @@ def _bench_calls() -> tuple[ArgSpec, ...]:
     """A Llama-3-8B block's linear layers, and one of an older transformer, for training, short prompts and decoding."""
     specs = []
     for rows in (8192, 512, 16, 1):
-        # Those of one row have the kernels of sixteen: no need to compile them for tests, too.
-        tags = ("bench",) if rows == 1 else BENCH
+        tags = bench_tags(rows)
         specs += [
             _call(rows, features=4096, outputs=4096, tags=(*tags, "block")),
             _call(rows, features=4096, outputs=16384, bias=True, activation="gelu_tanh", tags=tags),

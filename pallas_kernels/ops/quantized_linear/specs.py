@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.checks import optional_activation
-from pallas_kernels.ops._products.specs import behind_product, flat, product_call, rows_of
+from pallas_kernels.ops._products.specs import behind_product, bench_tags, flat, product_call, rows_of
 from pallas_kernels.ops.quantized_linear.api import quantized_linear
 from pallas_kernels.ops.quantized_linear.config import candidates
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
@@ -59,8 +59,7 @@ def _bench_calls() -> tuple[ArgSpec, ...]:
     """A Llama-3-8B block's linear layers, for training, short prompts and decoding."""
     specs = []
     for rows in (8192, 512, 16, 1):
-        # Those of one row have the kernels of sixteen: no need to compile them for tests, too.
-        tags = ("bench",) if rows == 1 else BENCH
+        tags = bench_tags(rows)
         specs += [
             _call(rows, features=4096, outputs=4096, tags=(*tags, "block")),
             _call(rows, features=4096, outputs=14336, tags=(*tags, "block")),
