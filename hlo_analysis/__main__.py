@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hlo_analysis.errors import CaptureError, HloAnalysisError
+from hlo_analysis.errors import CaptureError, HloAnalysisError, HloParseError
 from hlo_analysis.records import Analysis, Comparison, StrategyResult
 
 
@@ -71,7 +71,7 @@ def _function(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the module does when it is imported
         raise CaptureError(f"{name!r}: expected package.module:function, and {error}") from error
     finally:
         sys.path.pop(0)
@@ -94,12 +94,19 @@ def _argument(text: str) -> Any:
             for bits in (4, 8, 16, 32, 64)
         },
     }
-    shape = parse_shape(text)
-    names |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64"}
+    expected = f"--shape {text!r}: expected an array such as bf16[8192,4096]"
+    try:
+        shape = parse_shape(text)
+    except HloParseError as error:
+        raise CaptureError(f"{expected}: {error.message}") from error
+    names |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+    names |= {"c64": "complex64", "c128": "complex128"}
     name = names.get(shape.element_type, shape.element_type.replace("f8", "float8_"))
     dtype = getattr(jnp, name, None)
     if shape.is_tuple or dtype is None:
-        raise CaptureError(f"--shape {text!r}: expected an array such as bf16[8192,4096]")
+        raise CaptureError(expected)
+    if (narrow := jax.dtypes.canonicalize_dtype(dtype)) != jnp.dtype(dtype):
+        raise CaptureError(f"--shape {text!r}: JAX makes {narrow} of it unless JAX_ENABLE_X64=1 is set")
     return jax.ShapeDtypeStruct(shape.dimensions, dtype)
 
 

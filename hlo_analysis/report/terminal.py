@@ -147,7 +147,7 @@ def _missed(analysis: Analysis, item: MissedFusion) -> Padding:
         (f"{item.rank}. ", "bold"),
         (words.format_bytes(item.bytes_at_stake), "bold yellow"),
         f"  {words.format_us(item.time_at_stake_us)} estimated  ",
-        (item.scope or "no scope", "cyan"),
+        (item.scope or analysis.launches[item.producer].source or "no scope", "cyan"),
         f"  {item.shape}",
     )
     body = Text.assemble(

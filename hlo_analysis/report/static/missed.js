@@ -1,7 +1,7 @@
 // Missed fusions of the strategy in view.
 
 function showMissed(name) {
-  const { missed, totals } = strategies.get(name);
+  const { launches, missed, totals } = strategies.get(name);
   // Of a value that no launch wrote, the first reader stands for the producer.
   const source = (item) => item.to.includes(item.from)
     ? `${item.value.startsWith("constant") ? "constant" : "argument"} ${item.value}` : launchLink(name, item.from);
@@ -18,7 +18,7 @@ function showMissed(name) {
         el("small", {}, formatUs(item.time), el("span", { className: "how estimated", textContent: "estimated" }), el("br"),
           `share ${Math.round(item.share * 100)}%`)),
       el("div", {},
-        el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || "no scope" }), " ", el("span", { className: "m", textContent: item.shape })),
+        el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || launches[item.from].source || "no scope" }), " ", el("span", { className: "m", textContent: item.shape })),
         el("p", { className: "way" }, source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])),
         el("p", { className: "why" }, el("span", { className: "tag", textContent: "why" }), item.reason),
         el("p", { className: "remedy" }, el("span", { className: `tag ${item.remedyKind}`, textContent: item.remedyKind }), item.remedy)));
