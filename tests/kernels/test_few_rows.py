@@ -14,6 +14,7 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
+from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 
@@ -125,17 +126,23 @@ def by_multiples(position, whole, fraction):
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def normalised(x, scale):
+    """Rounded where the kernel rounds: x times the scale."""
+    factor = 1 / np.sqrt(np.mean(np.square(wide(x)), axis=1, keepdims=True) + 0.1)
+    return factor * wide((wide(x) * wide(scale)).astype(jnp.bfloat16))
+
+
 HEADS = {
-    "a head a tile, depth shared by two": (FewRowsConfig(columns=128, splits=2, warpgroups=2), 128, 9),
-    "a head a tile, two tiles a block": (FewRowsConfig(columns=128, warpgroups=2), 128, 1),
-    "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5),
-    "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 16),
+    "a head a tile, depth shared by two": (FewRowsConfig(columns=128, splits=2, warpgroups=2), 128, 9, True),
+    "a head a tile, two tiles a block": (FewRowsConfig(columns=128, warpgroups=2), 128, 1, False),
+    "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
+    "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 16, False),
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_weights_beside_each_other(name, seed):
-    config, size, m = HEADS[name]
+    config, size, m, is_normed = HEADS[name]
     k, counts = 192, (2, 1, 1)
     x = normal(seed, m, k)
     weights = [normal(seed + 1 + i, k, count * size) for i, count in enumerate(counts)]
@@ -144,11 +151,21 @@ def test_heads_of_weights_beside_each_other(name, seed):
     whole, fraction = jnp.arange(size // 2, dtype=jnp.int32) % 5, jnp.linspace(0.1, 0.9, size // 2)
     positions = jnp.arange(3, 3 + m, dtype=jnp.int32)
     rotation = Rotation(size=size, positions=positions, whole=whole, fraction=fraction, angles=by_multiples)
-    got = few_rows_product(x, weights, bias=jnp.concatenate(filled), rotation=rotation, is_beside=True, config=config)
+    scale = normal(seed + 8, k)
+    got = few_rows_product(
+        x,
+        weights,
+        bias=jnp.concatenate(filled),
+        norm=RowNorm(epsilon=0.1, scale=scale) if is_normed else None,
+        rotation=rotation,
+        is_beside=True,
+        config=config,
+    )
+    rows = normalised(x, scale) if is_normed else wide(x)
     angle = wide(positions)[:, None, None] * (wide(whole) + wide(fraction))
     for i, (y, w, b) in enumerate(zip(got, weights, bias, strict=True)):
         assert y.shape == (m, w.shape[1])
-        exact = wide(x) @ wide(w) + wide(b)
+        exact = rows @ wide(w) + wide(b)
         if i < 2:
             first, second = np.split(exact.reshape(m, -1, size), 2, axis=-1)
             cosine, sine = np.cos(angle), np.sin(angle)
@@ -174,6 +191,15 @@ def test_heads_lie_whole_in_tiles(seed):
         few_rows_product(x, [w, w], rotation=rotation, is_beside=True, config=FewRowsConfig(columns=64))
     with pytest.raises(ValueError, match="only weights beside each other are rotated"):
         few_rows_product(x, [w], rotation=rotation)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_norm_of_rows(splits, seed):
+    m, k, n = 9, 192, 128
+    x, w, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, k)
+    config = FewRowsConfig(columns=64, splits=splits, warpgroups=3 - splits)
+    (got,) = few_rows_product(x, [w], norm=RowNorm(epsilon=0.1, scale=scale if splits == 2 else None), config=config)
+    assert_close(got, normalised(x, scale if splits == 2 else jnp.ones(k)) @ wide(w))
 
 
 def test_projections_as_a_transposed_product(seed):

@@ -67,7 +67,7 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
     if rows <= FEW_ROWS:
         few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed(head_size)}
+        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed(rows, head_size)}
     wide = GemmConfig()
     return {
         "128x256": wide,
@@ -79,10 +79,13 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
 
 
 _CUTS = ((2, 64, 1, 1), (2, 64, 2, 1), (2, 128, 2, 1), (3, 64, 1, 2), (1, 64, 4, 1))
-"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor. TUNING.md has the model."""
+"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor; predictions are in
+`primitives/few_rows/TUNING.md`."""
+_MOST_SHARING_ROWS = 32
+"""Of two blocks that share a multiprocessor's memory."""
 
 
-def _transposed(head_size: int | None) -> dict[str, FewRowsConfig]:
+def _transposed(rows: int, head_size: int | None) -> dict[str, FewRowsConfig]:
     """Cuts of the transposed product, a head a tile; none for heads whose halves are not whole groups of columns."""
     if head_size is not None and head_size not in HEAD_SIZES:
         return {}
@@ -96,4 +99,5 @@ def _transposed(head_size: int | None) -> dict[str, FewRowsConfig]:
             stages=64,
         )
         for splits, depth, warpgroups, blocks in _CUTS
+        if blocks == 1 or rows <= _MOST_SHARING_ROWS
     }

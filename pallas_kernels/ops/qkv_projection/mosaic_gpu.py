@@ -18,6 +18,7 @@ from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
+from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gemm.heads import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -62,20 +63,24 @@ def qkv_projection_forward(
     biases: Sequence[jax.Array | None] = (None, None, None),
     head_scales: Sequence[jax.Array | None] = (None, None),
     positions: jax.Array | None = None,
+    norm: RowNorm | None = None,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns x @ w for each of the three weights, heads normalised and rotated; (rows, outputs) each.
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
     biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
+    norm: of x's rows, in the same launch; with a configuration of few rows, without head norms and row_scale.
     """
     if config is None:
         known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
         config = tuned_config(known, x.shape[0], head_size=form.size)
     if isinstance(config, FewRowsConfig):
         if form.epsilons == (None, None):
-            return _transposed(x, weights, form, row_scale, biases, positions, config)
+            return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
         config = default_config(x.shape[0], head_size=form.size)  # a norm of heads is made by the other kernel
+    if norm is not None:
+        raise ValueError("qkv_projection_forward: only a product of few rows, without head norms, has a norm in it.")
     angles = None
     if form.theta is not None and form.size is not None:
         assert positions is not None
@@ -100,6 +105,7 @@ def _transposed(
     x: jax.Array,
     weights: Sequence[jax.Array],
     form: HeadForm,
+    norm: RowNorm | None,
     row_scale: jax.Array | None,
     biases: Sequence[jax.Array | None],
     positions: jax.Array | None,
@@ -122,6 +128,7 @@ def _transposed(
         weights,
         bias=_beside(biases, weights, config.columns),
         row_scale=row_scale,
+        norm=norm,
         rotation=rotation,
         is_beside=True,
         config=config,

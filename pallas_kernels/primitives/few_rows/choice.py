@@ -49,7 +49,7 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
 
 def candidates() -> dict[str, FewRowsConfig]:
     """The cuts for 16-bit weights worth measuring, by name."""
-    cuts = ((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1))
+    cuts = ((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4), (64, 128, 2, 1), (64, 256, 2, 1))
     return {
         f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
+from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
@@ -28,9 +29,9 @@ def finish_types(problem: Problem) -> dict[str, Any]:
         "results": [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
     }
     if others:
-        shape, parts = (bundles, others, GROUP, problem.tokens), problem.products * problem.members
-        types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(parts)]
-        types["arrived"] = plgpu.Barrier(num_arrivals=others * parts, num_barriers=bundles)
+        shape = (bundles, others, GROUP, problem.tokens)
+        types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(problem.parts)]
+        types["arrived"] = plgpu.Barrier(num_arrivals=others * problem.parts, num_barriers=bundles)
         types["taken"] = plgpu.Barrier(num_barriers=bundles)
     if problem.residual_dtype is not None:
         types["residual"] = plgpu.SMEM((groups, problem.tokens, GROUP), problem.residual_dtype)
@@ -71,9 +72,9 @@ class Finish:
     outputs: of each of the problem's `widths`, or of one product several.
     rank: of the block in its cluster. warpgroup: in the block.
     results: of each output, (own groups, tokens, 64) in shared memory. residual, brought: likewise, and its barriers.
-    arriving: of each product and member of a bundle, (own bundles, other warpgroups, 64, tokens) float32; arrived: its
-        barriers. taken: of the way back, for the next tile.
-    rotation: of heads; its arrays are among `extras`.
+    arriving: of each product and member of a bundle, and of squares, (own bundles, other warpgroups, 64, tokens)
+        float32; arrived: its barriers. taken: of the way back, for the next tile.
+    rotation: of heads. norm: of x's rows. Their arrays are among `extras`.
     """
 
     problem: Problem
@@ -89,6 +90,7 @@ class Finish:
     residual: Any = None
     brought: Any = None
     rotation: Rotation | None = None
+    norm: RowNorm | None = None
 
     def begin(self, column: jax.Array) -> list[Ready]:
         """Before the products of the tile that begins there: what each group will need, and the residual sent for."""
@@ -108,10 +110,13 @@ class Finish:
             for group, start in enumerate(starts)
         ]
 
-    def end(self, products: Sequence[jax.Array], place: Place, ready: Sequence[Ready]) -> None:
-        """After them. products: of the first weights, 64 columns each, then of the next."""
+    def end(
+        self, products: Sequence[jax.Array], squares: jax.Array | None, place: Place, ready: Sequence[Ready]
+    ) -> None:
+        """After them. products: of the first weights, 64 columns each, then of the next. squares: for a norm."""
         for number, bundle in enumerate(self.problem.bundles):
             parts = [part for group in bundle for part in products[group :: self.problem.groups]]
+            parts += [] if squares is None else [squares]
             if self.problem.others:
                 pl.when(~self._owns(number))(partial(self._send, parts, number, place))
 
@@ -125,7 +130,9 @@ class Finish:
     def _owner(self, bundle: int) -> tuple[int, int]:
         """The block and warpgroup that finish a bundle of groups of columns."""
         config = self.problem.config
-        return bundle % config.splits, bundle // config.splits % config.warpgroups
+        # Sums over columns take scratch that a block's warpgroups share: a norm is finished by one of them.
+        warpgroups = 1 if self.norm is not None else config.warpgroups
+        return bundle % config.splits, bundle // config.splits % warpgroups
 
     def _owns(self, bundle: int) -> jax.Array:
         rank, warpgroup = self._owner(bundle)
@@ -176,11 +183,13 @@ class Finish:
     def _finish(
         self, sums: Sequence[jax.Array], number: int, columns: Sequence[jax.Array], ready: Sequence[Ready]
     ) -> None:
-        """sums: of all products of the first of a bundle's groups, then of the next. columns: where groups begin."""
+        """sums: of all products of the first of a bundle's groups, then of the next, then of squares. columns: where
+        these groups begin."""
         members, count = len(columns), self.problem.products
         slots = [number // self.problem.config.splits * members + i for i in range(members)]
+        scale = self._scale() if self.norm is None else self.norm.factors(self.problem, sums[-1])
         values = [
-            self._epilogue(sums[i * count : (i + 1) * count], slot, own)
+            self._epilogue(sums[i * count : (i + 1) * count], slot, own, scale)
             for i, (slot, own) in enumerate(zip(slots, ready, strict=True))
         ]
         angles = ready[0].angles
@@ -195,7 +204,9 @@ class Finish:
         for slot, column in zip(slots, columns, strict=True):
             self._store(slot, column)
 
-    def _epilogue(self, products: Sequence[jax.Array], slot: int, ready: Ready) -> tuple[jax.Array, ...]:
+    def _epilogue(
+        self, products: Sequence[jax.Array], slot: int, ready: Ready, scale: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
         shape = (GROUP, self.problem.tokens)
         if ready.scales:
             wide = [lax.broadcast_in_dim(scale, shape, (0,)) for scale in ready.scales]
@@ -206,7 +217,7 @@ class Finish:
             residual = load_transposed(self.residual.at[slot])
         return self.epilogue.apply(
             products,
-            scale=self._scale(),
+            scale=scale,
             bias=None if ready.bias is None else lax.broadcast_in_dim(ready.bias, shape, (0,)),
             residual=residual,
             dtype=self.outputs[0].dtype,

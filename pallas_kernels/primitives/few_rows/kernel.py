@@ -21,6 +21,7 @@ from pallas_kernels.primitives.few_rows.choice import choose_few_rows
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import multiply_groups, multiply_whole, ring_types, send_for_weights
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
@@ -37,6 +38,7 @@ def few_rows_product(
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
+    norm: RowNorm | None = None,
     rotation: Rotation | None = None,
     is_beside: bool = False,
     out_dtype: jnp.dtype | None = None,
@@ -55,6 +57,7 @@ def few_rows_product(
         bias: (N,), any floating dtype of at most 32 bits.
         row_scale: (rows,) float32; multiplies the rows of every product.
         residual: (rows, N) of out_dtype; added to the first result.
+        norm: of x's rows, which must be bfloat16, before weights of their dtype; or None. Without row_scale.
         rotation: of the heads of all weights beside each other but the last; all of them have whole heads.
         is_beside: whether weights lie beside each other, of x's dtype and any numbers of columns; the bias is of all
             these columns, and there is no residual and no other epilogue.
@@ -64,6 +67,10 @@ def few_rows_product(
     epilogue = epilogue or Epilogue()
     if is_beside and (scales or residual is not None or epilogue != Epilogue()):
         raise ValueError("few_rows_product: weights beside each other take no scales, residual or other epilogue.")
+    if norm is not None and (x.dtype != jnp.bfloat16 or scales or row_scale is not None):
+        raise ValueError(
+            "few_rows_product: a norm is of bfloat16 rows, before weights of that dtype, without row_scale."
+        )
     if rotation is not None and not is_beside:
         raise ValueError("few_rows_product: only weights beside each other are rotated.")
     rows = x.shape[0]
@@ -87,6 +94,7 @@ def few_rows_product(
         residual_dtype=None if residual is None else out_dtype,
         config=config or choose_few_rows(rows, sum(widths) if is_beside else widths[0], x.shape[1], weight_bits=bits),
         head_size=0 if rotation is None else rotation.size,
+        is_normed=norm is not None,
     )
     is_waiting = problem.is_quantized and not problem.is_grouped
     operands = {
@@ -95,16 +103,25 @@ def few_rows_product(
         "scale": padded_vector(row_scale, problem.tokens),
         "residual": residual,
     }
+    if norm is not None:
+        operands |= norm.operands(problem)
     if rotation is not None:
         operands |= rotation.operands(problem.tokens)
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
-    outputs = _launch(problem, epilogue, rotation, x, tiled, extras, name)
+    outputs = _launch(problem, epilogue, norm, rotation, x, tiled, extras, name)
     return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
 
 
 def _launch(
-    problem: Problem, epilogue: Epilogue, rotation: Rotation | None, x: jax.Array, weights, extras, name: str
+    problem: Problem,
+    epilogue: Epilogue,
+    norm: RowNorm | None,
+    rotation: Rotation | None,
+    x: jax.Array,
+    weights,
+    extras,
+    name: str,
 ) -> Sequence[jax.Array]:
     config = problem.config
     out_type = [
@@ -126,9 +143,12 @@ def _launch(
             own_steps = jnp.int32(problem.steps // config.warpgroups)
         total = tiles * own_steps
 
+        def step_of(number):
+            return rank * problem.steps + warpgroup + config.warpgroups * lax.rem(number, own_steps)
+
         def send_for(number):
             stage = first_stage + lax.rem(number, config.stages)
-            step = rank * problem.steps + warpgroup + config.warpgroups * lax.rem(number, own_steps)
+            step = step_of(number)
             column = (first_tile + lax.div(number, own_steps) * clusters) * config.columns
             send_for_weights(problem, w_refs, ring, stage, step, column)
             place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
@@ -143,27 +163,32 @@ def _launch(
             rank=rank,
             warpgroup=warpgroup,
             rotation=rotation,
+            norm=norm,
             **finishing,
         )
 
         def steps(before, work, carry):
-            """Calls work(stage, carry) for each of a tile's steps, and sends for later ones."""
+            """Calls work(stage, carry) for each of a tile's steps, and sends for later ones; also sums x's squares."""
 
-            def step(i, carry):
+            def step(i, both):
+                carry, squares = both
                 stage = first_stage + lax.rem(before + i, config.stages)
+                scales = None if norm is None else norm.scales(problem, extra_refs, step_of(i))
                 plgpu.barrier_wait(ring["full"].at[stage])
+                if norm is not None:
+                    squares = scaled(problem, ring["x"].at[stage], scales, squares)
                 carry = work(stage, carry)
                 plgpu.wgmma_wait(0)
 
                 @pl.when(before + i + config.stages < total)
                 def _():
-                    if problem.is_quantized:
+                    if problem.is_quantized or norm is not None:
                         plgpu.commit_smem()  # what TMA may overwrite has been read
                     send_for(before + i + config.stages)
 
-                return carry
+                return carry, squares
 
-            return lax.fori_loop(0, own_steps, step, carry)
+            return lax.fori_loop(0, own_steps, step, (carry, None if norm is None else no_squares(problem)))
 
         def tile(number, _):
             column = (first_tile + number * clusters) * config.columns
@@ -173,13 +198,14 @@ def _launch(
             shape, count = (GROUP, problem.tokens), problem.products * problem.groups
 
             def multiply(*accumulators):
-                steps(before, lambda stage, _: multiply_whole(problem, ring, stage, accumulators), None)
-                finish.end([accumulator[...] for accumulator in accumulators], place, ready)
+                _, squares = steps(before, lambda stage, _: multiply_whole(problem, ring, stage, accumulators), None)
+                finish.end([accumulator[...] for accumulator in accumulators], squares, place, ready)
 
             if problem.is_grouped:
                 zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
                 work = partial(multiply_groups, problem, ring)
-                finish.end(steps(before, work, [zero] * count), place, ready)
+                sums, squares = steps(before, work, [zero] * count)
+                finish.end(sums, squares, place, ready)
             else:
                 pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
 

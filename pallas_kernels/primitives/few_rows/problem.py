@@ -24,6 +24,7 @@ class Problem:
     products: accumulators of a tile's columns, each of weights of its own.
     weight_dtype: x's, or int8 or int4. scale_groups: of integer weights, along the depth; 0 without.
     residual_dtype: None where there is no residual.
+    is_normed: whether sums of x's squares go with the products of every bundle of columns.
     head_size: of heads, whose columns meet in pairs, half a head apart; 0 where columns are finished alone.
     """
 
@@ -38,6 +39,7 @@ class Problem:
     residual_dtype: jnp.dtype | None
     config: FewRowsConfig
     head_size: int = 0
+    is_normed: bool = False
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:
@@ -104,6 +106,11 @@ class Problem:
         return len(self.bundles[0])
 
     @property
+    def parts(self) -> int:
+        """Sums that are finished together: a bundle's, and those of squares."""
+        return self.products * self.members + self.is_normed
+
+    @property
     def own_bundles(self) -> int:
         """The most of them that one block finishes."""
         return pl.cdiv(len(self.bundles), self.config.splits)
@@ -143,8 +150,8 @@ class Problem:
     @property
     def finish_bytes(self) -> int:
         """Of what arrives from other blocks, of results and of the residual."""
-        arriving = self.others * self.products * GROUP * self.tokens * 4
+        arriving = self.others * self.parts * GROUP * self.tokens * 4
         itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:
             itemsizes.append(self.residual_dtype.itemsize)
-        return self.own_bundles * self.members * (arriving + sum(itemsizes) * GROUP * self.tokens)
+        return self.own_bundles * (arriving + self.members * sum(itemsizes) * GROUP * self.tokens)
