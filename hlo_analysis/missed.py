@@ -181,7 +181,7 @@ def _horizontal(
     for indices, shared in groups.items():
         group = [launches[index] for index in indices]
         _, name = max((count, name) for name, count in shared.items())
-        remedy = shared_input_remedy(group)
+        remedy = shared_input_remedy(group, name)
         if remedy is None or name in scores:
             continue
         largest, stake = values[name], sum(shared.values())

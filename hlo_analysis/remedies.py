@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from hlo_analysis.decisions import categories
+from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
@@ -16,8 +16,6 @@ PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
 
 _LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
 _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
-# Products contract equally long sums if these are alike; what is fused around them adds a little to their FLOPs.
-_ALIKE = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,28 +185,11 @@ def _takes_logarithms(launches: Sequence[Launch], readers: Sequence[Launch]) -> 
     return any(_has(launches[index], "log") for index in near)
 
 
-def shared_input_remedy(readers: Sequence[Launch]) -> Remedy | None:
-    """The remedy for launches that each read the same input; None where one launch could not do all their work."""
+def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
+    """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
     if not all(map(is_product, readers)):
         return _MERGE_LOOPS
-    sums = [_sum_length(reader) for reader in readers]
-    if max(sums) > _ALIKE * min(sums):  # one sums over the rows of what they share, the other over its columns
-        return None
-    results = [_matrix(reader) for reader in readers]
-    return _MERGE_PRODUCTS if any(len(set(sizes)) == 1 for sizes in zip(*results, strict=True)) else None
-
-
-def _matrix(product: Launch) -> tuple[str, str]:
-    """Rows and columns of a product's result. Products merge side by side only if one of the two agrees."""
-    sizes = product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
-    return ("", product.name) if len(sizes) < 2 else (f"rows {sizes[-2]}", f"columns {sizes[-1]}")
-
-
-def _sum_length(product: Launch) -> float:
-    """How many products each element of a result adds up, about; 0 where it is not known."""
-    sizes = product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
-    last = [int(size) for size in sizes[-2:] if size.isdecimal() and int(size)]
-    return product.flops / (2 * prod(last))
+    return _MERGE_PRODUCTS if can_merge(readers, shared) else None
 
 
 def _has(launch: Launch, opcode: str) -> bool:

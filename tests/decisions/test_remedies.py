@@ -163,6 +163,24 @@ def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> 
     assert all(missed.category != categories.SHARED_INPUT for missed in program.rank())
 
 
+def test_products_merge_if_they_sum_over_the_same_axis_of_the_same_factor() -> None:
+    def rank_two(first: str, second: str) -> list[str]:
+        hlo = "%p = fusion(%h, %{w})\n%a = f32[8,8]{{1,0}} parameter(0)\n%b = f32[8,8]{{1,0}} parameter(1)\n dot({dot}"
+        program = Program().launch("h", {"x": 100}, 100)
+        for name, dot in (("p", first), ("q", second)):
+            reads = {"h": 100, f"w{name}": 50}
+            program.launch(
+                name, reads, 40, "triton_gemm", shape="bf16[8,8]", flops=1024, hlo=hlo.format(w=f"w{name}", dot=dot)
+            )
+        return [missed.value for missed in program.rank() if missed.category == categories.SHARED_INPUT]
+
+    rows = "%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    columns = "%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+    other_side = "%b, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    assert rank_two(rows, rows) == ["h"]
+    assert rank_two(rows, columns) == rank_two(rows, other_side) == []
+
+
 def test_products_of_other_rows_and_columns_cannot_be_merged() -> None:
     program = (
         Program()
