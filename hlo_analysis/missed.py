@@ -239,7 +239,8 @@ def _waits(launch: Launch, byte_count: int, device: Device) -> float:
 
 def _could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
     """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
-    same_pass = producer.phase == reader.phase or is_score
+    # What XLA put in itself bears no name, and so belongs to no pass.
+    same_pass = producer.phase == reader.phase or is_score or not (producer.op_name and reader.op_name)
     return same_pass and producer.computation == reader.computation
 
 

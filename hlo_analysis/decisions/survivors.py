@@ -108,6 +108,9 @@ class Survivors:
         """The reason for which the two launches of an edge are not one."""
         if edge.crosses:
             return _ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
+        late = self._late(edge)
+        if self._early_module is not None and (copies := [name for name in late if self._final[name].opcode == "copy"]):
+            return _unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
         roles = (self._role(edge.producer), self._role(edge.consumer))
         if "kernel" in roles:
             name = edge.producer if roles[0] == "kernel" else edge.consumer
@@ -221,18 +224,19 @@ class Survivors:
     def _silent(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         if self._disabled:
             return _ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
-        late = [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]
-        if self._early_module is not None and (copies := [name for name in late if self._final[name].opcode == "copy"]):
-            return _unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
         if "product" in roles:
             text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
             return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
         text, category = "no pass left a word about this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
-        elif late:
+        elif late := self._late(edge):
             text, category = f"{late[0]} was put in after fusion", categories.INSERTED
         return _unspoken(text, category)
+
+    def _late(self, edge: Edge) -> list[str]:
+        """The ends of an edge that came from nothing which was there when XLA fused."""
+        return [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]
 
     def _concerns_another(self, category: str, producer: str, consumers: set[str]) -> bool:
         """Whether a rule means another user of the producer, which is fused into all its users or into none."""

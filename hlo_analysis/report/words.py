@@ -167,7 +167,7 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     else:
         where = ""
         scopes = intermediates_by_scope(analysis)
-        if scopes:
+        if any(scopes):  # a program that names no scope has no such place to point to
             scope, largest = next(iter(scopes.items()))
             share = largest / sum(scopes.values())
             amount = "most of it" if share > 0.5 else f"{share:.0%} of it"

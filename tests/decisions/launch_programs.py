@@ -46,6 +46,7 @@ class Program:
                 name=name,
                 kind=kind,
                 computation=fields.pop("computation", "main"),
+                op_name=fields.pop("op_name", f"jit(f)/{name}"),
                 inputs=inputs,
                 outputs=(Value(name=name, shape=fields.pop("shape", f"f32[{writes}]"), bytes=writes * MIB),),
                 bytes_read=sum(reads.values()) * MIB,

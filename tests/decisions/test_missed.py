@@ -73,6 +73,13 @@ def test_a_value_for_the_backward_pass_alone_is_not_missed() -> None:
     assert Program().launch("a", {"x": 100}, 100).launch("c", {"a": 100}, 100, phase="backward").rank() == ()
 
 
+def test_what_has_no_name_belongs_to_no_pass() -> None:
+    """As the indices that XLA makes of a pooling's gradient."""
+    program = Program().launch("a", {"x": 100}, 100, op_name="").launch("c", {"a": 100}, 100, phase="backward")
+    (missed,) = program.rank()
+    assert missed.bytes_at_stake == 200 * MIB
+
+
 def test_nothing_is_fused_across_a_loops_boundary() -> None:
     assert Program().launch("a", {"x": 9}, 9).launch("b", {"a": 9}, 9, computation="body", repeat=4).rank() == ()
 

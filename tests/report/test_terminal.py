@@ -129,6 +129,15 @@ def test_verdict_of_one_launch_with_nothing_between():
     )
 
 
+def test_verdict_of_a_program_without_scopes_points_to_none():
+    from hlo_analysis.diff import compare_analyses
+    from hlo_analysis.records import StrategyResult
+
+    steps = tuple(replace(step, scope="") for step in XLA_STEPS)
+    result = StrategyResult(name="xla", description="", analysis=analysis_of(steps, "xla"))
+    assert verdict(compare_analyses("f", [result], "xla")).endswith("still goes through HBM between launches.")
+
+
 def test_intermediates_by_scope_add_up():
     analysis = analysis_of(XLA_STEPS, "xla")
     scopes = words.intermediates_by_scope(analysis)
