@@ -59,6 +59,11 @@ _PARTS = Remedy(
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
     "that it is not moved first",
 )
+_JOINED = Remedy(
+    kind="rewrite",
+    text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
+    "each run",
+)
 _LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
 )
@@ -131,8 +136,8 @@ def vertical_remedy(
     ends = (producer, *readers)
     if any(map(_only_casts, ends)):
         return _KEEP_TRITON
-    if any(map(_only_moves, ends)):
-        return _LAYOUT if any(_only_moves(end) and _relays(end) for end in ends) else _PARTS
+    if moves := [end for end in ends if _only_moves(end)]:
+        return _LAYOUT if any(map(_relays, moves)) else _JOINED if _has(moves[0], "concatenate") else _PARTS
     if is_product(producer):
         return _after_product(launches, producer, readers)
     if any(map(is_product, readers)):

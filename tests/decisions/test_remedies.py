@@ -201,6 +201,13 @@ def test_products_of_other_rows_and_columns_cannot_be_merged() -> None:
         (("reduction", ("reduce",)), ("loop", ("rsqrt", "subtract")), categories.SLOWER, "kernel", "layer_norm:"),
         (("reduction", ("reduce",)), ("loop", ("exponential",)), categories.SLOWER, "kernel", "softmax:"),
         (("loop", ("transpose",)), ("triton_gemm", ("dot",)), categories.TILING, "rewrite", "give the operation"),
+        (
+            ("concatenate", ("concatenate",)),
+            ("cublaslt", ()),
+            categories.LIBRARY_CALL,
+            "rewrite",
+            "keep the parts in one",
+        ),
         (("loop", ("pad",)), ("cudnn", ()), categories.LIBRARY_CALL, "rewrite", "have the operation work on the part"),
         (("copy", ("copy",)), ("loop", ("add",)), categories.INSERTED, "rewrite", "donate"),
         (("loop", ("convert",)), ("cublaslt", ()), categories.LIBRARY_CALL, "option", "xla_gpu_cublas_fallback"),
