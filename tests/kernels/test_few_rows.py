@@ -136,7 +136,7 @@ HEADS = {
     "a head a tile, depth shared by two": (FewRowsConfig(columns=128, splits=2, warpgroups=2), 128, 9, True),
     "a head a tile, two tiles a block": (FewRowsConfig(columns=128, warpgroups=2), 128, 1, False),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
-    "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 16, False),
+    "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 33, False),
 }
 
 

@@ -21,6 +21,9 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
+_EARLY_TOKENS = 32
+"""Up to here angles are computed while the first weights are on their way; of more, registers do not hold them."""
+
 
 def finish_types(problem: Problem) -> dict[str, Any]:
     """Scratch types of `Finish`'s members."""
@@ -41,8 +44,8 @@ def finish_types(problem: Problem) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What was read before a group's products: a scale for each of its columns and weights, if any, the bias, and the
-    cosines and sines of a head's first half."""
+    """What was read before a group's products: a scale for each of its columns and weights, if any, the bias, and
+    cosines and sines of a head's first half, unless they come later."""
 
     scales: Sequence[jax.Array]
     bias: jax.Array | None
@@ -100,7 +103,8 @@ class Finish:
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
         bias = self.extras.get("bias")
-        firsts = () if self.rotation is None else [bundle[0] for bundle in self.problem.bundles]
+        is_early = self.rotation is not None and self.problem.tokens <= _EARLY_TOKENS
+        firsts = [bundle[0] for bundle in self.problem.bundles] if is_early else ()
         return [
             Ready(
                 scales=[_along_columns(ref, start) for ref in scales],
@@ -192,8 +196,8 @@ class Finish:
             self._epilogue(sums[i * count : (i + 1) * count], slot, own, scale)
             for i, (slot, own) in enumerate(zip(slots, ready, strict=True))
         ]
-        angles = ready[0].angles
-        if angles is not None:
+        if self.rotation is not None:
+            angles = ready[0].angles or self._angles(self.problem.bundles[number][0])
             end = self.problem.spans[-1][0]
             values = [(half,) for half in rotated([half for (half,) in values], *angles, columns[0], end)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -235,8 +239,9 @@ class Finish:
         for output, (is_own, start) in zip(self.outputs, self.problem.owners(column), strict=True):
             pl.when(is_own)(partial(store, self.results[0], output, column - start))
 
-    def _angles(self, group: int) -> tuple[jax.Array, jax.Array] | None:
-        return None if self.rotation is None else self.rotation.load(self.extras, group, self.problem.tokens)
+    def _angles(self, group: int) -> tuple[jax.Array, jax.Array]:
+        assert self.rotation is not None
+        return self.rotation.load(self.extras, group, self.problem.tokens)
 
     def _bring(self, group: int, column: jax.Array) -> None:
         slot = group // self.problem.config.splits

@@ -3,7 +3,7 @@
 Every block has all of its rows' columns pass by, a step at a time. A step's part of x is squared and multiplied by the
 scale where it lies in shared memory, before the tensor cores read it; the squares' sums then go the way of the
 products, to the warpgroup that finishes these, and divide them there. What is rounded is x times its scale, so that
-float16 could overflow where the normalised x does not. Up to 32 rows nothing spills.
+float16 could overflow where the normalised x does not.
 """
 
 from __future__ import annotations
