@@ -84,7 +84,7 @@ def lower(
                 stack.enter_context(lower_context)
             if mode == "grad":
                 program, cotangents = gradient(fn, arguments)
-                traced = jax.jit(program).trace(*arguments, cotangents)
+                traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
             else:
                 jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
                 traced = jitted.trace(*arguments)
@@ -111,7 +111,7 @@ def gradient(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable
     Gives the function `(*arguments, cotangents) -> (outputs, gradients)` and the shapes of `cotangents`, one for each
     floating-point output. The cotangents are an argument, not ones, so that XLA cannot fold them away; the outputs are
     returned because the next layer needs them, so that XLA cannot drop the end of the forward pass. Gradients come for
-    each floating-point argument leaf, in order.
+    each floating-point argument leaf, in order. Arguments that are plain integers or strings stay what they are.
     """
     leaves, tree = jax.tree.flatten(tuple(arguments))
     is_float = [_is_float(leaf) for leaf in leaves]
@@ -119,7 +119,10 @@ def gradient(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable
         raise CaptureError(
             f"{function_name(fn)} has no floating-point argument to take a gradient of; use mode='forward'"
         )
-    outputs = jax.eval_shape(fn, *arguments)
+    if statics := _statics(arguments):
+        outputs = jax.jit(lambda *values: fn(*values), static_argnums=statics).eval_shape(*arguments)
+    else:
+        outputs = jax.eval_shape(fn, *arguments)
     cotangents = [leaf for leaf in jax.tree.leaves(outputs) if _is_float(leaf)]
     if not cotangents:
         raise CaptureError(
@@ -146,6 +149,11 @@ def gradient(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
         program.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return program, cotangents
+
+
+def _statics(arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of arguments that a function may take for static ones."""
+    return tuple(index for index, argument in enumerate(arguments) if isinstance(argument, (int, str)))
 
 
 def function_name(fn: Callable[..., Any]) -> str:
@@ -184,7 +192,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return not isinstance(leaf, str) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:

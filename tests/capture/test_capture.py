@@ -16,8 +16,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hlo_analysis.capture import Capture, capture
-from hlo_analysis.capture.lowering import Lowered, describe_arguments, gradient
+from hlo_analysis.capture.lowering import Lowered, describe_arguments, gradient, lower
 from hlo_analysis.hlo import parse_module
+from hlo_analysis.targets import load_target
 
 STAGES = ("before_optimizations", "before_priority_fusion", "after_priority_fusion", "before_rename", "after_rename")
 ARTEFACTS = (
@@ -244,3 +245,9 @@ def test_kept_files_stay(tmp_path: Path, temporary_folders) -> None:
     gc.collect()
     assert temporary_folders() == []
     assert Capture.load(path).require("final_hlo").startswith("HloModule")
+
+
+def test_static_arguments_stay_static_in_a_gradient() -> None:
+    fn = jax.jit(lambda x, power, way: x**power if way == "power" else x, static_argnums=(1, 2))
+    lowered = lower(fn, (FLOATS, 3, "power"), target=load_target("cpu"), mode="grad")
+    assert len(lowered.arguments) == 3
