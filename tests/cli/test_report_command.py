@@ -164,10 +164,13 @@ def test_open_shows_the_page(invoke, compared, tmp_path: Path, monkeypatch: pyte
         (("--block", "tiny", "--fn", "a:b"), "expected --block or --fn, got both"),
         (("--args", "a:b"), "--args gives the arguments of --fn"),
         (("--timeout", "0"), "expected a --timeout above zero"),
+        (("--timeout", "nan"), "expected a --timeout above zero"),
         (("--fn", "json"), "expected --fn package.module:name"),
         (("--fn", "nosuchmodule:f"), "no module 'nosuchmodule'"),
         (("--fn", "nosuchfile.py:f"), "no file nosuchfile.py"),
         (("--fn", "json:dumsp"), "no 'dumsp' in json; did you mean 'dump' or 'dumps'"),
+        (("--fn", "json:dumps.nothing"), "no 'nothing' in dumps"),
+        (("--fn", "jax.numpy:tanh", "--shape", "f64[4]"), "JAX makes float32 of it unless JAX_ENABLE_X64=1 is set"),
         (("--fn", "json:__name__"), "expected a function from --fn json:__name__, got a str"),
         (("--fn", "jax.numpy:tanh", "--shape", "bf17[4]"), "unknown element type 'bf17' in 'bf17[4]'; did you mean"),
         (("--fn", "jax.numpy:tanh", "--shape", "4x4"), "expected --shape as 'bf16[8192,4096]'"),
@@ -204,10 +207,19 @@ def test_any_function_can_be_reported(invoke, compared, tmp_path: Path):
     assert invoke("report", "--fn", "mine.py:Net.loss", "--args", "mine.py:given").exit_code == 0
     tree, y = compared[0]["shapes"]
     assert (tree["a"].shape, y.shape, compared[0]["program"].__name__) == ((4, 4), (4,), "loss")
+    assert {"xla", "unfused"} <= set(compared[0]["strategies"])
+    assert not {"pallas", "best"} & set(compared[0]["strategies"])  # they are a block's
     result = invoke("report", "--fn", "jax.numpy:matmul", "--shape", "bf16[8, 4]", "--shape", "s4[4,2]")
     assert result.exit_code == 0
     first, second = compared[1]["shapes"]
     assert (first.shape, str(first.dtype), second.shape, str(second.dtype)) == ((8, 4), "bfloat16", (4, 2), "int4")
+
+
+def test_keyword_arguments_need_a_function_around(invoke, compared, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def f(x, *, y): return x + y\n")
+    result = invoke("report", "--fn", "mine.py:f", "--shape", "f32[8]")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "Name a function that gives y by keyword" in result.stderr
 
 
 def test_a_module_that_fails_on_import_is_told_in_one_line(invoke, tmp_path: Path):
@@ -251,6 +263,7 @@ def test_saved_captures_are_compared_without_compiling(invoke, compared, capture
         (("--capture", "a.zip", "--capture", "a.zip"), "the same --capture twice"),
         (("--capture", "a.zip", "--baseline", "b"), "expected --baseline to be one of the captures a, got 'b'"),
         (("--capture", "a.zip", "--block", "tiny", "--shape", "1x8"), "--block, --shape cannot change it"),
+        (("--capture", "a.zip", "--target", "b200", "--mode", "grad"), "--target, --mode cannot change it"),
     ],
 )
 def test_bad_captures_are_one_line(invoke, compared, tmp_path: Path, words, said):

@@ -88,7 +88,8 @@ def report(
         ),
     ] = "h200",
     strategies: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All by default.")
+        str | None,
+        typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All that apply by default."),
     ] = None,
     baseline: Annotated[
         str | None,

@@ -82,12 +82,12 @@ def load_attribute(name: str, option: str) -> Any:
     if not colon or not module_name or not path:
         raise InputError(f"expected {option} package.module:name or file.py:name, got {name!r}")
     value: Any = _load_module(module_name, option)
+    where = value.__name__
     for part in path.split("."):
         if not hasattr(value, part):
             known = [each for each in dir(value) if not each.startswith("_")]
-            where = value.__name__ if isinstance(value, ModuleType) else part
             raise InputError(f"{option} {name}: no {part!r} in {where}{nearest_names(part, known)}")
-        value = getattr(value, part)
+        value, where = getattr(value, part), part
     return value
 
 
@@ -102,6 +102,9 @@ def function_arguments(
         raise InputError("expected --shape or --args, got both")
     if arguments is None:
         parsed = [argument_shape(text) for text in shapes]
+        for text, (_, dtype) in zip(shapes, parsed, strict=True):
+            if (narrow := jax.dtypes.canonicalize_dtype(dtype)) != jnp.dtype(dtype):
+                raise InputError(f"--shape {text!r}: JAX makes {narrow} of it unless JAX_ENABLE_X64=1 is set")
         arguments = tuple(jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)) for sizes, dtype in parsed)
     try:
         signature = inspect.signature(fn)
@@ -112,9 +115,20 @@ def function_arguments(
     except TypeError as error:
         raise InputError(
             f"{getattr(fn, '__name__', 'the function')}{signature} cannot be called with {len(arguments)} arguments: "
-            f"{error}. Give one --shape 'bf16[8192,4096]' for each argument, or --args MODULE:FACTORY."
+            f"{error}. {_how_to_give(signature)}"
         ) from None
     return arguments
+
+
+def _how_to_give(signature: inspect.Signature) -> str:
+    needed = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
+    if needed:
+        return f"Name a function that gives {', '.join(needed)} by keyword, as functools.partial makes one."
+    return "Give one --shape 'bf16[8192,4096]' for each argument, or --args MODULE:FACTORY."
 
 
 def _load_module(name: str, option: str) -> ModuleType:

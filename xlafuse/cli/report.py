@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK = "llama3-8b"
 BASELINE = "xla"
+DEFAULT_TARGET = "h200"
 DEFAULT_FOLDER = Path("xlafuse-report")
 # The files by which JAX itself decides whether there is an NVIDIA GPU.
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -88,11 +89,12 @@ def _check(request: Request) -> None:
     if request.captures:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
         own["--strategies"] = request.strategies
+        own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
         given = [option for option, value in own.items() if value]
         if given:
             raise InputError(f"a --capture is compiled already: {', '.join(given)} cannot change it")
         return
-    if request.timeout <= 0:
+    if not request.timeout > 0:  # nor not a number
         raise InputError(f"expected a --timeout above zero, got {request.timeout:g}")
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
@@ -121,7 +123,10 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
     from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
-    names = [strategy.name for strategy in resolve_strategies(request.strategies)]
+    strategies = request.strategies
+    if strategies is None and request.fn is not None:  # those that fill a block's sites say nothing of a function
+        strategies = tuple(strategy.name for strategy in resolve_strategies(None) if "block" not in strategy.requires)
+    names = [strategy.name for strategy in resolve_strategies(strategies)]
     states: dict[str, str] = {}
     with progress_on(Console(stderr=True), names) as show:
 
@@ -133,7 +138,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
             return compare(
                 program,
                 shapes,
-                strategies=request.strategies,
+                strategies=strategies,
                 target=request.target,
                 mode=request.mode,
                 baseline=request.baseline or BASELINE,
