@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.primitives.random import keep_mask
 
 _LONGEST_TILE = 128
 """Keys of the longest tile; the others divide it."""
@@ -78,32 +78,35 @@ class Tile:
         return jnp.exp2(exponents), slope
 
     def marked(self, weights: jax.Array) -> jax.Array:
-        """The weights, with a minus sign on those that dropout sets to zero: a mask of its own would not fit in
-        registers beside them."""
+        """Half of the weights, with a minus sign on those that dropout sets to zero: a mask of its own would not fit in
+        registers beside them. Without dropout the weights themselves."""
         problem = self.problem
         if not problem.dropout_rate:
             return weights
-        rows, columns = self._places()
-        row = problem.dropout_row(self.batch, self.head, rows)
-        keep = keep_mask(
-            self.words,
-            row,
-            columns,
-            features=problem.dropout_features,
-            rate=problem.dropout_rate,
-            rows=problem.batch * problem.heads * problem.masking.queries,
+        return with_kept(
+            weights,
+            lambda own, kept: own * (kept - 0.5),
+            problem=problem,
+            words=self.words,
+            query_axis=self.query_axis,
+            head=self.batch * problem.heads + self.head,
+            query=self.row,
+            key=self.column,
         )
-        return jnp.where(keep, weights, -weights)
 
     def dropped(self, marked: jax.Array) -> jax.Array:
-        """The weights that value is multiplied by, of what `marked` gives, up to the factor `kept_scale`."""
-        return jnp.maximum(marked, 0) if self.problem.dropout_rate else marked
+        """The weights that value is multiplied by, of what `marked` gives, up to the factor `kept_scale`.
+
+        An addition: it runs at twice the rate of a maximum.
+        """
+        return marked + jnp.abs(marked) if self.problem.dropout_rate else marked
 
     def score_gradients(self, marked: jax.Array, dweights: jax.Array, delta: jax.Array) -> jax.Array:
         """The gradients of the scores after softcap and bias; delta as in `rows_of`."""
         if self.problem.dropout_rate:
-            dweights = jnp.where(marked > 0, dweights * kept_scale(self.problem), 0)
-            marked = jnp.abs(marked)
+            # Of what is dropped, dweights cancel; no comparison, and nothing held besides the marked weights.
+            dweights = dweights * kept_scale(self.problem)
+            return jnp.abs(marked) * (dweights - self._along_queries(2 * delta)) + marked * dweights
         return marked * (dweights - self._along_queries(delta))
 
     def row_layout(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +41,6 @@ class Problem:
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.heads // self.key_heads
-
-    @property
-    def dropout_features(self) -> int:
-        """The row length that `keep_mask` is told: even, so that neighbours share their random bits."""
-        return self.masking.keys + self.masking.keys % 2
-
-    def dropout_row(self, batch: Any, head: Any, row: Any) -> jax.Array:
-        """The row that `keep_mask` is told for a query."""
-        return (batch * self.heads + head) * self.masking.queries + row
 
 
 @jax.tree_util.register_dataclass

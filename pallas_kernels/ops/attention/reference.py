@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.arguments import Segments, Window, masking_of, segments_of
-from pallas_kernels.primitives.random import array_keep_mask
+from pallas_kernels.ops.attention.dropout import keep_mask
 
 SCORES_BYTES = 16 * 2**30
 """Where all scores would take more, those of one key head at a time are computed."""
@@ -118,11 +118,10 @@ def weighted_values(
     weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
 ) -> jax.Array:
     """The values' sums with weights (batch, key heads, group, queries, keys), after dropout; like query."""
-    keys = value.shape[1]
     if dropout_rate:
         assert dropout_key is not None
-        shape = (query.shape[0], query.shape[2], query.shape[1], keys + keys % 2)
-        keep = array_keep_mask(dropout_key, shape, rate=dropout_rate)[..., :keys]
+        batch, queries, heads, _ = query.shape
+        keep = keep_mask(dropout_key, batch, heads, queries, value.shape[1], rate=dropout_rate)
         weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
     return out.reshape(query.shape).astype(query.dtype)

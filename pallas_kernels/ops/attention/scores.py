@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
-from pallas_kernels.primitives.random import Words, keep_mask
+from pallas_kernels.primitives.random import Words
 
 
 def tanh(value: jax.Array) -> jax.Array:
@@ -65,10 +67,17 @@ class Scores:
         problem = self.problem
         if not problem.dropout_rate:
             return weights
-        rows, columns = self._places(problem.dropout_row(batch, head, row), column)
         assert self.words is not None
-        keep = keep_mask(self.words, rows, columns, features=problem.dropout_features, rate=problem.dropout_rate)
-        return jnp.where(keep, weights, 0.0)
+        return with_kept(
+            weights,
+            operator.mul,
+            problem=problem,
+            words=self.words,
+            query_axis=0,
+            head=batch * problem.heads + head,
+            query=row,
+            key=column,
+        )
 
     def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
         shape, layout = (64, self.columns), plgpu.Layout.WGMMA

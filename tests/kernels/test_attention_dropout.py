@@ -1,0 +1,127 @@
+"""Attention's dropout mask: the same in kernels of every shape and in the reference, and random by the usual counts."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.dropout import Grid, keep_mask, with_kept
+from pallas_kernels.primitives.random import key_words, mixed_words
+
+BATCH, HEADS, LENGTH = 2, 3, 512
+
+
+def masks_of(seed, rate, length=LENGTH):
+    return np.asarray(keep_mask(jax.random.key(seed), BATCH, HEADS, length, length, rate=rate))
+
+
+def deviations(counts, expected_share, trials):
+    """How many standard deviations binomial counts are off."""
+    deviation = (trials * expected_share * (1 - expected_share)) ** 0.5
+    return np.abs(np.asarray(counts, np.float64) - trials * expected_share) / deviation
+
+
+def test_known_mask():
+    """Another version must not change which weights a key drops."""
+    mask = np.asarray(keep_mask(jax.random.key(0), 1, 2, 2, 10, rate=0.5)).astype(int)
+    rows = ["".join(map(str, row)) for row in mask.reshape(4, 10)]
+    assert rows == ["1101001101", "1100110000", "1000100100", "1010000001"]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.002, 0.97])
+def test_masks_keep_the_right_share_in_all_rows_and_columns(rate):
+    mask = masks_of(3, rate)
+    assert deviations(mask.sum(), 1 - rate, mask.size) < 5
+    assert deviations(mask.sum((2, 3)), 1 - rate, LENGTH**2).max() < 5
+    if rate in (0.1, 0.5):
+        assert deviations(mask.sum((0, 1, 2)), 1 - rate, BATCH * HEADS * LENGTH).max() < 5
+        assert deviations(mask.sum(3), 1 - rate, LENGTH).max() < 6
+        spectrum = np.abs(np.fft.fft2(mask - mask.mean()))  # periods would stand out
+        assert spectrum.max() < 6 * np.sqrt((spectrum**2).mean())
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_the_four_that_share_a_word_are_dropped_independently(rate):
+    mask = masks_of(5, rate).reshape(BATCH * HEADS, LENGTH // 16, 2, 8, LENGTH // 16, 2, 8)
+    fours = mask.transpose(0, 1, 3, 4, 6, 2, 5).reshape(-1, 4).astype(int)
+    counts = np.bincount(fours @ np.array([8, 4, 2, 1]), minlength=16)
+    for number, pattern in enumerate(itertools.product((0, 1), repeat=4)):
+        share = np.prod([1 - rate if is_kept else rate for is_kept in pattern])
+        assert deviations(counts[number], share, len(fours)) < 5, pattern
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_neighbours_are_dropped_independently(rate):
+    """Of batches, heads, queries and keys; the four of a word, 8 apart; and beyond."""
+    drop = ~masks_of(7, rate)
+    noise = drop - np.float64(rate)
+    steps = [(1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0), (0, 1, 1, 1)]
+    steps += [(0, 0, i, j) for i, j in itertools.product((0, 1, 2, 8, 16, 64), repeat=2) if i or j]
+    for step in steps:
+        here, there = tuple(slice(-s or None) for s in step), tuple(slice(s, None) for s in step)
+        product = noise[here] * noise[there]
+        assert abs(product.mean()) / (rate * (1 - rate)) < 5 / product.size**0.5, step
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 2**31)])
+def test_keys_have_nothing_in_common(pair):
+    first, second = (masks_of(seed, 0.5) for seed in pair)
+    assert deviations((first == second).sum(), 0.5, first.size) < 5
+
+
+@pytest.mark.parametrize("length", [64, 4097])
+def test_masks_of_other_lengths_are_as_random(length):
+    mask = np.asarray(keep_mask(jax.random.key(1), 1, 1, 300, length, rate=0.1))
+    assert deviations(mask.sum(), 0.9, mask.size) < 5
+
+
+@pytest.mark.usefixtures("interpreter")
+# Limits that are floats, those of which a scale is needed, and those that are none.
+@pytest.mark.parametrize(("rate", "query_axis", "columns"), [(0.1, 0, 32), (0.5, 1, 64), (0.002, 0, 16), (0.97, 1, 64)])
+def test_kernels_make_the_same_mask(rate, query_axis, columns, seed):
+    batch, heads, queries, keys = 2, 2, 128, 128
+    query, key = (jnp.zeros((batch, n, heads, 64), jnp.bfloat16) for n in (queries, keys - 3))
+    nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
+    problem, _ = problem_of(query, key, **nothing, is_causal=False, dropout_rate=rate, dropout_key=None)
+    shape = (queries, keys) if query_axis == 0 else (keys, queries)
+
+    def body(words_ref, mask_ref):
+        tile = partial(with_kept, jnp.full((64, columns), 3.0), lambda values, kept: values * kept, problem=problem)
+        words = mixed_words(words_ref)
+        for row in range(0, shape[0], 64):
+            for column in range(0, shape[1], columns):
+                query, key = (row, column) if query_axis == 0 else (column, row)
+                kept = tile(words=words, query_axis=query_axis, head=jnp.int32(3), query=query, key=key)
+                mask_ref[row : row + 64, column : column + columns] = kept
+
+    random_key = jax.random.key(seed)
+    out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("block",), compiler_params=params)
+    got = np.asarray(kernel(key_words(random_key)))
+    want = np.asarray(keep_mask(random_key, batch, heads, queries, keys - 3, rate=rate))[1, 1]
+    got = (got if query_axis == 0 else got.T)[:, : keys - 3]
+    np.testing.assert_array_equal(got, 3.0 * want, err_msg=f"seed={seed}")
+
+
+def test_places_a_period_apart_have_key_words_of_their_own(seed):
+    sizes = {"batch": 4, "heads": 8, "queries": 200, "keys": 40}
+    assert not Grid(**sizes).has_epochs
+    grid = Grid(**sizes, period=2**15)
+    words = mixed_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32))
+    rows = jnp.arange(32 * grid.queries, dtype=jnp.uint32)
+    seconds = np.asarray(grid.second(words, rows))
+    assert seconds[0] == words[1]
+    # Tiles of 64 queries have one word, and each word serves at most a period.
+    assert (seconds.reshape(-1, 64) == seconds[::64, None]).all()
+    _, counts = np.unique(seconds, return_counts=True)
+    assert counts.max() * grid.keys <= 2**15
+    assert len(counts) == -(-len(rows) // grid.rows_an_epoch)
