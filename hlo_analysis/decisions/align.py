@@ -102,26 +102,26 @@ def _by_content(older: Module, newer: Module) -> dict[str, tuple[str, ...]]:
                 for inner in contents(newer, new)
                 for name in holders.get(_uncloned(inner.name)) or plain.get((stem(inner.name), inner.opcode), ())
             ]
-            if not found:  # a clone, whose inside was numbered anew: only where there is no choice
-                alike = [likes[_likeness(inner)] for inner in contents(newer, new)]
-                found = [names[0] for names in alike if len(names) == 1]
             if found:
                 matched[new.name] = tuple(dict.fromkeys(found))
-    _match_products(older, newer, matched)
+    _match_calls(older, newer, matched)
+    for new in after.values():
+        if new.opcode == "fusion" and new.name not in matched:
+            # A clone, whose inside was numbered anew: only where there is no choice.
+            alike = [likes[_likeness(inner)] for inner in contents(newer, new)]
+            if found := [names[0] for names in alike if len(names) == 1]:
+                matched[new.name] = tuple(dict.fromkeys(found))
+    _match_leftovers(newer, matched)
     return matched
 
 
-def _match_products(older: Module, newer: Module, matched: dict[str, tuple[str, ...]]) -> None:
-    """Match the library calls that Triton matrix products became, and what such a call left behind.
-
-    A call keeps its result's size, mostly its op name, and its users. A prologue or epilogue that it could not keep
-    stands beside it as a launch with no history of its own: it came out of the same product.
-    """
+def _match_calls(older: Module, newer: Module, matched: dict[str, tuple[str, ...]]) -> None:
+    """Match the library calls that Triton matrix products became: they keep size, mostly op name, and users."""
     before, after = _executed(older), _executed(newer)
     taken = {name for names in matched.values() for name in names}
     free = [i for i in before.values() if i.opcode in ("fusion", "custom-call", "dot") and i.name not in taken]
     users_before, _ = _neighbours(older)
-    users_after, operands_after = _neighbours(newer)
+    users_after, _ = _neighbours(newer)
     for new in after.values():
         if new.name in matched or new.opcode != "custom-call":
             continue
@@ -132,6 +132,16 @@ def _match_products(older: Module, newer: Module, matched: dict[str, tuple[str, 
             best = same_size[scores.index(max(scores))]
             matched[new.name] = (best.name,)
             free.remove(best)
+
+
+def _match_leftovers(newer: Module, matched: dict[str, tuple[str, ...]]) -> None:
+    """Match what library calls left behind.
+
+    A prologue or epilogue that a call could not keep stands beside it as a launch with no history of its own: it came
+    out of the same product.
+    """
+    after = _executed(newer)
+    users_after, operands_after = _neighbours(newer)
     for new in after.values():
         if new.name in matched or new.opcode != "fusion":
             continue
