@@ -48,15 +48,18 @@ def test_values_and_gradients(op, implementation, spec, seed):
 
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
 def test_jit_agrees(op, implementation, spec, seed):
-    case = testing.make_case(op, spec, seed)
     for compute in (testing.forward, testing.gradient):
 
+        @jax.jit
         def run(arguments, cotangents, compute=compute):
             return compute(testing.Case(op=op, arguments=arguments, cotangents=cotangents), implementation)
 
-        got = jax.jit(run)(case.arguments, case.cotangents)
-        reports = testing.error_reports(got, compute(case, "xla"), testing.oracle(case, compute), op.error_bound)
-        testing.assert_within(reports, f"jit seed={seed}")
+        def draw(seed, compute=compute, run=run):
+            case = testing.make_case(op, spec, seed)
+            got = testing.finished(run(case.arguments, case.cotangents))
+            return testing.error_reports(got, compute(case, "xla"), testing.oracle(case, compute), op.error_bound)
+
+        testing.assert_draws_within(draw, seed, "jit")
 
 
 def stacked_cases(op, spec, seed):
@@ -72,20 +75,22 @@ def stacked_cases(op, spec, seed):
 @pytest.mark.parametrize("compute", [testing.forward, testing.gradient], ids=["forward", "gradient"])
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
 def test_vmap(op, implementation, spec, seed, compute):
-    cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
+    def draw(seed):
+        cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
 
-    def run(batched, cotangents):
-        return compute(testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents), implementation)
+        def run(batched, cotangents):
+            return compute(testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents), implementation)
 
-    got = jax.vmap(run)(batched, cotangents)
-    for i, case in enumerate(cases):
-        reports = testing.error_reports(
-            jax.tree.map(lambda leaf, i=i: leaf[i], got),
-            compute(case, "xla"),
-            testing.oracle(case, compute),
-            op.error_bound,
-        )
-        testing.assert_within(reports, f"vmap element {i} seed={seed}")
+        got = testing.finished(jax.vmap(run)(batched, cotangents))
+        reports = []
+        for i, case in enumerate(cases):
+            element = jax.tree.map(lambda leaf, i=i: leaf[i], got)
+            reports += testing.error_reports(
+                element, compute(case, "xla"), testing.oracle(case, compute), op.error_bound
+            )
+        return reports
+
+    testing.assert_draws_within(draw, seed, "vmap")
 
 
 # Each device's kernel is checked for races above; the kernels do not talk between devices.
@@ -96,7 +101,6 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two simulated CPU devices; run this folder by itself")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
-    cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
 
     def local(batched, shared):
         arguments = {**{k: v[0] for k, v in batched.items()}, **shared}
@@ -110,23 +114,27 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
         values, pullback = jax.vjp(sharded, batched, shared)
         return values, *pullback(cotangents)
 
-    values, batched_gradients, shared_gradients = values_and_gradients(batched, shared, cotangents)
-    for i, case in enumerate(cases):
-        got = {f"output {j}": value[i] for j, value in enumerate(values)}
-        exact = testing.oracle(case, testing.forward)
-        testing.assert_within(
-            testing.error_reports(got, testing.forward(case, "xla"), exact, op.error_bound), f"shard {i} seed={seed}"
-        )
-        got = {f"gradient of {k}": value[i] for k, value in batched_gradients.items() if k in op.differentiable}
-        exact = testing.oracle(case, testing.gradient)
-        baseline = testing.gradient(case, "xla")
-        testing.assert_within(testing.error_reports(got, baseline, exact, op.error_bound), f"shard {i} seed={seed}")
-    # Shared arguments get the sum over the devices.
-    for name, value in shared_gradients.items():
-        if name in op.differentiable:
-            exact = sum(testing.oracle(case, testing.gradient)[f"gradient of {name}"] for case in cases)
-            tolerance = 4 * float(jnp.finfo(value.dtype).eps) * (1 + np.abs(exact).max())
-            np.testing.assert_allclose(np.asarray(value, np.float64), exact, atol=tolerance, err_msg=f"seed={seed}")
+    def draw(seed):
+        cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
+        results = testing.finished(values_and_gradients(batched, shared, cotangents))
+        values, batched_gradients, shared_gradients = results
+        reports = []
+        for i, case in enumerate(cases):
+            got = {f"output {j}": value[i] for j, value in enumerate(values)}
+            exact = testing.oracle(case, testing.forward)
+            reports += testing.error_reports(got, testing.forward(case, "xla"), exact, op.error_bound)
+            got = {f"gradient of {k}": value[i] for k, value in batched_gradients.items() if k in op.differentiable}
+            exact = testing.oracle(case, testing.gradient)
+            reports += testing.error_reports(got, testing.gradient(case, "xla"), exact, op.error_bound)
+        # Shared arguments get the sum over the devices.
+        for name, value in shared_gradients.items():
+            if name in op.differentiable:
+                exact = sum(testing.oracle(case, testing.gradient)[f"gradient of {name}"] for case in cases)
+                tolerance = 4 * float(jnp.finfo(value.dtype).eps) * (1 + np.abs(exact).max())
+                np.testing.assert_allclose(np.asarray(value, np.float64), exact, atol=tolerance, err_msg=f"seed={seed}")
+        return reports
+
+    testing.assert_draws_within(draw, seed, "shards")
 
 
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
