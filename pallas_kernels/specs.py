@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,8 +37,32 @@ class ArraySpec:
         """Shape and dtype without values."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
-    def make(self, key: jax.Array) -> jax.Array:
-        """The array; random ones are drawn from `key`."""
+    def make(self, seed: int) -> jax.Array:
+        """The array; random ones are drawn from `seed`.
+
+        NumPy draws arrays of at most 2**20 values: JAX would compile programs for each shape, which takes longer.
+        """
+        is_small = math.prod(self.shape) <= 2**20
+        return jnp.asarray(self._small(seed)) if is_small else self._large(jax.random.key(seed))
+
+    def _small(self, seed: int) -> np.ndarray:
+        dtype, rng = jnp.dtype(self.dtype), np.random.default_rng(seed)
+        match self.fill:
+            case "normal":
+                wide = rng.standard_normal(self.shape, np.float32)
+                return (np.float32(self.mean) + np.float32(self.deviation) * wide).astype(dtype)
+            case "extreme":
+                return np.where(rng.random(self.shape) < 0.5, 1e4, -1e4).astype(dtype)
+            case "zeros" | "ones":
+                return np.full(self.shape, self.fill == "ones", dtype)
+            case "bits":
+                return rng.integers(2 ** (8 * dtype.itemsize), size=self.shape, dtype=dtype)
+            case "integers":
+                return rng.integers(self.minimum, self.maximum, self.shape).astype(dtype)
+            case "sorted":
+                return np.sort(rng.integers(self.minimum, self.maximum, self.shape), axis=-1).astype(dtype)
+
+    def _large(self, key: jax.Array) -> jax.Array:
         dtype = jnp.dtype(self.dtype)
         match self.fill:
             case "normal":
@@ -53,6 +78,11 @@ class ArraySpec:
                 return jax.random.randint(key, self.shape, self.minimum, self.maximum).astype(dtype)
             case "sorted":
                 return jnp.sort(jax.random.randint(key, self.shape, self.minimum, self.maximum), axis=-1).astype(dtype)
+
+
+def seeds_of(seed: int, count: int) -> list[int]:
+    """As many seeds of their own for parts of what is drawn from `seed`, each below 2**31."""
+    return [int(word) for word in np.random.SeedSequence(seed).generate_state(count) >> 1]
 
 
 @jax.tree_util.register_static
@@ -96,10 +126,9 @@ class ArgSpec:
 
     def make(self, seed: int) -> dict[str, Any]:
         """Arguments with fresh values drawn from `seed`."""
-        keys = jax.random.split(jax.random.key(seed), max(1, len(self.arguments)))
         return {
-            name: value.make(key) if isinstance(value, ArraySpec) else _wrapped(value)
-            for key, (name, value) in zip(keys, self.arguments.items(), strict=False)
+            name: value.make(own) if isinstance(value, ArraySpec) else _wrapped(value)
+            for own, (name, value) in zip(seeds_of(seed, len(self.arguments)), self.arguments.items(), strict=True)
         }
 
     def structs(self) -> dict[str, Any]:

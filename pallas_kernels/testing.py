@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.specs import ArgSpec, ErrorBound, OpSpec, plain
+from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, plain, seeds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ def make_case(op: OpSpec, spec: ArgSpec, seed: int) -> Case:
     """Arguments and cotangents drawn from `seed`."""
     arguments = spec.make(seed)
     outputs = jax.eval_shape(_outputs(op, arguments, "xla"))
-    keys = jax.random.split(jax.random.key(seed + 1), len(outputs))
     cotangents = tuple(
-        jax.random.normal(key, o.shape, jnp.float32).astype(o.dtype) for key, o in zip(keys, outputs, strict=True)
+        ArraySpec(shape=o.shape, dtype=str(o.dtype)).make(own)
+        for own, o in zip(seeds_of(seed + 1, len(outputs)), outputs, strict=True)
     )
     return Case(op=op, arguments=arguments, cotangents=cotangents)
 

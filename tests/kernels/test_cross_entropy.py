@@ -172,7 +172,6 @@ def test_reduced_losses_under_vmap(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("interpreter", ["two devices"], indirect=True)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 def test_reduced_losses_under_shard_map(seed, check_vma):
     if len(jax.devices("cpu")) < 2:

@@ -27,8 +27,6 @@ TRANSFORMED = [
     if implementation != "triton"
 ]
 """One argument spec each, where the transformation and not the shape is in question."""
-OF_SEVERAL_KERNELS = ("attention", "decode_attention", "linear_cross_entropy")
-"""Operations with kernels that do not wait for one another."""
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -95,16 +93,11 @@ def test_vmap(op, implementation, spec, seed, compute):
     testing.assert_draws_within(draw, seed, "vmap")
 
 
-# Each device's kernel is checked for races above; the kernels do not talk between devices.
-@pytest.mark.parametrize("interpreter", ["two devices"], indirect=True)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
 def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vma):
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two simulated CPU devices; run this folder by itself")
-    if implementation == "mosaic" and op.name in OF_SEVERAL_KERNELS:
-        # Two devices may begin with different ones: then they share one memory, and, now and then, accumulators.
-        pytest.skip("the interpreter of jax 0.11.2 takes one kernel at a time on all devices")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
     def local(batched, shared):
