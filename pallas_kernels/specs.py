@@ -42,42 +42,53 @@ class ArraySpec:
 
         NumPy draws arrays of at most 2**20 values: JAX would compile programs for each shape, which takes longer.
         """
-        is_small = math.prod(self.shape) <= 2**20
-        return jnp.asarray(self._small(seed)) if is_small else self._large(jax.random.key(seed))
-
-    def _small(self, seed: int) -> np.ndarray:
-        dtype, rng = jnp.dtype(self.dtype), np.random.default_rng(seed)
-        match self.fill:
-            case "normal":
-                wide = rng.standard_normal(self.shape, np.float32)
-                return (np.float32(self.mean) + np.float32(self.deviation) * wide).astype(dtype)
-            case "extreme":
-                return np.where(rng.random(self.shape) < 0.5, 1e4, -1e4).astype(dtype)
-            case "zeros" | "ones":
-                return np.full(self.shape, self.fill == "ones", dtype)
-            case "bits":
-                return rng.integers(2 ** (8 * dtype.itemsize), size=self.shape, dtype=dtype)
-            case "integers":
-                return rng.integers(self.minimum, self.maximum, self.shape).astype(dtype)
-            case "sorted":
-                return np.sort(rng.integers(self.minimum, self.maximum, self.shape), axis=-1).astype(dtype)
-
-    def _large(self, key: jax.Array) -> jax.Array:
         dtype = jnp.dtype(self.dtype)
+        draw = _SmallDraw(seed) if math.prod(self.shape) <= 2**20 else _LargeDraw(seed)
         match self.fill:
             case "normal":
-                wide = jax.random.normal(key, self.shape, jnp.float32)
-                return (self.mean + self.deviation * wide).astype(dtype)
+                values = self.mean + self.deviation * draw.normal(self.shape)
             case "extreme":
-                return jnp.where(jax.random.bernoulli(key, 0.5, self.shape), 1e4, -1e4).astype(dtype)
+                values = 2e4 * draw.integers(self.shape, 0, 2) - 1e4
             case "zeros" | "ones":
-                return jnp.full(self.shape, self.fill == "ones", dtype)
+                values = jnp.full(self.shape, self.fill == "ones")
             case "bits":
-                return jax.random.bits(key, self.shape, dtype)
-            case "integers":
-                return jax.random.randint(key, self.shape, self.minimum, self.maximum).astype(dtype)
-            case "sorted":
-                return jnp.sort(jax.random.randint(key, self.shape, self.minimum, self.maximum), axis=-1).astype(dtype)
+                values = draw.bits(self.shape, dtype)
+            case "integers" | "sorted":
+                values = draw.integers(self.shape, self.minimum, self.maximum)
+        values = jnp.asarray(values.astype(dtype))
+        return jnp.sort(values, axis=-1) if self.fill == "sorted" else values
+
+
+class _SmallDraw:
+    """Random values by NumPy."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.rng.standard_normal(shape, np.float32)
+
+    def integers(self, shape: tuple[int, ...], minimum: int, maximum: int) -> np.ndarray:
+        return self.rng.integers(minimum, maximum, shape)
+
+    def bits(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return self.rng.integers(2 ** (8 * dtype.itemsize), size=shape, dtype=dtype)
+
+
+class _LargeDraw:
+    """Random values by JAX, on its device."""
+
+    def __init__(self, seed: int) -> None:
+        self.key = jax.random.key(seed)
+
+    def normal(self, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(self.key, shape, jnp.float32)
+
+    def integers(self, shape: tuple[int, ...], minimum: int, maximum: int) -> jax.Array:
+        return jax.random.randint(self.key, shape, minimum, maximum)
+
+    def bits(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        return jax.random.bits(self.key, shape, dtype)
 
 
 def seeds_of(seed: int, count: int) -> list[int]:

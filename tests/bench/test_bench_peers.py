@@ -33,16 +33,16 @@ def float32_specs():
 
 @pytest.mark.parametrize(("op", "spec"), list(float32_specs()))
 def test_formulas_are_ours(op, spec):
-    formulas_are_ours("torch_compile", op, spec)
+    assert_formulas_are_ours("torch_compile", op, spec)
 
 
 @pytest.mark.parametrize("peer", ["torch_max_autotune", "torch_eager"])
 def test_other_peers_have_the_same_formulas(peer):
     op = REGISTRY["rms_norm"]
-    formulas_are_ours(peer, op, next(s for s in op.tagged("test") if s.name.endswith("float32-residual")))
+    assert_formulas_are_ours(peer, op, next(s for s in op.tagged("test") if s.name.endswith("float32-residual")))
 
 
-def formulas_are_ours(peer, op, spec):
+def assert_formulas_are_ours(peer, op, spec):
     # Of these seeds no mask hides all of a row, which PyTorch's softmax makes not-a-number and ours zeros.
     cases = [peers.without_dropout(testing.make_case(op, spec, seed)) for seed in (2, 3)]
     try:

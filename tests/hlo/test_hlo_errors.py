@@ -41,6 +41,7 @@ FRAGMENTS = (
 
 
 def parse_or_refuse(text: str) -> Module | None:
+    """Asserts that what parses can be read, and that what does not is refused at a place in the text."""
     try:
         module = parse_module(text)
     except HloParseError as error:

@@ -42,9 +42,3 @@ def interpreter(monkeypatch):
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
     assert not interpreter_gpu.launches.with_races, "a data race; what raced is printed above"
-
-
-@pytest.fixture
-def extended_interpreter(interpreter):
-    """Another name of `interpreter`."""
-    return interpreter

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def interpreted(monkeypatch):
 
 
 def two_warpgroups(body, shape=(128,)):
-    """A kernel of one block of two warpgroups, `body(ref, result, barrier, warpgroup)`."""
+    """A kernel of one block of two warpgroups, `body(ref, result_ref, shared_ref, barrier_ref, warpgroup)`."""
 
     def kernel(ref, result_ref, shared_ref, barrier_ref):
         body(ref, result_ref, shared_ref, barrier_ref, lax.axis_index("warpgroup"))
@@ -35,7 +37,9 @@ def two_warpgroups(body, shape=(128,)):
     )
 
 
-def swap_halves(waits):
+def handed_over(*, waits, step=1):
+    """x + step, by one warpgroup from what another put into shared memory."""
+
     def body(ref, result_ref, shared_ref, barrier_ref, warpgroup):
         @pl.when(warpgroup == 0)
         def _():
@@ -47,15 +51,15 @@ def swap_halves(waits):
         def _():
             if waits:
                 plgpu.barrier_wait(barrier_ref)
-            result_ref[...] = shared_ref[0] + 1
+            result_ref[...] = shared_ref[0] + step
 
     return two_warpgroups(body)
 
 
 def test_a_race_is_found_whatever_runs_after_it(interpreted, capfd):
     x = jnp.arange(128, dtype=jnp.float32)
-    jax.block_until_ready(swap_halves(waits=False)(x))
-    np.testing.assert_array_equal(swap_halves(waits=True)(x), x + 1)
+    jax.block_until_ready(handed_over(waits=False)(x))
+    np.testing.assert_array_equal(handed_over(waits=True)(x), x + 1)
     assert (interpreted.kernels, interpreted.with_races) == (2, 1)
     assert "RACE DETECTED" in capfd.readouterr().out
 
@@ -68,15 +72,24 @@ def test_a_kernel_that_fails_leaves_the_next_alone(interpreted):
 
     with pytest.raises(Exception, match="out"):
         jax.block_until_ready(two_warpgroups(beyond)(x))
-    np.testing.assert_array_equal(swap_halves(waits=True)(x), x + 1)
+    np.testing.assert_array_equal(handed_over(waits=True)(x), x + 1)
     assert not interpreted.with_races
 
 
-def test_devices_at_different_kernels_do_not_meet(interpreted):
+def test_two_devices_with_kernels_that_do_not_wait_for_one_another(interpreted):
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two simulated CPU devices; run this folder by itself")
-    x, kernel = jnp.arange(128, dtype=jnp.float32), jax.jit(swap_halves(waits=True))
-    results = [kernel(jax.device_put(x + i, device)) for device in jax.devices("cpu")[:2] for i in range(4)]
-    for result, i in zip(results, list(range(4)) * 2, strict=True):
-        np.testing.assert_array_equal(result, x + i + 1)
-    assert (interpreted.kernels, interpreted.with_races) == (8, 0)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def local(x):
+        kernels = [handed_over(waits=True, step=step) for step in (1, 2, 3)]
+        return lax.psum(kernels[0](x[0]), "data")[None], kernels[1](x[0])[None], kernels[2](x[0])[None]
+
+    x = jnp.arange(256, dtype=jnp.float32).reshape(2, 128)
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    for _ in range(5):
+        total, second, third = sharded(x)
+        np.testing.assert_array_equal(total, np.broadcast_to((x + 1).sum(0), x.shape))
+        np.testing.assert_array_equal(second, x + 2)
+        np.testing.assert_array_equal(third, x + 3)
+    assert (interpreted.kernels, interpreted.with_races) == (30, 0)

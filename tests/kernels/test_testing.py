@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels.specs import ArraySpec
 from pallas_kernels.testing import ErrorReport, assert_draws_within
 
 
@@ -46,3 +50,31 @@ def test_the_largest_errors_of_several_draws_are_compared():
 def test_what_is_off_stays_off(errors):
     with pytest.raises(AssertionError, match="title seed=3, 5 draws"):
         assert_draws_within(drawn(*errors)[0], 3, "title")
+
+
+@pytest.mark.parametrize("size", [2**20, 2**20 + 1], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("array", "mean", "deviation"),
+    [
+        ({"dtype": "bfloat16", "mean": 3.0, "deviation": 2.0}, 3.0, 2.0),
+        ({"dtype": "float16", "fill": "extreme"}, 0.0, 1e4),
+        ({"dtype": "float32", "fill": "zeros"}, 0.0, 0.0),
+        ({"dtype": "float32", "fill": "ones"}, 1.0, 0.0),
+        ({"dtype": "uint32", "fill": "bits"}, 2.0**31, 2.0**32 / 12**0.5),
+        ({"dtype": "bool", "fill": "integers"}, 0.5, 0.5),
+        ({"dtype": "int8", "fill": "integers", "minimum": -7, "maximum": 8}, 0.0, (224 / 12) ** 0.5),
+        ({"dtype": "int32", "fill": "sorted", "maximum": 1000}, 499.5, 1000 / 12**0.5),
+    ],
+    ids=lambda value: value.get("fill", "normal") + "-" + value["dtype"] if isinstance(value, dict) else "",
+)
+def test_arrays_are_drawn_as_they_say(array, mean, deviation, size):
+    spec = ArraySpec(shape=(size,), **array)
+    drawn, again, other = spec.make(3), spec.make(3), spec.make(4)
+    assert isinstance(drawn, jax.Array)
+    assert (drawn.shape, drawn.dtype) == (spec.struct.shape, spec.struct.dtype)
+    values = np.asarray(drawn, np.float64)
+    np.testing.assert_allclose(values.mean(), mean, atol=0.01 * deviation)
+    np.testing.assert_allclose(values.std(), deviation, rtol=0.01)
+    assert jnp.array_equal(drawn, again)
+    assert jnp.array_equal(drawn, other) == (deviation == 0)
+    assert spec.fill != "sorted" or (np.diff(values) >= 0).all()

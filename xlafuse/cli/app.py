@@ -167,11 +167,6 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on an attached NVIDIA GP
 app.add_typer(bench, name="bench")
 
 
-@bench.callback()
-def _bench() -> None:
-    pass
-
-
 @bench.command()
 def kernels(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
