@@ -19,6 +19,7 @@ from pallas_kernels.ops.cross_entropy.config import GradientConfig
 from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.references import in_place
 from pallas_kernels.primitives.rows import (
     LANES,
     Segment,
@@ -155,11 +156,17 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
                 def _(i):
                     multiply(gradient_ref.at[row, pl.ds(i * cut.chunk, cut.chunk)], cut.segments)
 
-    ref = jax.new_ref(gradient)
-    plgpu.kernel(
+    scale = plgpu.kernel(
         cross_entropy_scale,
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=compiler_params(gradient.dtype),
-    )(factor.reshape(1), ref)
-    return jax.freeze(ref)
+    )
+
+    @in_place
+    def scaled(factor, gradient):
+        ref = jax.new_ref(gradient)
+        scale(factor, ref)
+        return jax.freeze(ref)
+
+    return scaled(factor.reshape(1), gradient)

@@ -17,9 +17,10 @@ from pallas_kernels.primitives.gemm.problem import ONE, Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.references import in_place
 
 Extras = Mapping[str, Any]
-"""Further operands by name: arrays, or references to arrays that a kernel changes; in a kernel all are references."""
+"""Further operands by name: arrays, in a kernel references to them."""
 
 
 def problem_of(
@@ -55,13 +56,15 @@ def product_kernel(
     name: str,
     make_store: Callable[[Extras, Sequence[Any], Any, Any, jax.Array], Any],
     extras: Extras,
+    changed: Extras | None = None,
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
     buffer_dtype: jnp.dtype | None = None,
     view_a: Callable[[Any, Extras], Any] = lambda ref, extras: ref,
     view_b: Callable[[Any, Extras], Any] = lambda ref, extras: ref,
 ) -> tuple[jax.Array, ...]:
-    """Returns the outputs of `out_type`.
+    """Returns the outputs of `out_type`, then what became of the arrays in `changed`.
 
+    changed: further extras, whose memory the kernel changes.
     make_store: from the extras' references, the outputs', the warpgroup's buffers in shared memory, (slots, rows,
         columns) as `Pieces` has them of `buffer_dtype` (None without one), barriers, one for each slot of each
         warpgroup, and the warpgroup's number, to what `mainloop.compute` calls `begin` and `finish` of.
@@ -109,4 +112,13 @@ def product_kernel(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    return tuple(kernel(a, b, dict(extras)))
+    if not changed:
+        return tuple(kernel(a, b, dict(extras)))
+
+    @in_place
+    def launch(a, b, extras, changed):
+        references = jax.tree.map(jax.new_ref, changed)
+        outputs = kernel(a, b, {**extras, **references})
+        return *outputs, *map(jax.freeze, references.values())
+
+    return launch(a, b, dict(extras), dict(changed))

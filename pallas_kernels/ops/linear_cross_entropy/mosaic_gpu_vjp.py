@@ -154,8 +154,6 @@ def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> 
     slopes = jax.tree.map(lambda array: padded_vector(array[kept_rows:], height), slopes)
     is_separate = d is None or _is_checked(hidden, w, d)
     out_type = [jax.ShapeDtypeStruct((rows - kept_rows, width), dtype)] if is_separate else []
-    whole = None if is_separate else jax.new_ref(d)
-    extras = {"slopes": slopes, "first": first, **({} if whole is None else {"d": whole})}
 
     def make_store(extras, outputs, buffer, arrived, warpgroup):
         del arrived, warpgroup
@@ -174,14 +172,15 @@ def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> 
         w,
         name="linear_cross_entropy_gradient",
         make_store=make_store,
-        extras=extras,
+        extras={"slopes": slopes, "first": first},
+        changed=None if is_separate else {"d": d},
         out_type=out_type,
         buffer_dtype=dtype,
         view_a=lambda ref, extras: ref.at[pl.ds(kept_rows, rows - kept_rows)] if kept_rows else ref,
         view_b=lambda ref, extras: ref.at[:, pl.ds(extras["first"][0] * CHUNK_UNIT, width)],
     )
-    if whole is not None:
-        return jax.freeze(whole)
+    if not is_separate:
+        return outputs[0]
     rest = varying_like(outputs[0], hidden, w, *jax.tree.leaves(slopes))
     return rest if d is None else jnp.concatenate((d[:kept_rows], rest))
 
@@ -226,8 +225,6 @@ def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
     dtype = d.dtype if is_only else jnp.dtype(jnp.float32)
     problem = problem_of(rows, features, width, d.dtype, config.hidden, transpose_b=True, stored_bytes=dtype.itemsize)
     is_apart = dhidden is None or _is_checked(d, w)
-    sums = None if is_apart else jax.new_ref(dhidden)
-    extras = {"first": first, **({} if sums is None else {"sums": sums})}
 
     def make_store(extras, outputs, buffer, arrived, warpgroup):
         del arrived, warpgroup
@@ -244,13 +241,14 @@ def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
         w,
         name="linear_cross_entropy_gradient_hidden",
         make_store=make_store,
-        extras=extras,
+        extras={"first": first},
+        changed=None if is_apart else {"sums": dhidden},
         out_type=[jax.ShapeDtypeStruct((rows, features), dtype)] if is_apart else [],
         buffer_dtype=dtype,
         view_b=lambda ref, extras: ref.at[:, pl.ds(extras["first"][0] * CHUNK_UNIT, width)],
     )
-    if sums is not None:
-        return jax.freeze(sums)
+    if not is_apart:
+        return outputs[0]
     result = varying_like(outputs[0], d, w)
     return result if dhidden is None else dhidden + result
 
@@ -287,8 +285,7 @@ def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
     is_new = dw is None
     is_apart = not is_new and _is_checked(hidden, d)
     shape = (features, width) if is_apart else (features, vocabulary)
-    whole = None if is_new or is_apart else jax.new_ref(dw)
-    extras = {"first": first, **({} if whole is None else {"dw": whole})}
+    is_changed = not is_new and not is_apart
 
     def place(extras, outputs):
         if is_apart:
@@ -306,12 +303,13 @@ def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
         d,
         name="linear_cross_entropy_gradient_w",
         make_store=make_store,
-        extras=extras,
-        out_type=[] if whole is not None else [jax.ShapeDtypeStruct(shape, d.dtype)],
+        extras={"first": first},
+        changed={"dw": dw} if is_changed else None,
+        out_type=[] if is_changed else [jax.ShapeDtypeStruct(shape, d.dtype)],
         buffer_dtype=d.dtype,
     )
-    if whole is not None:
-        return jax.freeze(whole)
+    if is_changed:
+        return outputs[0]
     result = varying_like(outputs[0], hidden, d)
     if dw is None:
         return result
