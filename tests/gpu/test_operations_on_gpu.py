@@ -86,6 +86,13 @@ def test_default_is_not_xla_and_repeats_bit_for_bit(op, seed):
             np.testing.assert_array_equal(bits(value), bits(second[name]), err_msg=name)
 
 
+def assert_close(got, want, name=""):
+    """As two ways of adding up the same 16-bit products are: an element that is a small difference of large ones can
+    be far off for its own size, a whole array cannot."""
+    difference = np.linalg.norm(bits(got) - bits(want))
+    assert difference <= 1e-2 * np.linalg.norm(bits(want)), f"{name}: {difference} of {np.linalg.norm(bits(want))}"
+
+
 OPS_AND_IMPLEMENTATIONS = [
     # By default a small matrix product is XLA's.
     pytest.param(op, implementation, id=f"{op.name}-{implementation or 'default'}")
@@ -105,11 +112,11 @@ def test_vmap_remat_and_export(op, implementation, seed):
         return values_of(op, arguments, implementation)
 
     def assert_same(got, want):
-        """Bit for bit where the kernel ran; XLA takes another product for a stack of matrices."""
-        if is_kernel:
+        """Bit for bit where nothing but a kernel ran; XLA takes another product or sum for a stack of matrices."""
+        if op.flops is None:
             np.testing.assert_array_equal(bits(got), bits(want))
         else:
-            np.testing.assert_allclose(bits(got), bits(want), rtol=2e-2, atol=1e-3)
+            assert_close(got, want)
 
     expected = jax.jit(values)(case.arguments)
 
@@ -129,4 +136,4 @@ def test_vmap_remat_and_export(op, implementation, seed):
         if name not in op.differentiable:
             continue
         got = jax.jit(lambda a: pull(a, jax.checkpoint(values)))(case.arguments)[name]
-        np.testing.assert_allclose(bits(got), bits(want), rtol=2e-2, atol=1e-3)
+        assert_close(got, want, name)
