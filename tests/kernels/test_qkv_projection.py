@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
+from pallas_kernels.ops.qkv_projection import mosaic_gpu
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 POSITIONS = jnp.arange(8)
 
@@ -124,3 +126,49 @@ def test_given_mean_squares_are_taken():
     np.testing.assert_allclose(
         2 * qkv_projection(x, *weights, norm=twice)[0], qkv_projection(x, *weights, norm=given)[0], rtol=1e-4, atol=1e-4
     )
+
+
+def launches(function, *operands):
+    return str(jax.make_jaxpr(function)(*operands)).count("mpmd_map[")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
+    config = FewRowsConfig(columns=128, warpgroups=2, norm_inside=True)
+    monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
+    x, w_q, w_k, w_v = arrays(heads=(1, 1), head_size=128)
+    x = (4.0 * jax.random.normal(jax.random.key(seed), (3, 128))).astype(x.dtype)
+    scale = (1 + 0.2 * jax.random.normal(jax.random.key(seed + 1), (128,))).astype(x.dtype)
+
+    def project(x, scale, w_q, implementation="mosaic", **norm):
+        norm = Norm(scale, epsilon=0.1, **norm)
+        rope = Rope(jnp.array([0, 77, 1000]))
+        return qkv_projection(x, w_q, w_k, w_v, head_size=128, norm=norm, rope=rope, implementation=implementation)
+
+    def gradients(implementation):
+        def total(*operands):
+            return sum(
+                jnp.sum(jnp.square(y.astype(jnp.float32))) for y in project(*operands, implementation=implementation)
+            )
+
+        return jax.grad(total, argnums=(0, 1, 2))(x, scale, w_q)
+
+    assert launches(project, x, scale, w_q) == 1
+    for got, exact in zip(project(x, scale, w_q), project(x, scale, w_q, implementation="xla"), strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), exact.astype(jnp.float32), rtol=2**-6, atol=0.1)
+    for got, exact in zip(gradients("mosaic"), gradients("xla"), strict=True):
+        error = jnp.linalg.norm((got - exact).astype(jnp.float32)) / jnp.linalg.norm(exact.astype(jnp.float32))
+        assert error < 0.02, f"seed={seed}"
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_norm_that_the_launch_cannot_do_is_before_it(monkeypatch):
+    config = FewRowsConfig(columns=128, norm_inside=True)
+    monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
+    operands = arrays(heads=(1, 1), head_size=128)
+    for norm, head_norm in ((Norm(jnp.ones(128), kind="layer"), None), (Norm(jnp.ones(128)), Norm(jnp.ones(128)))):
+
+        def project(*operands, norm=norm, head_norm=head_norm):
+            return qkv_projection(*operands, head_size=128, norm=norm, q_norm=head_norm, implementation="mosaic")
+
+        assert launches(project, *operands) == 2

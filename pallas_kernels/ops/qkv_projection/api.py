@@ -13,7 +13,14 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.qkv_projection.config import preferred
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
+    Config,
+    HeadForm,
+    chosen_config,
+    has_norm_inside,
+    qkv_projection_forward,
+    row_norm,
+)
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
@@ -45,9 +52,10 @@ def qkv_projection(
         q, k = rope(q, k, positions)
 
     The products, and all behind them, are one launch, which reads n once. The norm before them is another, unless it
-    has no scale and its mean squares are given; see `Norm`. "xla" also rounds n, the products with their biases and the
-    normalised heads to x's dtype. A gradient needs x and the weights again: a launch that rotates back, and XLA's
-    products; those of query and key are computed again where their heads are normalised.
+    has no scale and its mean squares are given (see `Norm`), or the configuration has the same launch do it, for few
+    bfloat16 rows; what is rounded to x's dtype is then x times the norm's scale. "xla" also rounds n, the products with
+    their biases and the normalised heads to x's dtype. A gradient needs x and the weights again: a launch that rotates
+    back, and XLA's products; those of query and key are computed again where their heads are normalised.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
@@ -100,8 +108,9 @@ def qkv_projection(
         theta=None if rope is None else float(rope.theta),
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
     )
-    normed, row_scale = prologue(norm, rows)
-    results: tuple[jax.Array, ...] = _qkv_projection_mosaic(form, normed, row_scale, *rest)  # pyright: ignore
+    config = chosen_config(rows, weights, form)
+    project = _with_norm_inside if has_norm_inside(config, norm, rows, form) else _with_norm_before
+    results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v
@@ -188,18 +197,55 @@ def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[ja
         check_bias("qkv_projection", bias, w.shape[1], name=f"the bias of {name}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qkv_projection_mosaic(form: HeadForm, x, row_scale, weights, biases, head_scales, positions):
+def _with_norm_before(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
+    normed, row_scale = prologue(norm, x)
+    return _qkv_projection_mosaic(form, config, normed, row_scale, weights, biases, head_scales, positions)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_norm_inside(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
     return qkv_projection_forward(
-        x, weights, form=form, row_scale=row_scale, biases=biases, head_scales=head_scales, positions=positions
+        x,
+        weights,
+        form=form,
+        norm=row_norm(norm),
+        biases=biases,
+        positions=positions,
+        config=config,
     )
 
 
-def _mosaic_fwd(form, *operands):
-    return _qkv_projection_mosaic(form, *operands), operands
+def _inside_fwd(form, config, *operands):
+    """A gradient needs the normalised x, so that the norm's own launch is no loss."""
+    return jax.vjp(partial(_with_norm_before, form, config), *operands)
 
 
-def _mosaic_bwd(form, saved, cotangents):
+def _inside_bwd(form, config, pullback, cotangents):
+    return pullback(cotangents)
+
+
+_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights, biases, head_scales, positions):
+    return qkv_projection_forward(
+        x,
+        weights,
+        form=form,
+        row_scale=row_scale,
+        biases=biases,
+        head_scales=head_scales,
+        positions=positions,
+        config=config,
+    )
+
+
+def _mosaic_fwd(form, config, *operands):
+    return _qkv_projection_mosaic(form, config, *operands), operands
+
+
+def _mosaic_bwd(form, config, saved, cotangents):
     x, row_scale, weights, biases, head_scales, positions = saved
     dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(
         x,

@@ -42,13 +42,20 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
 
 def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
     """The measured best for a problem, else the untuned choice."""
-    untuned: Config = default_config(rows, head_size=head_size)
+    untuned = default_config(rows, head_size=head_size)
     found = candidates(rows, head_size=head_size)
     return tuning.configuration("qkv_projection", "forward", known, found, untuned=untuned)
 
 
-def default_config(rows: int, *, head_size: int | None) -> GemmConfig:
-    """The untuned choice. Heads must lie whole in a tile."""
+def default_config(rows: int, *, head_size: int | None) -> Config:
+    """The untuned choice: of few rows the transposed product, where its tiles hold whole heads."""
+    if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
+        return _transposed(head_size, splits=1, depth=64, warpgroups=4)
+    return gemm_config(rows, head_size=head_size)
+
+
+def gemm_config(rows: int, *, head_size: int | None) -> GemmConfig:
+    """The untuned choice for the kernel that also normalises heads, which must lie whole in a tile."""
     if rows <= FEW_ROWS:
         return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
     return GemmConfig(cluster="m" if rows >= MANY_ROWS else None)
@@ -58,7 +65,7 @@ def is_preferred(rows: int) -> bool:
     """Whether the projections run the kernel where the caller leaves the choice: where it was measured to be faster.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
-    1.59 at 512, 1.19 at 16.
+    1.60 at 512, 1.44 at 16.
     """
     return rows <= MOST_FEW_ROWS or rows >= FEWEST_MANY_ROWS
 
@@ -67,7 +74,7 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
     if rows <= FEW_ROWS:
         few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed(rows, head_size)}
+        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed_cuts(rows, head_size)}
     wide = GemmConfig()
     return {
         "128x256": wide,
@@ -78,26 +85,37 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     }
 
 
-_CUTS = ((2, 64, 1, 1), (2, 64, 2, 1), (2, 128, 2, 1), (3, 64, 1, 2), (1, 64, 4, 1))
-"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor; predictions are in
+_CUTS = ((2, 64, 1, 1), (3, 64, 1, 2), (1, 64, 2, 1), (1, 64, 3, 1), (1, 64, 4, 1))
+"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor; measurements are in
 `primitives/few_rows/TUNING.md`."""
 _MOST_SHARING_ROWS = 32
 """Of two blocks that share a multiprocessor's memory."""
 
 
-def _transposed(rows: int, head_size: int | None) -> dict[str, FewRowsConfig]:
-    """Cuts of the transposed product, a head a tile; none for heads whose halves are not whole groups of columns."""
-    if head_size is not None and head_size not in HEAD_SIZES:
+def _transposed_cuts(rows: int, head_size: int | None) -> dict[str, FewRowsConfig]:
+    """Cuts of the transposed product, with the norm before it, and in it where blocks do not share the depth."""
+    if not _is_transposable(head_size):
         return {}
-    return {
-        f"transposed, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
-            columns=head_size or 128,
-            depth=depth,
-            splits=splits,
-            warpgroups=warpgroups,
-            blocks_per_core=blocks,
-            stages=64,
-        )
-        for splits, depth, warpgroups, blocks in _CUTS
-        if blocks == 1 or rows <= _MOST_SHARING_ROWS
-    }
+    found: dict[str, FewRowsConfig] = {}
+    for splits, depth, warpgroups, blocks in _CUTS:
+        if blocks > 1 and rows > _MOST_SHARING_ROWS:
+            continue
+        cut = _transposed(head_size, splits=splits, depth=depth, warpgroups=warpgroups, blocks=blocks)
+        name = f"transposed, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
+        found[name] = cut
+        if splits == 1:
+            found[f"{name}, norm inside"] = replace(cut, norm_inside=True)
+    return found
+
+
+def _transposed(head_size: int | None, *, splits: int, depth: int, warpgroups: int, blocks: int = 1) -> FewRowsConfig:
+    """A head a tile, or 128 columns, and as many stages as fit."""
+    columns = head_size or 128
+    return FewRowsConfig(
+        columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, blocks_per_core=blocks, stages=64
+    )
+
+
+def _is_transposable(head_size: int | None) -> bool:
+    """Whether the halves of heads are whole groups of columns."""
+    return head_size is None or head_size in HEAD_SIZES

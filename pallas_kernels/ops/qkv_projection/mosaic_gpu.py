@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.qkv_projection.config import Config, default_config, problem, tuned_config
+from pallas_kernels.arguments import Norm
+from pallas_kernels.ops.qkv_projection.config import Config, gemm_config, problem, tuned_config
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
@@ -54,6 +55,26 @@ def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax
     return cosine_and_sine(positions.astype(jnp.int32)[:, None], jnp.asarray(whole)[None], jnp.asarray(fraction)[None])
 
 
+def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
+    """For x (rows, features): the measured best, else the untuned choice."""
+    known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
+    return tuned_config(known, x.shape[0], head_size=form.size)
+
+
+def has_norm_inside(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
+    """Whether the projections' launch does the norm of x: where the configuration says so, and the kernel of few rows
+    can, an RMS norm whose mean squares are not known, of bfloat16, without norms of heads behind it."""
+    if norm is None or not isinstance(config, FewRowsConfig) or not config.norm_inside:
+        return False
+    is_plain = norm.kind == "rms" and norm.mean_square is None
+    return is_plain and x.dtype == jnp.bfloat16 and form.epsilons == (None, None)
+
+
+def row_norm(norm: Norm) -> RowNorm:
+    """That norm, as the kernel takes it."""
+    return RowNorm(epsilon=float(norm.epsilon), scale=None if norm.scale is None else jnp.asarray(norm.scale))
+
+
 def qkv_projection_forward(
     x: jax.Array,
     weights: Sequence[jax.Array],
@@ -72,13 +93,11 @@ def qkv_projection_forward(
     biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
     norm: of x's rows, in the same launch; with a configuration of few rows, without head norms and row_scale.
     """
-    if config is None:
-        known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
-        config = tuned_config(known, x.shape[0], head_size=form.size)
+    config = config or chosen_config(x, weights, form)
     if isinstance(config, FewRowsConfig):
         if form.epsilons == (None, None):
             return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
-        config = default_config(x.shape[0], head_size=form.size)  # a norm of heads is made by the other kernel
+        config = gemm_config(x.shape[0], head_size=form.size)  # a norm of heads is made by the other kernel
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows, without head norms, has a norm in it.")
     angles = None

@@ -24,7 +24,7 @@ from pallas_kernels.ops._products.specs import (
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import candidates, problem
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, has_norm_inside, qkv_projection_forward, row_norm
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
@@ -70,7 +70,7 @@ def _call(
 _LLAMA = partial(_call, features=4096, heads=(32, 8), head_size=128)
 
 _ARG_SPECS = (
-    _call(2, 3, features=128, heads=(4, 2), head_size=64),
+    _call(2, 3, features=128, heads=(2, 1), head_size=128),
     _call(2, features=128, heads=(2, 2), head_size=64, dtype="float16", head_norms=True, biases=True),
     _call(2, features=128, heads=(2, 2), head_size=64, norm="layer", rope=False, biases=True),
     _call(40, features=128, heads=(2, 2), head_size=64, scaled=False, mean_square=True, rope=False),
@@ -130,30 +130,46 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
-    found = candidates(rows_of(arguments), head_size=arguments["head_size"])
-    return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+    called = as_called(**arguments)
+    found = candidates(rows_of(arguments), head_size=called["head_size"])
+    return {
+        name: partial(_forward_variant, config=config)
+        for name, config in found.items()
+        if has_norm_inside(config, called.get("norm"), called["x"], _form(called))
+        == getattr(config, "norm_inside", False)
+    }
+
+
+def _form(called: Mapping[str, Any]) -> HeadForm:
+    rope = called.get("rope")
+    return HeadForm(
+        size=called["head_size"],
+        theta=None if rope is None else rope.theta,
+        epsilons=tuple(None if norm is None else norm.epsilon for norm in (called.get("q_norm"), called.get("k_norm"))),
+    )
 
 
 def _forward_variant(*, config, **arguments):
     called = as_called(**arguments)
-    x, rope, size = called["x"], called.get("rope"), called["head_size"]
-    normed, row_scale = prologue(called.get("norm"), as_rows(x))
-    head_norms = called.get("q_norm"), called.get("k_norm")
+    x, norm, rope, form = called["x"], called.get("norm"), called.get("rope"), _form(called)
+    normed, row_scale = as_rows(x), None
+    inside = None
+    if norm is not None and has_norm_inside(config, norm, normed, form):
+        inside = row_norm(norm)
+    else:
+        normed, row_scale = prologue(norm, normed)
     results = qkv_projection_forward(
         normed,
         [called[name] for name in _WEIGHTS],
-        form=HeadForm(
-            size=size,
-            theta=None if rope is None else rope.theta,
-            epsilons=tuple(None if norm is None else norm.epsilon for norm in head_norms),
-        ),
+        form=form,
         row_scale=row_scale,
+        norm=inside,
         biases=called.get("bias", (None,) * 3),
-        head_scales=tuple(None if norm is None else norm.scale for norm in head_norms),
+        head_scales=tuple(None if n is None else n.scale for n in (called.get("q_norm"), called.get("k_norm"))),
         positions=None if rope is None else rope.positions.reshape(-1),
         config=config,
     )
-    return tuple(y.reshape(*x.shape[:-1], -1, size) for y in results)
+    return tuple(y.reshape(*x.shape[:-1], -1, called["head_size"]) for y in results)
 
 
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -170,10 +170,13 @@ def _launch(
         def steps(before, work, carry):
             """Calls work(stage, carry) for each of a tile's steps, and sends for later ones; also sums x's squares."""
 
-            def step(i, both):
-                carry, squares = both
+            def scales_of(i):
+                return None if norm is None else norm.scales(problem, extra_refs, step_of(i))
+
+            def step(i, carries):
+                carry, squares, scales = carries
+                later = scales_of(i + 1)  # on their way while this step's operands are waited for
                 stage = first_stage + lax.rem(before + i, config.stages)
-                scales = None if norm is None else norm.scales(problem, extra_refs, step_of(i))
                 plgpu.barrier_wait(ring["full"].at[stage])
                 if norm is not None:
                     squares = scaled(problem, ring["x"].at[stage], scales, squares)
@@ -186,9 +189,10 @@ def _launch(
                         plgpu.commit_smem()  # what TMA may overwrite has been read
                     send_for(before + i + config.stages)
 
-                return carry, squares
+                return carry, squares, later
 
-            return lax.fori_loop(0, own_steps, step, (carry, None if norm is None else no_squares(problem)))
+            squares = None if norm is None else no_squares(problem)
+            return lax.fori_loop(0, own_steps, step, (carry, squares, scales_of(0)))[:2]
 
         def tile(number, _):
             column = (first_tile + number * clusters) * config.columns

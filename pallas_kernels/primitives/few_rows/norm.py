@@ -39,7 +39,7 @@ class RowNorm:
         return {} if scale is None else {"norm_scale": scale}
 
     def scales(self, problem: Problem, refs: Mapping[str, Any], step: jax.Array) -> list[jax.Array] | None:
-        """Those of a step's columns, 64 at a time: sent for before the step's operands are waited for."""
+        """Those of a step's columns, 64 at a time: sent for a step ahead, since they come from the L2 cache."""
         if self.scale is None:
             return None
         starts = range(0, problem.config.depth, GROUP)
