@@ -155,10 +155,52 @@ def test_one_kernel_adds_in_order(seed, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed, monkeypatch):
+@pytest.mark.parametrize("shares", [1, 2])
+def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed, monkeypatch, shares):
     interpreter_semaphores.extend(monkeypatch)
-    config = replace(backward_config(128), fused=FusedConfig(heads_inside=True, waves=2))
-    check("causal, more queries", seed, config=config)
+    fused = FusedConfig(heads_inside=True, waves=2, shares=shares)
+    check("causal, more queries", seed, config=replace(backward_config(128), fused=fused))
+
+
+def copies(seed, fused):
+    """The gradients by one kernel as a function of two operands, and two of each."""
+    draw = iter(jax.random.split(jax.random.key(seed), 3))
+    query, dout = (normal(next(draw), 2, 1, 72, 1, 128) for _ in range(2))
+    key = normal(next(draw), 1, 136, 1, 128)
+    config = replace(backward_config(128), fused=fused)
+
+    def gradients(query, dout):
+        problem, extras = problem_of(query, key, **NOTHING)
+        lse = jnp.full((1, 1, 72), np.log(136), jnp.float32)
+        return attention_backward(query, key, key, query, lse, dout, extras, problem=problem, config=config)[:3]
+
+    return gradients, query, dout
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_copies_of_one_kernel_are_one_launch(seed, monkeypatch):
+    counts = interpreter_semaphores.extend(monkeypatch)
+    gradients, query, dout = copies(seed, FusedConfig())
+    together = jax.jit(jax.vmap(gradients))(query, dout)
+    # Each copy has two tiles of queries, to which two blocks add.
+    assert sorted(counts.values()) == [2] * 4
+    one = jax.jit(gradients)
+    for i in range(2):
+        for own, copy in zip(one(query[i], dout[i]), together, strict=True):
+            np.testing.assert_array_equal(own, copy[i])
+
+
+def test_one_kernel_has_no_effects_without_which_checkpoint_would_leave_it_out(seed):
+    gradients, query, dout = copies(seed, FusedConfig())
+
+    @jax.grad
+    @jax.checkpoint
+    def slope(factor, query, dout):
+        return jnp.sin(factor) * jax.vmap(gradients)(query, dout)[0].sum(dtype=jnp.float32)
+
+    traced = jax.make_jaxpr(slope)(1.0, query, dout)
+    assert not traced.effects
+    assert "attention_backward_fused" in str(traced)
 
 
 @pytest.mark.parametrize(

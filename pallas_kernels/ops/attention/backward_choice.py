@@ -12,12 +12,12 @@ from pallas_kernels.ops.attention.backward_config import (
     features_of,
     padded_head,
 )
-from pallas_kernels.ops.attention.backward_fused import HEAD_SIZE
+from pallas_kernels.ops.attention.backward_fused import COLUMNS, HEAD_SIZE
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
 
-_LEAST, _MOST = 2048, 8192
-"""Lengths with which one kernel is taken for full attention. Blocks wait for each other, the more the longer."""
+_LEAST, _MOST = 2048, 16384
+"""Lengths with which one kernel is taken. Blocks wait for each other, the more the longer."""
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -29,12 +29,15 @@ def can_fuse(problem: Problem) -> bool:
 
 def default_backward(problem: Problem) -> BackwardConfig:
     """The untuned choice: one kernel where it was measured to be the faster form."""
-    features = features_of(problem)
-    config = backward_config(problem.head_size, features=features)
+    config = backward_config(problem.head_size, features=features_of(problem))
     masking = problem.masking
-    is_plain = not features and not masking.has_band and problem.head_size == HEAD_SIZE
+    is_plain = not features_of(problem) and masking.right in (None, 0)
+    # With a last tile of keys that is not whole ptxas spills.
+    is_whole = masking.keys % COLUMNS == 0 and problem.head_size == HEAD_SIZE
     is_measured = all(_LEAST <= length <= _MOST for length in (masking.queries, masking.keys))
-    return replace(config, fused=FusedConfig()) if is_plain and is_measured else config
+    if not (can_fuse(problem) and is_plain and is_whole and is_measured):
+        return config
+    return replace(config, fused=FusedConfig(heads_inside=masking.is_causal))
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
@@ -42,16 +45,14 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     two = replace(default_backward(problem), fused=None)
     found = {
         "two kernels": two,
-        "two kernels, 1 wave": replace(two, keys=replace(two.keys, waves=1)),
-        "two kernels, 2 waves": replace(two, keys=replace(two.keys, waves=2)),
+        "two kernels, sections for the cache": replace(two, keys=replace(two.keys, waves=0)),
     }
     if can_fuse(problem) and not features_of(problem):
-        inside = FusedConfig(heads_inside=True)
         one = {
             "one kernel": FusedConfig(),
-            "one kernel, heads inside": inside,
-            "one kernel, heads inside, 1 wave": replace(inside, waves=1),
-            "one kernel, heads inside, 2 waves": replace(inside, waves=2),
+            "one kernel, 4 waves": FusedConfig(waves=4),
+            "one kernel, heads inside": FusedConfig(heads_inside=True),
+            "one kernel, heads inside, 4 waves": FusedConfig(heads_inside=True, waves=4),
         }
         found |= {name: replace(two, fused=fused) for name, fused in one.items()}
     return found

@@ -33,7 +33,7 @@ class KeysConfig:
     shares_keys: bool = True
     rows: int = 64
     stages: int = 2
-    waves: int = 0
+    waves: int = 2
     overlaps: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
@@ -78,17 +78,17 @@ class FusedConfig:
     """The kernel that makes all three gradients.
 
     rows, stages, waves: as in `KeysConfig`.
-    is_ordered: whether shares of dquery are added up in one order; else results differ from run to run by rounding.
     heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
         head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
         causal mask, short blocks need not wait for long ones to come to the group's last head.
+    shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
     """
 
     rows: int = 64
     stages: int = 2
-    waves: int = 0
-    is_ordered: bool = True
+    waves: int = 2
     heads_inside: bool = False
+    shares: int = 2
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
