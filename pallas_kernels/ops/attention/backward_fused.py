@@ -14,6 +14,7 @@ last one down: Qiang et al., "DASH: Deterministic Attention Scheduling", 2026, h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.experimental.pallas as pl
@@ -64,24 +65,13 @@ def fused_gradients(
         rows: of `rows_of`.
         extras: those that there are of "words" and "dense" (its last axes keys, queries). No segments.
     """
-
-    def launch(problem, operands, extras):
-        return _launch(*operands, extras, problem=problem, config=config)
-
-    return by_batch(launch, problem, (query, key, value, dout, rows), extras)
+    return by_batch(partial(_launch, config=config), problem, (query, key, value, dout, rows), extras)
 
 
 def _launch(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
-    rows: jax.Array,
-    extras: Mapping[str, jax.Array],
-    *,
-    problem: Problem,
-    config: FusedConfig,
+    problem: Problem, operands: tuple[jax.Array, ...], extras: Mapping[str, jax.Array], *, config: FusedConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key, value, dout, rows = operands
     batch, _, heads, size = query.shape
     masking = problem.masking
     blocks = pl.cdiv(masking.keys, COLUMNS)
