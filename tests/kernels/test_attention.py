@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels.ops.attention import reference, specs
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import masking_of, problem_of
 from pallas_kernels.ops.attention.config import ForwardConfig
-from pallas_kernels.ops.attention.masking import Masking, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.reference import FORMS, attention_reference
 from pallas_kernels.ops.attention.schedule import Schedule
@@ -136,6 +137,42 @@ def test_schedule_takes_every_tile_once(blocks, is_causal):
         assert max(work) - min(work) <= 8
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "left", "right"), [(150, 150, 32, 0), (90, 117, 33, 3), (64, 200, 40, 90), (130, 130, 47, 0)]
+)
+def test_tiles_at_one_end_of_a_window_are_cut_by_that_end_alone(queries, keys, left, right):
+    masking = Masking(queries=queries, keys=keys, left=left, right=right)
+    assert masking.has_sides(16, 16)
+    assert not masking.has_sides(16, 64)
+    column = np.arange(16)[None]
+    for i in range(-(-queries // 16)):
+        rows = np.arange(i * 16, min(queries, i * 16 + 16))[:, None]
+        first, full_first, full_last, last = masking.key_tiles(i * 16, 16, 16)
+        sides: dict[Side, Iterable[int]] = {
+            "left": range(first, full_first),
+            "right": {*range(full_last, last), last - 1},
+        }
+        for side, tiles in sides.items():
+            for j in tiles:
+                want = masking.visible(rows, column + 16 * j)
+                np.testing.assert_array_equal(masking.visible(rows, column + 16 * j, side=side) & np.True_, want)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_windows_are_dealt_out_as_evenly_as_tiles_go(heads):
+    query, key, _ = operands(0, queries=2048, keys=2048, heads=heads)
+    problem, _ = problem_of(query, key, is_causal=True, **{**NOTHING, "window": (511, 0)})
+    schedule = Schedule.of(problem, 128, 128, 5, deals_windows=True)
+    table, costs = schedule.table, schedule.costs
+    assert table is not None
+    assert costs is not None
+    taken = [[schedule.place(jnp.int32(i)) for i in row[1 : 1 + row[0]]] for row in table]
+    assert sorted(tuple(map(int, p)) for t in taken for p in t) == sorted(itertools.product(range(heads), range(16)))
+    work = [sum(costs[int(tile)] for _, tile in places) for places in taken]
+    assert max(work) <= sum(work) / 5 + min(costs) + 1
+    assert Schedule.of(problem, 128, 128, 5).table is None
+
+
 NOTHING: dict[str, Any] = {
     "bias": None,
     "mask": None,
@@ -165,6 +202,18 @@ def test_tiles_taken_in_parts_are_added_up(interpreter, seed):
     assert Schedule.of(problem, 128, 128, 2, splits_rest=True).rest == 1
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
+def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
+    query, key, value = operands(seed, queries=length, keys=length, heads=1)
+    problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
+    config = ForwardConfig(own_output=True, deals_windows=True, short_masks=True)
+    assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 

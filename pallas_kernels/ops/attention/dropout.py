@@ -1,9 +1,10 @@
 """Which weights dropout keeps: the same in every kernel and in the reference, however the work is cut.
 
-The four weights whose query and key are alike but for bit 3 (of value 8) share a random word, of which each makes bits
-of its own by one multiplication. In the accumulators' layout one thread holds all four, whether queries lie along its
-rows or along its columns, so that it makes the word once: the compiler sees that the places are one number. What is
-left to an element is done on floats, as integers are compared at half their rate.
+The four weights whose query and key are alike but for bit 3 (of value 8) share a random word. Two products of it, one
+for each of the two keys, have 16 bits for each of the two queries. In the accumulators' layout one thread holds all
+four, whether queries lie along its rows or along its columns, so that it makes the word once: the compiler sees that
+the places are one number. What is left to an element is done on floats, as integers are compared at half their rate: on
+floats of 32 bits, or on pairs of 16 bits where the weights are about to be rounded to 16 bits.
 
 Source of the layout: PTX ISA, "Register fragments for wgmma.mma_async".
 """
@@ -19,7 +20,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import is_interpreted
@@ -38,6 +41,10 @@ _OTHER = 8
 """The bit in which the places of those that share a word differ, of queries and of keys."""
 _COLUMNS = 8
 """Columns of a register of the accumulators' layout."""
+_ROW_AXIS = 4
+"""Of that layout's array of registers: the two rows of a thread."""
+_PACKED_LIMITS = 0x2C00, 0x7C00
+"""From where on a float16 has a scale that makes its least difference 1, and the first that is no finite number."""
 _WHOLE_QUERIES, _WHOLE_KEYS = 128, 2 * _OTHER
 
 
@@ -63,7 +70,7 @@ class Grid:
 def keep_mask(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *, rate: float) -> jax.Array:
     """Which weights are kept, boolean (batch, heads, queries, keys): the definition, in plain `jax.numpy`.
 
-    Each with probability 1 - rate, exact to 2**-32.
+    Each with probability 1 - rate, rounded to a multiple of 2**-15.
     """
     grid = Grid(batch=batch, heads=heads, queries=queries, keys=keys)
     words = mixed_words(key_words(key))
@@ -73,7 +80,7 @@ def keep_mask(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *
     other = jnp.uint32(_OTHER)
     place = (row & ~other) * jnp.uint32(grid.keys) + (column & ~other)
     word = shared_word(place * jnp.uint32(PLACE_STEP) + words[0], grid.second(words, row))
-    bits = word * _member((query & other) != 0, (column & other) != 0)
+    bits = _of_query(word * _member((column & other) != 0), (query & other) != 0)
     return _are_kept(bits, rate).reshape(batch, heads, queries, keys)
 
 
@@ -98,13 +105,79 @@ def with_kept(
         head: of the queries, that of all batches counted on.
         query, key: the tile's first ones, multiples of 64 and of 16.
     """
+    words_of = _words_of(values.shape[0], problem, words, query_axis, head, query, key)
+    parts = []
+    for column in range(0, values.shape[1], _COLUMNS):
+        half = bool(column & _OTHER)
+        word, is_other = words_of(column - column % (2 * _OTHER))
+        is_other_query, is_other_key = (half, is_other) if query_axis else (is_other, half)
+        bits = _of_query(word * _member(is_other_key), is_other_query)
+        parts.append(combine(values[:, column : column + _COLUMNS], _as_kept(bits, problem.dropout_rate)))
+    return lax.concatenate(parts, 1)
+
+
+def packed_unit(problem: Problem) -> float | None:
+    """What `packed_kept` multiplies kept weights by; None where it does not serve.
+
+    1.0 of a float16, as the bits of the weights' own type.
+    """
+    if not problem.dropout_rate or not _PACKED_LIMITS[0] <= _limit(problem.dropout_rate) >> 16 < _PACKED_LIMITS[1]:
+        return None
+    return float(np.float16(1.0).view(np.uint16).view(problem.dtype))
+
+
+def packed_kept(columns: int, *, problem: Problem, words: Words, head: Any, query: Any, key: Any) -> jax.Array:
+    """What 64 x columns weights of the problem's type are to be multiplied by, queries along the first axis.
+
+    That is `packed_unit` or 0. As `with_kept`, with an instruction for two elements in place of one for each: two
+    columns lie in one register, and so do, after a permutation of bytes, the random bits of the two, which have words
+    of their own.
+    """
+    words_of = _words_of(64, problem, words, 0, head, query, key)
+    parts = []
+    for column in range(0, columns, _COLUMNS):
+        word, is_other = words_of(column - column % (2 * _OTHER))
+        product = word * _member(bool(column & _OTHER))
+        if is_interpreted():
+            kept = _are_kept(_of_query(product, is_other), problem.dropout_rate)
+            parts.append(jnp.where(kept, jnp.float32(packed_unit(problem) or 0), jnp.float32(0)).astype(problem.dtype))
+        else:
+            parts.append(_mask_pairs(product, problem.dtype, _limit(problem.dropout_rate) >> 16))
+    return lax.concatenate(parts, 1)
+
+
+def rounded(values: jax.Array, dtype: Any) -> jax.Array:
+    """values.astype(dtype) of a tile in the accumulators' layout, where it stands.
+
+    What goes round a loop in 16 bits has half of the registers. LLVM would round it after it has gone round.
+    """
+    if is_interpreted():
+        return values.astype(dtype)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout)
+    kind = _pair_kind(dtype)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def round_pairs(_, array):
+        def pair(register):
+            i32 = ir.IntegerType.get_signless(32)
+            low, high = (llvm.extractelement(register, mgpu.c(i, i32)) for i in range(2))
+            return llvm.inline_asm(i32, [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f")
+
+        return _of_pairs(array, dtype, lambda place: pair(array.registers[place]))
+
+    return round_pairs(values)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
+
+
+def _words_of(rows: int, problem: Problem, words: Words, query_axis: int, head: Any, query: Any, key: Any):
+    """What gives (word, whether a row has bit 3) of the columns from a multiple of 16 on."""
     masking = problem.masking
     grid = Grid(batch=problem.batch, heads=problem.heads, queries=masking.queries, keys=masking.keys)
     row = grid.row(head, query)
     second = grid.second(words, row)
     steps = [PLACE_STEP * step % _PERIOD for step in ((1, grid.keys) if query_axis else (grid.keys, 1))]
-    # All but the constants of the loop below, once: the same for both rows of a thread, which are 8 apart.
-    shape = (values.shape[0], _COLUMNS)
+    # All but the constants of each 16 columns, once: the same for both rows of a thread, which are 8 apart.
+    shape = (rows, _COLUMNS)
     first_axis, second_axis = (
         plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
     )
@@ -115,21 +188,22 @@ def with_kept(
     own = (own + (second_axis & ~jnp.uint32(1)) * jnp.uint32(steps[1])) + moving * jnp.uint32(steps[1])
     is_odd = (second_axis & jnp.uint32(1)) != 0
     is_other = (first_axis & jnp.uint32(_OTHER)) != 0
-    members = [_member(half, is_other) if query_axis else _member(is_other, half) for half in (False, True)]
-    parts = []
-    for column in range(0, values.shape[1], _COLUMNS):
-        half, block = column // _OTHER % 2, column - column % (2 * _OTHER)
-        here, next_ = (jnp.uint32(steps[1] * c % _PERIOD) for c in (block, block + 1))
-        word = shared_word(own + jnp.where(is_odd, next_, here), second)
-        kept = _as_kept(word * members[half], problem.dropout_rate)
-        parts.append(combine(values[:, column : column + _COLUMNS], kept))
-    return lax.concatenate(parts, 1)
+
+    def words_of(column: int) -> tuple[jax.Array, jax.Array]:
+        here, next_ = (jnp.uint32(steps[1] * c % _PERIOD) for c in (column, column + 1))
+        return shared_word(own + jnp.where(is_odd, next_, here), second), is_other
+
+    return words_of
 
 
-def _member(is_other_query: Any, is_other_key: Any) -> jax.Array:
-    """The multiplier of an element of the four; each condition a Python boolean or an array."""
-    own, other = (_choose(is_other_key, *(jnp.uint32(m) for m in MEMBERS[i : i + 2])) for i in (0, 2))
-    return _choose(is_other_query, own, other)
+def _member(is_other_key: Any) -> jax.Array:
+    """The multiplier of a key; the condition a Python boolean or an array."""
+    return _choose(is_other_key, *(jnp.uint32(member) for member in MEMBERS))
+
+
+def _of_query(product: jax.Array, is_other: Any) -> jax.Array:
+    """The 16 bits of a query, in front; behind them, what decides nothing."""
+    return _choose(is_other, product, product << jnp.uint32(16))
 
 
 def _choose(is_other: Any, own: jax.Array, other: jax.Array) -> jax.Array:
@@ -137,8 +211,8 @@ def _choose(is_other: Any, own: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _limit(rate: float) -> int:
-    """Elements whose lower 31 bits are below it are kept."""
-    return round((1 - rate) * 2**31)
+    """Elements whose lower 31 bits are below it are kept; of these bits, the first 15 decide."""
+    return round((1 - rate) * 2**15) << 16
 
 
 def _are_kept(bits: jax.Array, rate: float) -> jax.Array:
@@ -178,6 +252,50 @@ def _saturated(value: jax.Array) -> jax.Array:
         return array.foreach(lambda x, _: arith.minnumf(arith.maxnumf(x, zero), one), create_array=True)
 
     return saturate(value)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
+
+
+def _mask_pairs(products: jax.Array, dtype: Any, limit: int) -> jax.Array:
+    """float16's 1.0 or 0.0 by the products' bits, as bits of `dtype`; (64, 8), in the accumulators' layout.
+
+    As in `_as_kept`, the difference from the limit is scaled and saturated.
+    """
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(products.shape, dtype, layout=layout)
+    scale = 2.0 ** max(0, 26 - (limit >> 10))
+    scaled_limit = float(np.uint16(limit).view(np.float16)) * scale
+    numbers = [scaled_limit] if scale == 1 else [scaled_limit, -scale]
+    difference = "sub.rn.sat.f16x2 $0, $3, random;" if scale == 1 else "fma.rn.sat.f16x2 $0, random, $4, $3;"
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def mask(_, bits):
+        i32 = ir.IntegerType.get_signless(32)
+        constants = [mgpu.c(int(np.float16(number).view(np.uint16)) * 0x10001, i32) for number in numbers]
+
+        def pair(place):
+            # Of both rows the products are one: the first's bits are in front, the other's behind.
+            halves = "0x5410" if place[_ROW_AXIS] else "0x7632"
+            asm = f"{{ .reg .b32 random; prmt.b32 random, $1, $2, {halves}; abs.f16x2 random, random; {difference} }}"
+            low, high = (llvm.extractelement(bits.registers[place], mgpu.c(i, i32)) for i in range(2))
+            operands = [low, high, *constants]
+            return llvm.inline_asm(i32, operands, asm, "=r" + ",r" * len(operands))
+
+        return _of_pairs(bits, dtype, pair)
+
+    return mask(products)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
+
+
+def _pair_kind(dtype: Any) -> str:
+    return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+
+
+def _of_pairs(like: Any, dtype: Any, pair: Callable[[tuple[int, ...]], Any]) -> Any:
+    """An array of Mosaic GPU's with the layout of `like`, of whose registers, each a pair, `pair` has the bits."""
+    element = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+    kind = ir.VectorType.get((2,), element)
+    registers = np.empty_like(like.registers)
+    for place in np.ndindex(*registers.shape):
+        registers[place] = llvm.bitcast(kind, pair(place))
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
 def _uint32(value: Any) -> jax.Array:

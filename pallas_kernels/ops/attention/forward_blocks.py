@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.config import ROWS, ForwardConfig
-from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.masking import Side, TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
 from pallas_kernels.ops.attention.schedule import Schedule
 from pallas_kernels.ops.attention.scores import Scores
@@ -110,7 +111,7 @@ class ForwardKernel:
         """The tiles of one computing warpgroup."""
         config, problem = self.config, self.problem
         words = mixed_words(self.extras["words"]) if problem.dropout_rate else None
-        scores = Scores(problem=problem, columns=config.columns, extras=self.extras, words=words)
+        scores = self._scores(words)
         if "turn" in self.barriers:
             # The first one's first turn.
             plgpu.barrier_arrive(self.barriers["turn"].at[0], predicate=warpgroup == config.warpgroups - 1)
@@ -133,6 +134,17 @@ class ForwardKernel:
                 plgpu.barrier_wait(self.barriers["turn"].at[0])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _scores(self, words=None) -> Scores:
+        config = self.config
+        return Scores(
+            problem=self.problem,
+            columns=config.columns,
+            extras=self.extras,
+            words=words,
+            packs_dropout=config.packs_dropout,
+            short_masks=config.short_masks,
+        )
 
     def _tile(self, scores: Scores, warpgroup, head, tile, part, before, o_ref, s_ref):
         """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
@@ -158,7 +170,7 @@ class ForwardKernel:
             out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
             o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
             plgpu.barrier_wait(barriers["v_full"].at[slot])
-            plgpu.wgmma(o_ref, weights, buffers["v"].at[slot])
+            plgpu.wgmma(o_ref, math.prod(weights[1:], start=weights[0]), buffers["v"].at[slot])
             return slot
 
         row_segments = None
@@ -166,7 +178,9 @@ class ForwardKernel:
             numbers = self.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
             row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-        def seen_scores(index, slot, *, is_masked: bool, wait_n: int) -> jax.Array:
+        has_sides = config.short_masks and problem.masking.has_sides(config.rows, config.columns)
+
+        def seen_scores(index, slot, *, is_masked: bool, wait_n: int, side: Side = "right") -> jax.Array:
             """The product that is under way in `s_ref`, as far as it is seen; and the keys' place is free again."""
             column = (last - 1 - index) * config.columns
             value = plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
@@ -179,7 +193,7 @@ class ForwardKernel:
                 numbers = buffers["segments"].at[slot]
                 segments = row_segments, plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             if is_masked:
-                value = scores.masked(value, row, column, segments)
+                value = scores.masked(value, row, column, segments, side if has_sides else None)
             if reads_segments:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers["k_empty"].at[slot])
@@ -194,13 +208,13 @@ class ForwardKernel:
             weights = scores.dropped(weights, batch, q_head, row, column)
             return weights, new, total, factor
 
-        def step(i, carry, *, is_masked: bool):
+        def step(i, carry, *, is_masked: bool, side: Side = "right"):
             maximum, total, weights, factor = carry
             self._await_turn(warpgroup)
             k_slot = start_scores(before + i)
             v_slot = start_output(before + i - 1, weights, factor)
             self._pass_turn(warpgroup)
-            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1 if config.overlap else 0)
+            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1 if config.overlap else 0, side=side)
             weights, maximum, total, factor = softmax(value, maximum, total, i)
             if config.fenced:
                 # Nobody reads it. Without a store that takes the softmax's results, ptxas moves all of the softmax
@@ -208,7 +222,7 @@ class ForwardKernel:
                 buffers["fence"].at[warpgroup][...] = total
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
-            return maximum, total, weights.astype(problem.dtype), factor
+            return maximum, total, scores.rounded(weights), factor
 
         plgpu.barrier_wait(barriers["q_full"].at[warpgroup])
         own_queries = None
@@ -225,7 +239,7 @@ class ForwardKernel:
         self._pass_turn(warpgroup)
         value = seen_scores(jnp.int32(0), k_slot, is_masked=True, wait_n=0)
         weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
-        carry = (maximum, total, weights.astype(problem.dtype), factor)
+        carry = (maximum, total, scores.rounded(weights), factor)
 
         # Steps count from the last tile of keys: those before `cut` are behind the full ones.
         steps = last - first
@@ -236,7 +250,7 @@ class ForwardKernel:
         full_steps = jnp.maximum(last - full_first, cut) if problem.masking.masks_before else steps
         carry = lax.fori_loop(cut, full_steps, partial(step, is_masked=False), carry)
         if problem.masking.masks_before:
-            carry = lax.fori_loop(full_steps, steps, partial(step, is_masked=True), carry)
+            carry = lax.fori_loop(full_steps, steps, partial(step, is_masked=True, side="left"), carry)
         maximum, total, weights, factor = carry
         if config.own_output and not config.queries_in_registers:
             plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
@@ -261,7 +275,8 @@ class ForwardKernel:
         row = tile * config.rows + warpgroup * ROWS
         is_empty = total == 0.0
         safe = jnp.where(is_empty, 1.0, total)
-        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * (1 - problem.dropout_rate)))
+        kept = (1 - problem.dropout_rate) * self._scores().kept_unit
+        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * kept))
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Side = Literal["left", "right"]
 
 
 class TileRange(NamedTuple):
@@ -91,21 +93,39 @@ class Masking:
         none = _where(is_whole, tiles.full_last, tiles.full_first)
         return tiles._replace(full_last=none)
 
+    def has_sides(self, rows: int, columns: int) -> bool:
+        """Whether no tile of `rows` queries and `columns` keys is cut both by `left` and by `right` or the end.
+
+        The tiles of keys behind the full ones are then cut by `right` and the end alone, and those in front of them by
+        `left` alone.
+        """
+        if self.left is None or self.right is None or self.queries > self.keys:
+            return False
+        return self.right >= 0 and self.left >= rows + columns
+
     def visible(
-        self, row: Any, column: Any, row_segments: Any = None, column_segments: Any = None, *, tile: int = 0
+        self,
+        row: Any,
+        column: Any,
+        row_segments: Any = None,
+        column_segments: Any = None,
+        *,
+        tile: int = 0,
+        side: Side | None = None,
     ) -> Any:
         """Which elements are seen, boolean; None where all are.
 
         row, column: the elements' places, integer arrays that broadcast. row_segments, column_segments: the segment
         numbers of those places, broadcasting likewise; needed where `has_segments`. tile: keys come in tiles of so
         many; where the last tile is whole, none lies beyond the last key, and nothing is compared. 0: compare.
+        side: what alone may cut the tile, see `has_sides`; None: anything.
         """
         conditions = []
-        if self.right is not None:
+        if self.right is not None and side != "left":
             conditions.append(column <= (row + self.right if self.right else row))
-        if self.left is not None:
+        if self.left is not None and side != "right":
             conditions.append(column >= (row - self.left if self.left else row))
-        if not tile or self.keys % tile:
+        if (not tile or self.keys % tile) and side != "left":
             conditions.append(column < self.keys)
         if self.has_segments:
             conditions.append(row_segments == column_segments)

@@ -54,7 +54,14 @@ def attention_forward(
     operands = [whole_groups(array) for array in (query, key, value)]
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
-    schedule = Schedule.of(problem, config.rows, config.columns, blocks, splits_rest=config.splits_rest)
+    schedule = Schedule.of(
+        problem,
+        config.rows,
+        config.columns,
+        blocks,
+        splits_rest=config.splits_rest,
+        deals_windows=config.deals_windows,
+    )
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)

@@ -45,13 +45,23 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, problem: Problem, rows: int, columns: int, blocks: int | None, *, splits_rest: bool = False
+        cls,
+        problem: Problem,
+        rows: int,
+        columns: int,
+        blocks: int | None,
+        *,
+        splits_rest: bool = False,
+        deals_windows: bool = False,
     ) -> Schedule:
-        """That of a problem; blocks: None for one a tile. splits_rest: whether there may be `parts`."""
+        """That of a problem; blocks: None for one a tile. splits_rest: whether there may be `parts`.
+
+        deals_windows: whether tiles have `costs` also where a window bounds the keys before a query.
+        """
         masking = problem.masking
         tiles = -(-masking.queries // rows)
         heads = problem.batch * problem.heads
-        differs = masking.right is not None and masking.left is None and not masking.has_segments
+        differs = masking.right is not None and (masking.left is None or deals_windows) and not masking.has_segments
         pairs = max(1, L2_BYTES // (4 * masking.keys * problem.head_size))
         section = problem.group
         if differs:
