@@ -25,10 +25,6 @@ CUTS = {
     "depth shared by two, one group": (FewRowsConfig(columns=64, splits=2), (3, 192, 64)),
     "depth shared by four, ragged": (FewRowsConfig(columns=128, depth=128, splits=4), (8, 320, 192)),
     "two warpgroups": (FewRowsConfig(columns=64, stages=2, warpgroups=2), (8, 320, 320)),
-    "three warpgroups, the last finishes": (
-        FewRowsConfig(columns=128, stages=2, warpgroups=3, last_finishes=True),
-        (8, 320, 192),
-    ),
     "two warpgroups, depth shared": (FewRowsConfig(columns=128, splits=2, warpgroups=2), (9, 256, 128)),
     "a block a tile": (FewRowsConfig(columns=64, persistent=False, blocks_per_core=2), (20, 64, 192)),
 }
@@ -139,7 +135,6 @@ def normalised(x, scale):
 HEADS = {
     "a head a tile, depth shared by two": (FewRowsConfig(columns=128, splits=2, warpgroups=2), 128, 9, True),
     "a head a tile, two tiles a block": (FewRowsConfig(columns=128, warpgroups=2), 128, 1, False),
-    "a head a tile, the last finishes": (FewRowsConfig(columns=128, warpgroups=2, last_finishes=True), 128, 7, True),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
     "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 33, False),
 }

@@ -26,8 +26,6 @@ class FewRowsConfig:
         another's shared memory, in a fixed order.
     blocks_per_core: that share a streaming multiprocessor's memory.
     persistent: a block goes on to further tiles, and sends for their weights while it still computes. Without splits.
-    last_finishes: whether a block's sums meet at the warpgroup that has the last step, which then has nothing to send
-        and finds the others' there; else at the first one.
     norm_inside: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
         not one before it.
     """
@@ -39,7 +37,6 @@ class FewRowsConfig:
     splits: int = 1
     blocks_per_core: int = 1
     persistent: bool = True
-    last_finishes: bool = False
     norm_inside: bool = False
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:

@@ -135,9 +135,8 @@ class Finish:
         """The block and warpgroup that finish a bundle of groups of columns."""
         config = self.problem.config
         # Sums over columns take scratch that a block's warpgroups share: a norm is finished by one of them.
-        turn = 0 if self.norm is not None else bundle // config.splits % config.warpgroups
-        first = (self.problem.steps - 1) % config.warpgroups if config.last_finishes else 0
-        return bundle % config.splits, (first + turn) % config.warpgroups
+        warpgroups = 1 if self.norm is not None else config.warpgroups
+        return bundle % config.splits, bundle // config.splits % warpgroups
 
     def _owns(self, bundle: int) -> jax.Array:
         rank, warpgroup = self._owner(bundle)

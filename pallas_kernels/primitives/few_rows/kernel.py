@@ -95,6 +95,7 @@ def few_rows_product(
         config=config or choose_few_rows(rows, sum(widths) if is_beside else widths[0], x.shape[1], weight_bits=bits),
         head_size=0 if rotation is None else rotation.size,
         is_normed=norm is not None,
+        norm_itemsize=0 if norm is None or norm.scale is None else norm.scale.dtype.itemsize,
     )
     is_waiting = problem.is_quantized and not problem.is_grouped
     operands = {
@@ -132,7 +133,7 @@ def _launch(
         clusters = min(clusters, target_device().core_count * config.blocks_per_core)
 
     def body(x_ref, w_refs, extra_refs, *refs):
-        outputs, (ring, finishing) = refs[: len(out_type)], refs[len(out_type) :]
+        outputs, (ring, finishing, norming) = refs[: len(out_type)], refs[len(out_type) :]
         first_tile = lax.axis_index("block")
         rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else jnp.int32(0)
@@ -152,9 +153,12 @@ def _launch(
             column = (first_tile + lax.div(number, own_steps) * clusters) * config.columns
             send_for_weights(problem, w_refs, ring, stage, step, column)
             place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
-            plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], ring["full"].at[stage])
+            arrived = ring["full" if norm is None else "x_full"].at[stage]
+            plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], arrived)
 
         lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
+        if norm is not None:
+            norm.bring(problem, extra_refs, norming, rank, warpgroup)
         finish = Finish(
             problem=problem,
             epilogue=epilogue,
@@ -170,29 +174,26 @@ def _launch(
         def steps(before, work, carry):
             """Calls work(stage, carry) for each of a tile's steps, and sends for later ones; also sums x's squares."""
 
-            def scales_of(i):
-                return None if norm is None else norm.scales(problem, extra_refs, step_of(i))
-
-            def step(i, carries):
-                carry, squares, scales = carries
-                later = scales_of(i + 1)  # on their way while this step's operands are waited for
+            def step(i, both):
+                carry, squares = both
                 stage = first_stage + lax.rem(before + i, config.stages)
-                plgpu.barrier_wait(ring["full"].at[stage])
+                scales = None if norm is None else norm.scales(problem, norming, step_of(i) - rank * problem.steps)
                 if norm is not None:
+                    plgpu.barrier_wait(ring["x_full"].at[stage])
                     squares = scaled(problem, ring["x"].at[stage], scales, squares)
+                plgpu.barrier_wait(ring["full"].at[stage])
                 carry = work(stage, carry)
                 plgpu.wgmma_wait(0)
 
                 @pl.when(before + i + config.stages < total)
                 def _():
-                    if problem.is_quantized or norm is not None:
+                    if problem.is_quantized or (norm is not None and scales is None):
                         plgpu.commit_smem()  # what TMA may overwrite has been read
                     send_for(before + i + config.stages)
 
-                return carry, squares, later
+                return carry, squares
 
-            squares = None if norm is None else no_squares(problem)
-            return lax.fori_loop(0, own_steps, step, (carry, squares, scales_of(0)))[:2]
+            return lax.fori_loop(0, own_steps, step, (carry, None if norm is None else no_squares(problem)))
 
         def tile(number, _):
             column = (first_tile + number * clusters) * config.columns
@@ -224,7 +225,11 @@ def _launch(
         grid_names=("block",),
         **({"cluster": (config.splits,), "cluster_names": ("cluster",)} if config.splits > 1 else {}),
         **({"num_threads": config.warpgroups, "thread_name": "warpgroup"} if config.warpgroups > 1 else {}),
-        scratch_types=(ring_types(problem), finish_types(problem)),
+        scratch_types=(
+            ring_types(problem),
+            finish_types(problem),
+            {} if norm is None else norm.scratch_types(problem),
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(x, weights, extras)

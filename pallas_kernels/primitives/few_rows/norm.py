@@ -22,6 +22,9 @@ from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.operands import padded_vector
 
+_MOST_LINES = 256
+"""That TMA brings at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowNorm:
@@ -34,18 +37,42 @@ class RowNorm:
     scale: jax.Array | None = None
 
     def operands(self, problem: Problem) -> dict[str, jax.Array]:
-        """The scale as the kernel reads it: up to the end of the last step."""
+        """The scale as the kernel reads it: up to the end of the last step, in lines of 64."""
         scale = padded_vector(self.scale, problem.steps * problem.config.splits * problem.config.depth)
-        return {} if scale is None else {"norm_scale": scale}
+        return {} if scale is None else {"norm_scale": scale.reshape(-1, GROUP)}
 
-    def scales(self, problem: Problem, refs: Mapping[str, Any], step: jax.Array) -> list[jax.Array] | None:
-        """Those of a step's columns, 64 at a time: sent for a step ahead, since they come from the L2 cache."""
+    def scratch_types(self, problem: Problem) -> dict[str, Any]:
+        """Of a block's share of the scale, and its barrier: from device memory, a step would wait for it longer than
+        for all else that the norm does."""
+        if self.scale is None:
+            return {}
+        lines = problem.steps * problem.config.depth // GROUP
+        barrier = plgpu.Barrier(num_arrivals=-(-lines // _MOST_LINES))
+        return {"scale": plgpu.SMEM((lines, GROUP), self.scale.dtype), "here": barrier}
+
+    def bring(self, problem: Problem, refs: Mapping[str, Any], scratch: Mapping[str, Any], rank, warpgroup) -> None:
+        """Has the scale brought by the first warpgroup, and waits for it."""
+        if self.scale is None:
+            return
+        lines = scratch["scale"].shape[0]
+
+        @pl.when(warpgroup == 0)
+        def _():
+            for start in range(0, lines, _MOST_LINES):
+                count = min(_MOST_LINES, lines - start)
+                place = refs["norm_scale"].at[pl.ds(rank * lines + start, count)]
+                plgpu.copy_gmem_to_smem(place, scratch["scale"].at[pl.ds(start, count)], scratch["here"])
+
+        plgpu.barrier_wait(scratch["here"])
+
+    def scales(self, problem: Problem, scratch: Mapping[str, Any], step: jax.Array) -> list[jax.Array] | None:
+        """Those of the columns of a step of the block's share, 64 at a time."""
         if self.scale is None:
             return None
-        starts = range(0, problem.config.depth, GROUP)
-        places = [pl.ds(step * problem.config.depth + start, GROUP) for start in starts]
+        lines = problem.config.depth // GROUP
         layout = plgpu.Layout.WGMMA.reduce(1)
-        return [plgpu.load(refs["norm_scale"].at[place], layout=layout, optimized=False) for place in places]
+        places = [scratch["scale"].at[step * lines + i] for i in range(lines)]
+        return [plgpu.load(place, layout=layout, optimized=False) for place in places]
 
     def factors(self, problem: Problem, squares: jax.Array) -> jax.Array:
         """What to multiply products by, (64, tokens) like them. squares: of all x, as `scaled` adds them up."""

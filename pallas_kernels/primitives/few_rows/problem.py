@@ -25,6 +25,7 @@ class Problem:
     weight_dtype: x's, or int8 or int4. scale_groups: of integer weights, along the depth; 0 without.
     residual_dtype: None where there is no residual.
     is_normed: whether sums of x's squares go with the products of every bundle of columns.
+    norm_itemsize: of a value of that norm's scale; 0 where it has none.
     head_size: of heads, whose columns meet in pairs, half a head apart; 0 where columns are finished alone.
     """
 
@@ -40,6 +41,7 @@ class Problem:
     config: FewRowsConfig
     head_size: int = 0
     is_normed: bool = False
+    norm_itemsize: int = 0
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:
@@ -149,9 +151,10 @@ class Problem:
 
     @property
     def finish_bytes(self) -> int:
-        """Of what arrives from other blocks, of results and of the residual."""
+        """Of what arrives from other blocks, of results, of the residual and of a norm's scale."""
         arriving = self.others * self.parts * GROUP * self.tokens * 4
         itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:
             itemsizes.append(self.residual_dtype.itemsize)
-        return self.own_bundles * (arriving + self.members * sum(itemsizes) * GROUP * self.tokens)
+        own = self.own_bundles * (arriving + self.members * sum(itemsizes) * GROUP * self.tokens)
+        return own + self.steps * self.config.depth * self.norm_itemsize

@@ -26,15 +26,18 @@ _SWIZZLE = 128
 
 
 def ring_types(problem: Problem) -> dict[str, Any]:
-    """Scratch types, of all warpgroups' stages: a tile of each operand, and a barrier passed when they have arrived."""
+    """Scratch types, of all warpgroups' stages: a tile of each operand, and a barrier passed when they have arrived; of
+    an x that is to be normalised a barrier of its own, since it comes from the L2 cache, before the weights."""
     config = problem.config
     tile = (config.columns, config.depth) if problem.is_quantized else (config.depth, config.columns)
     stages = config.warpgroups * config.stages
     types: dict[str, Any] = {
         "w": [integer_tiles((stages, *tile), problem.weight_dtype) for _ in range(problem.products)],
         "x": shared((stages, problem.tokens, config.depth), problem.dtype, swizzle=_SWIZZLE),
-        "full": plgpu.Barrier(num_arrivals=problem.copies, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=problem.copies - problem.is_normed, num_barriers=stages),
     }
+    if problem.is_normed:
+        types["x_full"] = plgpu.Barrier(num_barriers=stages)
     if problem.is_grouped:
         shape = (stages, problem.groups_a_step, config.columns)
         types["scales"] = [plgpu.SMEM(shape, jnp.float32) for _ in range(problem.products)]
