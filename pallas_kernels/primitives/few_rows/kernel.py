@@ -158,7 +158,7 @@ def _launch(
 
         lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
         if norm is not None:
-            norm.bring(problem, extra_refs, norming, rank, warpgroup)
+            norm.bring(extra_refs, norming, rank, warpgroup)
         finish = Finish(
             problem=problem,
             epilogue=epilogue,
@@ -199,6 +199,8 @@ def _launch(
             column = (first_tile + number * clusters) * config.columns
             before = number * own_steps
             ready = finish.begin(column)
+            if norm is not None:
+                pl.when(number == 0)(partial(norm.wait, norming))
             place = Place(column=column, is_first=number == 0, is_last=number == tiles - 1)
             shape, count = (GROUP, problem.tokens), problem.products * problem.groups
 

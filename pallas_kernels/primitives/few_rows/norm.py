@@ -50,8 +50,8 @@ class RowNorm:
         barrier = plgpu.Barrier(num_arrivals=-(-lines // _MOST_LINES))
         return {"scale": plgpu.SMEM((lines, GROUP), self.scale.dtype), "here": barrier}
 
-    def bring(self, problem: Problem, refs: Mapping[str, Any], scratch: Mapping[str, Any], rank, warpgroup) -> None:
-        """Has the scale brought by the first warpgroup, and waits for it."""
+    def bring(self, refs: Mapping[str, Any], scratch: Mapping[str, Any], rank: jax.Array, warpgroup: jax.Array) -> None:
+        """Has the first warpgroup send for the scale."""
         if self.scale is None:
             return
         lines = scratch["scale"].shape[0]
@@ -63,7 +63,10 @@ class RowNorm:
                 place = refs["norm_scale"].at[pl.ds(rank * lines + start, count)]
                 plgpu.copy_gmem_to_smem(place, scratch["scale"].at[pl.ds(start, count)], scratch["here"])
 
-        plgpu.barrier_wait(scratch["here"])
+    def wait(self, scratch: Mapping[str, Any]) -> None:
+        """Until it is there, before a warpgroup's first step."""
+        if self.scale is not None:
+            plgpu.barrier_wait(scratch["here"])
 
     def scales(self, problem: Problem, scratch: Mapping[str, Any], step: jax.Array) -> list[jax.Array] | None:
         """Those of the columns of a step of the block's share, 64 at a time."""
