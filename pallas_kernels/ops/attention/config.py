@@ -111,7 +111,7 @@ def known(problem: Problem) -> tuning.Problem:
 def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     """The configurations worth measuring, by name."""
     base = default_forward(problem)
-    return {
+    candidates = {
         "default": base,
         "no overlap": replace(base, overlap=False),
         "no ping-pong": replace(base, ping_pong=False),
@@ -121,6 +121,14 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
         "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }
+    if problem.dropout_rate:
+        candidates["dropout in pairs"] = replace(base, packs_dropout=True)
+    elif problem.masking.has_band and not problem.masking.has_segments:
+        candidates["short masks"] = replace(base, short_masks=True)
+        if problem.masking.left is not None:
+            candidates["windows dealt"] = replace(base, deals_windows=True)
+            candidates["windows dealt, short masks"] = replace(base, deals_windows=True, short_masks=True)
+    return candidates
 
 
 def preferred(problem: Problem) -> tuple[str, ...]:
