@@ -70,7 +70,7 @@ def attention(
             float16, head sizes 64, 96, 128, 192 and 256), "cudnn" (through `jax.nn.dot_product_attention`; NVIDIA GPUs;
             no mask, segments, softcap, dropout or residuals), "xla", a sequence of them in order of preference, or
             None: "mosaic" where it runs, else "xla". Forward it was measured to be the fastest; its gradient gives
-            the same bits each time, and took 4 to 18 % longer than cuDNN's.
+            the same bits each time, and took within 6 % of the time of cuDNN's, less under a causal mask.
 
     Returns:
         out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,
