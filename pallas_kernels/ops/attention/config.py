@@ -70,7 +70,13 @@ def default_forward(problem: Problem) -> ForwardConfig:
     if count > 1:
         # Each holds registers of its own beside a tile's scores.
         return ForwardConfig(columns=64, is_persistent=False)
-    config = ForwardConfig(own_output=True)
+    config = ForwardConfig(
+        own_output=True,
+        packs_dropout=bool(problem.dropout_rate),
+        # Beside dropout the compiler no longer sees that its words are shared.
+        short_masks=not problem.dropout_rate,
+        deals_windows=True,
+    )
     if count == 0 and problem.head_size == 128 and not masking.has_band and masking.keys % config.columns == 0:
         return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=True)
     if count == 0 and problem.head_size == 64 and masking.is_causal:
@@ -122,12 +128,11 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }
     if problem.dropout_rate:
-        candidates["dropout in pairs"] = replace(base, packs_dropout=True)
+        candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
     elif problem.masking.has_band and not problem.masking.has_segments:
-        candidates["short masks"] = replace(base, short_masks=True)
+        candidates["other masks"] = replace(base, short_masks=not base.short_masks)
         if problem.masking.left is not None:
-            candidates["windows dealt"] = replace(base, deals_windows=True)
-            candidates["windows dealt, short masks"] = replace(base, deals_windows=True, short_masks=True)
+            candidates["windows dealt or not"] = replace(base, deals_windows=not base.deals_windows)
     return candidates
 
 
