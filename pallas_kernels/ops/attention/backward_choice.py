@@ -16,7 +16,7 @@ from pallas_kernels.ops.attention.backward_fused import COLUMNS, HEAD_SIZE
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
 
-_LEAST, _MOST = 2048, 16384
+_LEAST, _MOST, _MOST_CAUSAL = 2048, 8192, 16384
 """Lengths with which one kernel is taken. Blocks wait for each other, the more the longer."""
 
 
@@ -34,10 +34,11 @@ def default_backward(problem: Problem) -> BackwardConfig:
     is_plain = not features_of(problem) and masking.right in (None, 0)
     # With a last tile of keys that is not whole ptxas spills.
     is_whole = masking.keys % COLUMNS == 0 and problem.head_size == HEAD_SIZE
-    is_measured = all(_LEAST <= length <= _MOST for length in (masking.queries, masking.keys))
+    most = _MOST_CAUSAL if masking.is_causal else _MOST
+    is_measured = all(_LEAST <= length <= most for length in (masking.queries, masking.keys))
     if not (can_fuse(problem) and is_plain and is_whole and is_measured):
         return config
-    return replace(config, fused=FusedConfig(heads_inside=masking.is_causal))
+    return replace(config, fused=FusedConfig(heads_inside=True) if masking.is_causal else FusedConfig(waves=0))
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
@@ -50,7 +51,7 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     if can_fuse(problem) and not features_of(problem):
         one = {
             "one kernel": FusedConfig(),
-            "one kernel, 4 waves": FusedConfig(waves=4),
+            "one kernel, sections for the cache": FusedConfig(waves=0),
             "one kernel, heads inside": FusedConfig(heads_inside=True),
             "one kernel, heads inside, 4 waves": FusedConfig(heads_inside=True, waves=4),
         }
