@@ -42,7 +42,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = Fal
     outputs, features = int(known["outputs"]), int(known["features"])
     untuned: Config = choose_config(rows, outputs, accumulators=2)
     if rows <= MOST_ROWS:
-        untuned = choose_few_rows(rows, outputs, features)
+        untuned = choose_few_rows(rows, outputs, features, products=2)
     config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of three results, so that three stages still fit.
     return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config

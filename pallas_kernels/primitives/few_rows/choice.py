@@ -16,11 +16,13 @@ _LINE_BITS = 1024
 """Integers of an output along the depth that come at once."""
 _WORTH = 0.7
 """Of the multiprocessors, that are enough to read memory at its rate."""
+_NEARLY = 0.45
+"""Of them, that are enough where several warpgroups of a block share the depth, and it is not `_DEEP`."""
 _MOST_STAGES = 64
 
 
-def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16) -> FewRowsConfig:
-    """The cut for weights of (k, n): as wide tiles as leave enough of them for the multiprocessors."""
+def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16, products: int = 1) -> FewRowsConfig:
+    """The cut for so many weights of (k, n): as wide tiles as leave enough of them for the multiprocessors."""
     device = target_device()
     enough = _WORTH * device.core_count
     groups = -(-n // GROUP)
@@ -30,6 +32,9 @@ def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16) -> FewR
         return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
+    is_nearly = groups >= _NEARLY * device.core_count and products == 1
+    if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
+        return FewRowsConfig(columns=GROUP, depth=128, warpgroups=4, stages=2)
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
 
@@ -49,7 +54,10 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
 
 def candidates() -> dict[str, FewRowsConfig]:
     """The cuts for 16-bit weights worth measuring, by name."""
-    cuts = ((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4), (64, 128, 2, 1), (64, 256, 2, 1))
+    cuts = (
+        *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
+        *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
+    )
     return {
         f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES

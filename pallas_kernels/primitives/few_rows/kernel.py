@@ -81,6 +81,7 @@ def few_rows_product(
     products = 1 if is_beside else len(weights)
     count = epilogue.outputs(products)
     bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
+    width = sum(widths) if is_beside else widths[0]
     kept = products if epilogue.keeps_products else 0
     problem = Problem.of(
         rows=x.shape[0],
@@ -92,7 +93,7 @@ def few_rows_product(
         products=products,
         out_dtypes=(out_dtype,) * (count - kept) + (x.dtype,) * kept,
         residual_dtype=None if residual is None else out_dtype,
-        config=config or choose_few_rows(rows, sum(widths) if is_beside else widths[0], x.shape[1], weight_bits=bits),
+        config=config or choose_few_rows(rows, width, x.shape[1], weight_bits=bits, products=products),
         head_size=0 if rotation is None else rotation.size,
         is_normed=norm is not None,
         norm_itemsize=0 if norm is None or norm.scale is None else norm.scale.dtype.itemsize,
