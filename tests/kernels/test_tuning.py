@@ -83,7 +83,7 @@ def test_attention_looks_up_both_passes(own):
         batch=4, heads=32, key_heads=8, head_size=128, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
     )
     assert attention.known(problem) == known
-    forward, backward = "no ping-pong", "one kernel, heads inside, 1 wave"
+    forward, backward = "no ping-pong", "one kernel, heads inside, 4 waves"
     with jax.sharding.use_abstract_mesh(MESH):
         assert attention.tuned_forward(problem) == attention.default_forward(problem)
         assert backward_choice.tuned_backward(problem) == backward_choice.default_backward(problem)
@@ -91,8 +91,8 @@ def test_attention_looks_up_both_passes(own):
             tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
         assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
         fused = backward_choice.tuned_backward(problem).fused
-        assert fused == FusedConfig(heads_inside=True, waves=1)
-        assert backward_choice.default_backward(problem).fused is None
+        assert fused == FusedConfig(heads_inside=True, waves=4)
+        assert backward_choice.default_backward(problem).fused != fused
 
 
 def test_the_users_entries_go_before_the_shipped(own):

@@ -80,7 +80,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
     if count == 0 and problem.head_size == 128 and not masking.has_band and masking.keys % config.columns == 0:
         return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=True)
     if count == 0 and problem.head_size == 64 and masking.is_causal:
-        return replace(config, queries_in_registers=True)
+        return replace(config, queries_in_registers=True, short_masks=False)
     return config
 
 
