@@ -63,7 +63,8 @@ def attention(
         segment_ids: integers (batch, length), or a pair, (batch, queries) and (batch, keys): queries see keys of their
             own segment. Where tiles of keys have other segments, "mosaic" does not compute them.
         softcap: a positive Python number, or None.
-        dropout_rate: 0 <= rate < 1. The mask depends on the key and the element's place alone.
+        dropout_rate: 0 <= rate < 1; what is dropped is its nearest multiple of 2**-15. The mask depends on the key and
+            the element's place alone.
         dropout_key: one key of `jax.random.key`; needed where the rate is above zero.
         return_residuals: whether to return the scores' log-sum-exp too.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 and
