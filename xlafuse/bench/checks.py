@@ -19,7 +19,8 @@ _PLANTED = "planted fault"
 
 @dataclass(frozen=True, kw_only=True)
 class TestSummary:
-    """One run of tests/gpu. failures: the failed tests' names with the first line of what they said."""
+    """One run of tests/gpu. failures: the failed tests' names with the first line of what they said. was_ended: before
+    all tests had run, by pytest's own error, an interrupt among others."""
 
     __test__ = False  # no test itself
 
@@ -31,6 +32,7 @@ class TestSummary:
     skipped: int
     seconds: float
     failures: tuple[str, ...] = ()
+    was_ended: bool = False
     schema_version: int = SCHEMA_VERSION
 
 
@@ -47,7 +49,8 @@ def summarize(report: Path) -> TestSummary:
     if suite is None:
         raise ResultsError(f"expected pytest's XML report at {report}, found no <testsuite> in it")
     failures, skipped = [], 0
-    cases = list(suite.iter("testcase"))
+    cases = [case for case in suite.iter("testcase") if not _is_pytests_own(case)]
+    own = sum(map(_is_pytests_own, suite.iter("testcase")))
     for case in cases:
         fault = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
         if fault is not None:
@@ -59,12 +62,17 @@ def summarize(report: Path) -> TestSummary:
         device=gpu_state().get("gpu", ""),
         commit=commit(),
         # A run that was ended lists what was under way, too, but does not count it.
-        passed=int(suite.get("tests", len(cases))) - len(failures) - skipped,
+        passed=int(suite.get("tests", len(cases) + own)) - own - len(failures) - skipped,
         failed=len(failures),
         skipped=skipped,
         seconds=round(float(suite.get("time", 0)), 1),
         failures=tuple(failures),
+        was_ended=own > 0,
     )
+
+
+def _is_pytests_own(case: ElementTree.Element) -> bool:
+    return (case.get("classname"), case.get("name")) == ("pytest", "internal")
 
 
 def write_summary(path: Path, summary: TestSummary) -> None:
@@ -90,9 +98,10 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
     """A sentence or two, as far as there is something to tell."""
     parts = []
     if tests:
+        ended = ", and then the run was ended" if tests.get("was_ended") else ""
         parts.append(
             f"`tests/gpu` on one {_stamp(tests)}: {tests['passed']} passed, {tests['failed']} failed, "
-            f"{tests['skipped']} skipped ([summary](notebooks/results/gpu-tests-h200.json))."
+            f"{tests['skipped']} skipped{ended} ([summary](notebooks/results/gpu-tests-h200.json))."
         )
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:
