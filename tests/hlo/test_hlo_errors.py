@@ -40,7 +40,7 @@ FRAGMENTS = (
 )
 
 
-def parse_or_refuse(text: str) -> Module | None:
+def assert_parsed_or_refused(text: str) -> Module | None:
     """Asserts that what parses can be read, and that what does not is refused at a place in the text."""
     try:
         module = parse_module(text)
@@ -64,12 +64,12 @@ def parse_or_refuse(text: str) -> Module | None:
 
 def test_seeds_parse():
     for text in SEEDS:
-        assert parse_or_refuse(text) is not None
+        assert assert_parsed_or_refused(text) is not None
 
 
 @pytest.mark.parametrize("text", SEEDS, ids=["tables", *TEXTS])
 def test_every_truncation(text):
-    refused = sum(parse_or_refuse(text[:length]) is None for length in range(len(text)))
+    refused = sum(assert_parsed_or_refused(text[:length]) is None for length in range(len(text)))
     # Only what ends after a whole computation is a module.
     assert refused >= 0.7 * len(text)
 
@@ -82,7 +82,7 @@ def test_mutations(data, seed):
         start = data.draw(st.integers(0, len(text)))
         stop = min(len(text), start + data.draw(st.integers(0, 12)))
         text = text[:start] + data.draw(st.sampled_from(FRAGMENTS)) + text[stop:]
-    parse_or_refuse(text)
+    assert_parsed_or_refused(text)
 
 
 @settings(max_examples=200, deadline=5000)
@@ -90,8 +90,8 @@ def test_mutations(data, seed):
     parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max_size=30), seed=st.sampled_from(SEEDS)
 )
 def test_any_text(parts, seed):
-    parse_or_refuse("".join(parts))
-    parse_or_refuse("HloModule m\n\nENTRY %e {\n  %p = f32[] parameter(0)\n  %q = " + "".join(parts) + "\n}\n")
+    assert_parsed_or_refused("".join(parts))
+    assert_parsed_or_refused("HloModule m\n\nENTRY %e {\n  %p = f32[] parameter(0)\n  %q = " + "".join(parts) + "\n}\n")
 
 
 @settings(max_examples=200, deadline=5000)
@@ -113,7 +113,7 @@ def test_mutations_of_a_real_module(texts, data):
     text = list(texts("cpu", "block_grad").values())[-1]
     start = data.draw(st.integers(0, len(text)))
     stop = min(len(text), start + data.draw(st.integers(0, 400)))
-    parse_or_refuse(text[:start] + data.draw(st.sampled_from(FRAGMENTS)) + text[stop:])
+    assert_parsed_or_refused(text[:start] + data.draw(st.sampled_from(FRAGMENTS)) + text[stop:])
 
 
 HEAD = "HloModule m\n\nENTRY %e {\n  %p = "
@@ -142,11 +142,11 @@ HEAD = "HloModule m\n\nENTRY %e {\n  %p = "
 )
 def test_no_hang(text):
     start = time.perf_counter()
-    parse_or_refuse_quietly(text)
+    assert_parsed_or_refused_quietly(text)
     assert time.perf_counter() - start < 10  # a second or so at most; quadratic time would take minutes
 
 
-def parse_or_refuse_quietly(text: str) -> None:
+def assert_parsed_or_refused_quietly(text: str) -> None:
     try:
         parse_module(text)
     except HloParseError as error:

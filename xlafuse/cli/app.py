@@ -28,21 +28,15 @@ class Mode(StrEnum):
     grad = "grad"
 
 
-def _version(wanted: bool) -> None:
+@app.callback(invoke_without_command=True)
+def _tell_version(
+    wanted: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
     if wanted:
         from importlib.metadata import version
 
         typer.echo(f"xlafuse {version('xlafuse')}")
         raise typer.Exit
-
-
-@app.callback()
-def _main(
-    _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()

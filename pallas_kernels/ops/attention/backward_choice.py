@@ -28,7 +28,8 @@ def can_fuse(problem: Problem) -> bool:
 
 
 def default_backward(problem: Problem) -> BackwardConfig:
-    """The untuned choice: one kernel where it was measured to be the faster form."""
+    """The untuned choice: one kernel where it was the faster form. TUNING-backward.md says what of it was measured: not
+    the full one since it stores first and rounds."""
     config = backward_config(problem.head_size, features=features_of(problem))
     masking = problem.masking
     is_plain = not features_of(problem) and masking.right in (None, 0)

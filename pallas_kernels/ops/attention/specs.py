@@ -106,6 +106,8 @@ _ARG_SPECS = (
     _call(2, 512, 512, 4, 2, 64, bias=(4, 512, 512), is_causal=True, tags=_GPU),
     _call(1, 600, 600, 2, 1, 128, bias=(1, 2, 600, 600), mask=(600, 600), softcap=30.0, tags=_GPU),
     _call(1, 512, 512, 2, 1, 128, documents=3, dropout_rate=0.1, dtype="float16", tags=_GPU),
+    _call(1, 520, 640, 2, 1, 128, is_causal=True, dropout_rate=0.1, tags=_GPU),  # one feature: in pairs
+    _call(1, 1000, 1000, 2, 1, 128, is_causal=True, window=(300, 0), tags=_GPU),  # one feature: dealt out
     _call(1, 512, 512, 2, 1, 128, deviation=4.0, is_causal=True, tags=(*_GPU, "extreme")),
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
