@@ -97,6 +97,31 @@ def test_slow_variants_stop_taking_turns(monkeypatch):
     }
 
 
+def test_calls_whose_kernels_are_mixed_take_the_mean_of_their_turn(monkeypatch):
+    """As PyTorch's are, whose backward kernels CUPTI tells of after the forward ones of all calls."""
+    forward, backward = [("f", 1e-3)], [("b", 2e-3), ("c", 4e-3)]
+    monkeypatch.setattr(timing, "_kernel_records", lambda _, calls: forward * calls + backward * calls)
+    result = time_candidates([candidate()], rounds=2, calls=3, **NO_WARM_UP).timings["a"]
+    assert result.kernels == ("f", "b", "c")
+    assert result.median_us == result.p20_us == result.p80_us == pytest.approx(7.0)
+    assert result.samples == 6
+
+
+def test_each_round_has_an_order_of_its_own(monkeypatch):
+    """So that none follows the same one each time."""
+    seen: list[str] = []
+
+    def records(run_once, calls):
+        seen.append(run_once.__self__.candidate.name)
+        return [("k", 1e-3)] * calls
+
+    monkeypatch.setattr(timing, "_kernel_records", records)
+    time_candidates([candidate(name) for name in "abcd"], rounds=4, calls=1, **NO_WARM_UP)
+    orders = ["".join(seen[i : i + 4]) for i in range(4, 20, 4)]  # before them the choice of a timer
+    assert {"".join(sorted(order)) for order in orders} == {"abcd"}
+    assert len(set(orders)) == 4
+
+
 def test_uneven_kernel_counts_are_a_failure(monkeypatch):
     monkeypatch.setattr(timing, "_kernel_records", lambda *_: [("k", 1e-3)] * 5)
     run = time_candidates([candidate()], rounds=1, calls=4, **NO_WARM_UP)

@@ -4,14 +4,16 @@ Kernel times come from CUPTI, by the extension behind `jax.experimental.mosaic.g
 kernel of the process, those of other frameworks too. `measure` itself runs each call twice on the same buffers, which
 would time small calls out of the L2 cache. Wall-clock times sit beside.
 
-Candidates take turns, so that clocks and temperature are the same for all of them, and each call gets the next of
-several sets of input buffers, so that nothing is read from the L2 cache that a real program would read from memory.
-A ratio is only worth quoting between candidates of one run.
+Candidates take turns, so that clocks and temperature are the same for all of them. Each round has an order of its own:
+at the power limit a call pays for the one before it. Each call gets the next of several sets of input buffers, so that
+nothing is read from the L2 cache that a real program would read from memory. A ratio is only worth quoting between
+candidates of one run.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,7 +40,8 @@ class Timing:
     `median_us`, `p20_us` and `p80_us` are of the GPU time of a call: by CUPTI the sum over its kernels, by CUDA events
     what lies between two events around the call, gaps included. `wall_us` is the median host time of a call among
     several in flight, launches and idle gaps included. `kernels` are the names in launch order, none where CUPTI saw
-    none; `samples` counts calls.
+    none; `samples` counts calls. Where CUPTI mixes kernels of several calls (PyTorch launches a backward pass from
+    another thread, whose kernels are told of later), the time of a call is the mean over a turn.
     """
 
     median_us: float
@@ -124,10 +127,11 @@ def time_candidates(
         attempt(turn, _Turn.run_once)
         attempt(turn, _Turn.choose_timer)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
+    orders = np.random.default_rng(seed=0)
     for i in range(rounds):
-        running = turns if i < _TRIAL_ROUNDS else _without_slow_variants(turns)
-        for turn in running.values():
-            attempt(turn, lambda turn: turn.measure(calls))
+        running = list((turns if i < _TRIAL_ROUNDS else _without_slow_variants(turns)).values())
+        for place in orders.permutation(len(running)):
+            attempt(running[place], lambda turn: turn.measure(calls))
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
         failures=failures,
@@ -201,9 +205,8 @@ class _Turn:
                 f"CUPTI saw {len(records)} kernels in {calls} calls of {self.candidate.name!r}, expected as many in "
                 "each; is another profiler on?"
             )
-        each = len(records) // calls
-        self._kernels = tuple(kernel for kernel, _ in records[:each])
-        self._gpu_us += [1e3 * sum(ms for _, ms in records[i : i + each]) for i in range(0, len(records), each)]
+        self._kernels, times = _by_calls(records, calls)
+        self._gpu_us += times
 
     @property
     def median_us(self) -> float:
@@ -221,6 +224,18 @@ class _Turn:
             samples=len(self._gpu_us),
             timer=self._timer,
         )
+
+
+def _by_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[tuple[str, ...], list[float]]:
+    """A call's kernels and each call's microseconds, from the records of so many calls of as many kernels."""
+    each = len(records) // calls
+    names = [name for name, _ in records]
+    times = [1e3 * sum(ms for _, ms in records[i : i + each]) for i in range(0, len(records), each)]
+    if names == names[:each] * calls:
+        return tuple(names[:each]), times
+    # One call's kernels are not beside each other: only the sum of all calls is certain.
+    kernels = [name for name, count in Counter(names).items() for _ in range(-(-count // calls))]
+    return tuple(kernels[:each]), [sum(times) / calls] * calls
 
 
 def _kernel_records(run_once: Callable[[], Any], calls: int) -> list[tuple[str, float]]:
