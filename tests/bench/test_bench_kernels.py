@@ -112,6 +112,15 @@ def test_a_peer_is_checked_timed_and_may_fail(spec, monkeypatch):
 
 
 @pytest.mark.usefixtures("invented_times")
+def test_what_a_bar_is_against_is_timed_unasked():
+    op = get_op("quantized_linear")
+    spec = next(spec for spec in op.tagged("test") if spec.name.startswith("66-"))
+    result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, peer_bytes=10**9))
+    assert [c.name for c in result.of_kind("peer")] == ["xla_bf16"]
+    assert bench_shape(op, spec, "backward", SETTINGS).of_kind("peer") == ()
+
+
+@pytest.mark.usefixtures("invented_times")
 def test_a_peer_that_fails_is_replaced_once(spec, monkeypatch):
     tried = []
 

@@ -123,3 +123,29 @@ def test_liger_refuses_what_it_has_not(monkeypatch):
         liger.gated_activation(None, 1, activation="relu")
     with pytest.raises(NotImplementedError, match="a scale and a bias"):
         liger.layer_norm(None)
+
+
+def test_integer_weights_are_compared_with_the_weights_they_stand_for():
+    op = REGISTRY["quantized_linear"]
+    spec = next(s for s in op.tagged("test") if s.name.endswith("residual"))
+    case = testing.make_case(op, spec, 1)
+    candidate, first = peers.load("xla_bf16").candidate(op.name, "forward", [case, case])
+    assert (candidate.name, candidate.kind, len(candidate.inputs)) == ("xla_bf16", "peer", 2)
+    assert {x.dtype.name for x in jax.tree.leaves(candidate.inputs)} == {"bfloat16"}
+    check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
+    with pytest.raises(NotImplementedError, match="quantized_linear forward"):
+        peers.load("xla_bf16").candidate(op.name, "backward", [case])
+
+
+def test_a_dense_mask_is_the_window(monkeypatch):
+    """On XLA: cuDNN is not here."""
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **kw: attend(*a, **{**kw, "implementation": "xla"}))
+    op, peer = REGISTRY["attention"], peers.load("cudnn_dense_mask")
+    spec = next(s for s in op.arg_specs if s.name == "1x1000x1000x2x1x128-bfloat16-causal-window_300_0")
+    case = testing.make_case(op, spec, 1)
+    _, first = peer.candidate(op.name, "forward", [case])
+    check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
+    packed = next(s for s in op.arg_specs if "documents" in s.name)
+    with pytest.raises(NotImplementedError, match="only windows"):
+        peer.candidate(op.name, "forward", [testing.make_case(op, packed, 1)])

@@ -10,6 +10,7 @@ import pytest
 from test_bench_results import measured, results, shape
 
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
+from xlafuse.bench.sampling import Activity, Spread
 from xlafuse.bench.table import details, overview, place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
@@ -49,17 +50,34 @@ def test_table_has_rates_ratios_and_small_calls_apart():
 
 def test_matrix_products_have_their_own_tables():
     """8192x4096x4096 is 275 GFLOP: 800 TF/s in 343.6 µs. With 16 rows the weights' bytes set the time."""
-    many = shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=343.6)
+    busy = Activity(samples=7, quantities={"sm_clock_mhz": Spread(least=1620.0, median=1740.0, most=1980.0),
+                                           "power_watts": Spread(least=127.0, median=314.0, most=572.0)})  # fmt: skip
+    many = shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=343.6, activity=busy)
     few = shape("16-4096-16384-bfloat16-bias-gelu_tanh", op="linear", bytes=135 * 2**20)
     kept = results(many, few, shape())
     text = details(kept)
-    assert "| operation |  | shape | µs | TF/s | × XLA | × Liger | run |" in text
-    assert "| `linear` | forward | 8192-4096-4096-bf16 | 343.6 | 800 | 1.46 | 0.87 | 1 |" in text
+    assert "| operation |  | shape | µs | TF/s | × XLA | × Liger | MHz | W | run |" in text
+    assert (
+        "| `linear` | forward | 8192-4096-4096-bf16 | 343.6 | 800 | 1.46 | 0.87 | 1740 (1620) | 314 (572) | 1 |" in text
+    )
     assert "| `linear` | forward | 16-4096-16384-bf16-bias-gelu_tanh | 250.0 |" in text
     text = overview(kept)
     assert "| matrix products |  | TF/s | × XLA | × Liger | shapes |" in text
     assert "| `linear` | forward | 800 | 1.46 | 0.87 | 1 |" in text
     assert text.count("`linear`") == 2
+
+
+def test_a_reduced_loss_and_its_gradients_are_a_row_of_the_tables():
+    """`linear_cross_entropy` backward: 3 products of 4096x4096x128256, 12.9 TFLOP, 808 TF/s in 16 ms."""
+    spec = "4096-4096-128256-bfloat16-reduction_mean"
+    candidates = (measured("copy", "ceiling", 500.0), measured("xla", "implementation", 18e3),
+                  measured("mosaic", "implementation", 16e3), measured("liger", "peer", 40e3))  # fmt: skip
+    forward = (*candidates[:2], measured("mosaic", "implementation", 5.5e3))
+    kept = results(shape(spec, op="linear_cross_entropy", candidates=forward),
+                   shape(spec, op="linear_cross_entropy", phase="backward", candidates=candidates))  # fmt: skip
+    row = "| `linear_cross_entropy` | backward | 4096-4096-128256-bf16-reduction_mean | 16000.0 | 807 | 1.12 | 2.50 |"
+    assert row in details(kept)
+    assert "| `linear_cross_entropy` | backward | 807 | 1.12 | 2.50 | 1 |" in overview(kept)
 
 
 def test_columns_of_other_runs_are_ratios_within_those_runs():

@@ -161,9 +161,9 @@ def _candidates(
             problems.append(_problem(name, error))
             continue
         candidates.append(candidate)
-    if traffic.bytes >= settings.peer_bytes:
-        names = [name for name in settings.peers if name not in peers.OF_THE_OPERATION]
-        candidates += _peers(names, phase, cases, problems)
+    asked = settings.peers if traffic.bytes >= settings.peer_bytes else ()
+    names = dict.fromkeys((*peers.ALWAYS.get((op.name, phase), ()), *asked))
+    candidates += _peers([name for name in names if name not in peers.OF_THE_OPERATION], phase, cases, problems)
     return candidates
 
 

@@ -6,24 +6,18 @@ The counters come from `scripts/read_counters.py`, of another process than the t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xlafuse.bench.bars import (
-    SMALL_US,
-    ProductVerdict,
-    Verdict,
-    product_verdicts,
-    slow_small_calls,
-    small_calls,
-    verdicts,
-)
-from xlafuse.bench.lines import short_spec
-from xlafuse.bench.products import teraflops_per_second
-from xlafuse.bench.results import Results, ResultsError
-from xlafuse.bench.rows import RIVALS, Row, grouped, rows
+from xlafuse.bench.bars import SMALL_US
+from xlafuse.bench.lines import clock_and_power, short_spec
+from xlafuse.bench.results import Results, ResultsError, ShapeResult
+from xlafuse.bench.rows import Row, grouped, rows
+from xlafuse.bench.small import slow_small_calls, small_calls
+from xlafuse.bench.verdicts import CopyVerdict, SpeedVerdict, copy_verdicts, speed_verdicts, unmeasured
 
 SCHEMA_VERSION = 1
 _STALLS = {
@@ -68,35 +62,45 @@ def load_counters(path: Path) -> Counters:
     return Counters(cases=cases, read=f"read {data['read_at'][:10]} {data['read_at'][11:16]} UTC{commit}")
 
 
-def case_name(row: Row) -> str:
-    """The row as `scripts/read_counters.py` names it."""
-    return f"{row.main.op}:{row.main.phase}:{row.main.spec}"
+def case_name(shape: ShapeResult) -> str:
+    """The shape as `scripts/read_counters.py` names it."""
+    return f"{shape.op}:{shape.phase}:{shape.spec}"
 
 
 def missed(results: Results) -> list[str]:
     """The cases whose counters are worth reading: all that miss a bar within a copy's reach, and slow small calls."""
     table = rows(results)
-    late = [v.row for v in verdicts(table) if v.misses_share or (v.misses_over_xla and not v.is_out_of_reach)]
-    return list(dict.fromkeys(case_name(row) for row in (*late, *slow_small_calls(table))))
+    copies = (v for v in copy_verdicts(table) if v.misses_share or (v.misses_over_xla and not v.is_out_of_reach))
+    late = [verdict.row.main for verdict in copies] + [row.main for row in slow_small_calls(table)]
+    for verdict in speed_verdicts(table):
+        if not verdict.is_met and not verdict.is_choice:
+            late += verdict.shapes
+    return list(dict.fromkeys(case_name(shape) for shape in late))
 
 
 def summary(results: Results) -> str:
-    """How many bars are met."""
+    """How many bars are met, and how many were not measured."""
     table = rows(results)
-    judged, small = [*verdicts(table), *product_verdicts(table)], small_calls(table)
+    speeds = [verdict for verdict in speed_verdicts(table) if verdict.least is not None]
+    judged, small, absent = [*copy_verdicts(table), *speeds], small_calls(table), unmeasured(table)
     met = sum(verdict.is_met for verdict in judged)
+    alone = sum(verdict.is_met and bool(verdict.absent) for verdict in speeds)
     return (
-        f"Of {len(judged)} measured shapes with a bar {met} meet it; of {len(small)} small calls "
-        f"{len(small) - len(slow_small_calls(table))} take at most {SMALL_US:.0f} µs longer than XLA's."
+        f"Of {len(judged)} measured shapes with a bar {met} meet it"
+        + (f", {alone} of them not yet timed beside all rivals of the bar" if alone else "")
+        + (f"; {len(absent)} bars are not measured" if absent else "")
+        + f"; of {len(small)} small calls {len(small) - len(slow_small_calls(table))} take at most {SMALL_US:.0f} µs "
+        "longer than XLA's. A shape with several bars counts once for each."
     )
 
 
 def markdown(results: Results, counters: Counters) -> str:
-    """How many bars are met, and a table of those that are not."""
+    """How many bars are met, a table of those that are not, and a list of those that were not measured."""
     table = [row for _, _, group in grouped(rows(results)) for row in group]
     slow = slow_small_calls(table)
-    late = [verdict for verdict in verdicts(table) if not verdict.is_met]
-    late_products = [verdict for verdict in product_verdicts(table) if not verdict.is_met]
+    late = [verdict for verdict in copy_verdicts(table) if not verdict.is_met]
+    speeds = speed_verdicts(table)
+    late_speeds = [verdict for verdict in speeds if not verdict.is_met]
     parts = [summary(results)]
     if late or slow:
         header = ["operation", "", "shape", "of the copy", "bar", "× XLA", "bar", "copy × XLA", "what limits it"]
@@ -110,33 +114,78 @@ def markdown(results: Results, counters: Counters) -> str:
             f"{counters.read}."
         )
         parts += [_rendered(lines), note]
-    if late_products:
-        header = ["matrix products", "", "shape", "TF/s", "× the fastest rival", "bar", "which is"]
-        lines = [header, ["---", "---", "---", *["---:"] * 3, "---"]]
-        parts.append(_rendered([*lines, *(_late_product_cells(verdict) for verdict in late_products)]))
+    if late_speeds:
+        header = ["ratio of speeds", "", "shape", "TF/s", "ratio", "bar", "to", "MHz", "W", "what limits it"]
+        lines = [header, ["---", "---", "---", *["---:"] * 3, "---", "---:", "---:", "---"]]
+        parts.append(_rendered([*lines, *(_late_speed_cells(verdict, counters) for verdict in late_speeds)]))
+        parts.append("MHz: median and lowest; W: median and highest, as in the table of matrix products.")
+    parts += [_told(verdict) for verdict in speeds if verdict.least is None]
+    parts += _beside_not_all(speeds)
+    parts += _not_measured(table)
     return "\n\n".join(parts)
+
+
+def _told(verdict: SpeedVerdict) -> str:
+    shape = verdict.shapes[0]
+    return (
+        f"Without a bar: `{shape.op}` {verdict.phase} on {short_spec(shape.spec)} has {verdict.ratio:.2f} of the speed "
+        f"of {verdict.than}."
+    )
+
+
+def _beside_not_all(speeds: Iterable[SpeedVerdict]) -> list[str]:
+    """Bars whose rivals were not all timed beside ours, by what is absent."""
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for verdict in speeds:
+        if verdict.absent:
+            shape = verdict.shapes[0]
+            told = f"{short_spec(shape.spec)} ({'met so far' if verdict.is_met else 'missed'})"
+            found = cells.setdefault((", ".join(verdict.absent), shape.op, verdict.phase), [])
+            found += [told] if told not in found else []
+    if not cells:
+        return []
+    header = [["not timed beside", "operation", "", "shapes"], ["---"] * 4]
+    lines = [[absent, f"`{op}`", phase, ", ".join(specs)] for (absent, op, phase), specs in cells.items()]
+    return [_rendered([*header, *lines])]
+
+
+def _not_measured(table: Iterable[Row]) -> list[str]:
+    """The bars on shapes that no run has, by operation, phase and bar."""
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for absent in unmeasured(table):
+        cells.setdefault((absent.op, absent.phase, absent.asked), []).append(short_spec(absent.spec))
+    if not cells:
+        return []
+    header = [["not measured", "", "bar", "shapes"], ["---"] * 4]
+    lines = [[f"`{op}`", phase, asked, ", ".join(specs)] for (op, phase, asked), specs in cells.items()]
+    return [_rendered([*header, *lines])]
 
 
 def _rendered(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _late_product_cells(verdict: ProductVerdict) -> list[str]:
-    shape = verdict.row.main
+def _late_speed_cells(verdict: SpeedVerdict, counters: Counters) -> list[str]:
+    shape = verdict.shapes[-1]
+    why = [] if verdict.is_choice else [f"{s.phase}: {_words(s, counters)}" for s in verdict.shapes]
+    if len(why) == 1:
+        why = [_words(shape, counters)]
     return [
         f"`{shape.op}`",
-        shape.phase,
+        verdict.phase,
         short_spec(shape.spec),
-        f"{teraflops_per_second(shape, verdict.row.ours) or 0.0:.0f}",
-        f"{verdict.over_best:.2f}",
-        f"{verdict.bar.over_best:.2f}",
-        RIVALS.get(verdict.best_rival, verdict.best_rival),
+        f"{verdict.teraflops:.0f}" if math.isfinite(verdict.teraflops) else "–",
+        _marked(f"{verdict.ratio:.2f}", not verdict.is_met),
+        f"{verdict.least:.2f}",
+        verdict.than,
+        *clock_and_power(shape),
+        "; ".join(why) or "the choice",
     ]
 
 
-def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
+def _late_cells(verdict: CopyVerdict, counters: Counters) -> list[str]:
     row, bar = verdict.row, verdict.bar
-    why = [_words(row, counters)] if verdict.misses_share or not verdict.is_out_of_reach else []
+    why = [_words(row.main, counters)] if verdict.misses_share or not verdict.is_out_of_reach else []
     return [
         f"`{row.main.op}`",
         row.main.phase,
@@ -153,15 +202,15 @@ def _late_cells(verdict: Verdict, counters: Counters) -> list[str]:
 def _slow_cells(row: Row, counters: Counters) -> list[str]:
     difference = row.main.microseconds(row.ours) - row.main.microseconds("xla")
     cells = [f"`{row.main.op}`", row.main.phase, short_spec(row.main.spec), "", "", f"**{difference:+.2f} µs**"]
-    return [*cells, f"+{SMALL_US:.0f} µs", "", _words(row, counters)]
+    return [*cells, f"+{SMALL_US:.0f} µs", "", _words(row.main, counters)]
 
 
 def _marked(text: str, is_missed: bool) -> str:
     return f"**{text}**" if is_missed else text
 
 
-def _words(row: Row, counters: Counters) -> str:
-    launches = counters.cases.get(case_name(row))
+def _words(shape: ShapeResult, counters: Counters) -> str:
+    launches = counters.cases.get(case_name(shape))
     return limit(launches) if launches else "counters not read"
 
 

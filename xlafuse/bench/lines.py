@@ -21,6 +21,16 @@ def short_spec(spec: str) -> str:
     return spec
 
 
+def clock_and_power(shape: ShapeResult) -> tuple[str, str]:
+    """The clock in MHz, median and lowest, and the power in W, median and highest, while a shape was timed."""
+    read = shape.activity.quantities if shape.activity else {}
+    clock, power = read.get("sm_clock_mhz"), read.get("power_watts")
+    return (
+        f"{clock.median:.0f} ({clock.least:.0f})" if clock else "–",
+        f"{power.median:.0f} ({power.most:.0f})" if power else "–",
+    )
+
+
 def title(shape: ShapeResult) -> str:
     """Its phase and spec, shortly."""
     return f"{_PHASES[shape.phase]} {short_spec(shape.spec)}"

@@ -21,7 +21,8 @@ RIVALS = {
     "liger": "Liger",
     "triton": "jax-triton",
     "cudnn": "cuDNN",
-    "torch_sdpa": "PyTorch SDPA",
+    "cudnn_dense_mask": "cuDNN, dense mask",
+    "xla_bf16": "XLA, bf16 weights",
 }
 """What ours is timed against, by name, as tables call it and in their order."""
 
@@ -38,6 +39,12 @@ class Row:
     def ours(self) -> str:
         """The implementation to quote, "" where none was timed."""
         return self.main.chosen or ""
+
+    @property
+    def runs(self) -> dict[int, ShapeResult]:
+        """The measurements by the number of their run, the last first."""
+        found = {self.run: self.main, **dict(self.others)}
+        return {number: found[number] for number in sorted(found, reverse=True)}
 
     def source(self, rival: str) -> tuple[int, ShapeResult] | None:
         """The run and measurement in which ours and `rival` took turns, the main one first; None where none did."""

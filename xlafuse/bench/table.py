@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from xlafuse.bench.lines import short_spec
+from xlafuse.bench.lines import clock_and_power, short_spec
 from xlafuse.bench.products import is_bound_by_products, teraflops_per_second
 from xlafuse.bench.results import Results, ResultsError, Run, geometric_mean
 from xlafuse.bench.rows import RIVALS, Row, grouped, rival_names, rows
 
+_ASIDE = ("cudnn_dense_mask",)
+"""Rivals of single shapes, which have no column among the means."""
 _PACKAGES = ("jax", "torch", "triton", "liger-kernel", "jax-triton")
+
+CLOCKS = (
+    "MHz: the multiprocessors' clock while the candidates of a shape took turns, median and lowest; W: the board's "
+    "power, median and highest, of 700 W at most. Between turns the GPU waits for the host, so that the median is less "
+    "than the power of the kernels alone."
+)
 
 
 def overview(results: Results) -> str:
@@ -31,7 +39,7 @@ def details(results: Results) -> str:
     if streamed:
         parts += ["## Bound by memory", _large_table(streamed)]
     if multiplied:
-        parts += ["## Bound by matrix products", _product_table(multiplied)]
+        parts += ["## Bound by matrix products", _product_table(multiplied), CLOCKS]
     if small:
         parts += ["## Small calls", _small_table(small)]
     return "\n\n".join((*parts, "## Runs", _runs(results)))
@@ -99,7 +107,7 @@ def _means_table(table: list[Row]) -> str:
 
 
 def _product_means_table(table: list[Row]) -> str:
-    rivals = ["xla", *_ordered_rivals(table)]
+    rivals = ["xla", *(name for name in _ordered_rivals(table) if name not in _ASIDE)]
     header = ["matrix products", "", "TF/s", "× XLA", *(f"× {RIVALS.get(name, name)}" for name in rivals[1:]), "shapes"]
     lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
     for op, phase, group in grouped(table):
@@ -120,6 +128,8 @@ def _product_table(table: list[Row]) -> str:
         "TF/s",
         "× XLA",
         *(f"× {RIVALS.get(name, name)}" for name in rivals),
+        "MHz",
+        "W",
         "run",
     ]
     lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
@@ -128,6 +138,7 @@ def _product_table(table: list[Row]) -> str:
             cells = [f"`{op}`", phase, short_spec(row.main.spec), _number(row.main.microseconds(row.ours), 1)]
             cells += [_number(teraflops_per_second(row.main, row.ours) or math.nan, 0)]
             cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
+            cells += clock_and_power(row.main)
             lines.append(_line([*cells, _runs_of(row, rivals)]))
     return "\n".join(lines)
 

@@ -20,9 +20,15 @@ from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
-PEERS = ("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton", "cudnn", "jla")
+PEERS = (
+    *("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton"),
+    *("cudnn", "cudnn_dense_mask", "jla", "xla_bf16"),
+)
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
+
+ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
+"""Peers that are timed beside an operation in a phase without being asked for: its bar is against them."""
 
 FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
 """What is timed where a peer fails, as Inductor does without a C compiler."""

@@ -1,0 +1,34 @@
+"""XLA's product with 16-bit weights: what integer weights have to be faster than, whoever multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.ops.linear.reference import linear_reference
+from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
+from pallas_kernels.specs import plain
+from pallas_kernels.testing import Case
+from xlafuse.bench.timing import Candidate
+
+_INTEGERS = ("values", "scales", "group_size")
+
+
+def with_wide_weights(case: Case) -> dict[str, Any]:
+    """`quantized_linear`'s arguments with weights of x's dtype in place of integers; made outside the timing."""
+    arguments = plain(case.arguments)
+    values, bits = arguments["values"], 4 if arguments["values"].dtype.name == "int4" else 8
+    weight = QuantizedWeight(values=values, scales=arguments["scales"], bits=bits, group_size=arguments["group_size"])
+    kept = {name: value for name, value in case.arguments.items() if name not in _INTEGERS}
+    return {**kept, "w": jax.jit(lambda weight: weight.dequantized(arguments["x"].dtype))(weight)}
+
+
+def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+    """See `xlafuse.bench.peers`."""
+    if operation != "quantized_linear" or phase != "forward":
+        raise NotImplementedError("only quantized_linear forward is compared with 16-bit weights")
+    call = jax.jit(lambda arguments: (linear_reference(**plain(arguments)),))
+    inputs = [(with_wide_weights(case),) for case in cases]
+    return Candidate(name="xla_bf16", kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
