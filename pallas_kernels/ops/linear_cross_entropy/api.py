@@ -72,8 +72,9 @@ def linear_cross_entropy(
         reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).
         implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
             vocabulary multiples of 64, at least 128 of the latter), "xla" (with logits, of hidden's dtype), a sequence
-            of them in order of preference, or None: "mosaic" where it runs and was measured to be faster, else "xla".
-            So far that is nowhere; ask for ("mosaic", "xla") where memory counts.
+            of them in order of preference, or None: "mosaic" where it was measured to be faster (bfloat16, a reduction,
+            512 tokens or more, but no more than features, a vocabulary of 32000 or more), else "xla". Ask for
+            ("mosaic", "xla") where memory counts.
 
     Returns:
         float32 (float64 for float64 hidden states): (...), or a scalar with a reduction.
@@ -95,7 +96,9 @@ def linear_cross_entropy(
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     rows = math.prod(hidden.shape[:-1])
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
-    preferred = ("mosaic",) if is_preferred(rows, w.shape[1], w.shape[0]) else ()
+    keeps_gradients = _keeps_gradients(reduction, hidden.dtype)
+    is_best = is_preferred(rows, w.shape[1], w.shape[0], keeps_gradients=keeps_gradients)
+    preferred = ("mosaic",) if is_best else ()
     chosen = choose("linear_cross_entropy", implementation, support, preferred=preferred)
     if chosen == "xla" or hidden.size == 0:
         return linear_cross_entropy_reference(hidden, w, labels, **options, reduction=reduction)
@@ -183,10 +186,15 @@ def _slopes(call: Call, statistics: Statistics, labels: jax.Array, weights: jax.
     return RowSlopes.of(statistics.slope(call.terms, token), token.label)
 
 
+def _keeps_gradients(reduction: Reduction, dtype: jnp.dtype) -> bool:
+    """Whether the forward pass makes the gradients: of one number, and rounded before a loss scale multiplies them."""
+    return reduction != "none" and dtype != jnp.float16
+
+
 def _mosaic_fwd(call, hidden, w, labels):
     wants = (hidden.perturbed, w.perturbed)
     hidden, w, labels = hidden.value, w.value, labels.value
-    if call.reduction != "none" and hidden.dtype != jnp.float16:
+    if _keeps_gradients(call.reduction, hidden.dtype):
         loss, dhidden, dw = loss_and_gradients(call, hidden, w, labels, wants_hidden=wants[0], wants_w=wants[1])
         return loss, ((dhidden, dw), None)
     loss, statistics = _loss(call, hidden, w, labels)
