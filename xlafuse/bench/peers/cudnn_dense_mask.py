@@ -31,4 +31,6 @@ def attention(query, key, value, *, is_causal=False, window=None, **others):
 
 def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
+    if phase != "forward":
+        raise NotImplementedError("the bar on dense masks is on the forward pass")
     return attention_candidate("cudnn_dense_mask", attention, operation, phase, cases)
