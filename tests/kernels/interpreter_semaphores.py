@@ -1,10 +1,12 @@
 """What jax 0.11.2's Mosaic GPU interpreter lacks of semaphores, for tests only: those that all blocks share.
 
-The interpreter runs one block after the other, so that a wait is over when it begins, or never will be.
+The interpreter runs one block after the other, so that a wait for another block is over when it begins, or never will
+be; only a warpgroup of the same block may still signal.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import partial
 
@@ -15,6 +17,9 @@ from jax._src import callback
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+
+_SECONDS = 5.0
+"""After which no warpgroup of the same block is thought to signal any more."""
 
 
 def extend(monkeypatch) -> Counter:
@@ -56,18 +61,22 @@ def _call(self, function, token, reference, transforms, value):
 @gpu_callbacks.fail_on_exception
 def _signal(counts, clocks, token, thread, reference, places, value):
     place = (int(reference), *map(int, places))
-    counts[place] += int(value)
     memory = gpu_callbacks._get_shared_memory()
     if memory.detect_races:
         with memory.lock:
             memory.incr_clock(thread, take_lock=False)
-            clocks[place] = memory.clocks[thread].copy()
+            # A wait sees what all who signalled had seen.
+            clocks.setdefault(place, memory.clocks[thread].copy()).update(memory.clocks[thread])
+    counts[place] += int(value)
     return np.asarray(token)
 
 
 @gpu_callbacks.fail_on_exception
 def _wait(counts, clocks, token, thread, reference, places, value):
     place = (int(reference), *map(int, places))
+    end = time.monotonic() + _SECONDS
+    while counts[place] < int(value) and time.monotonic() < end:
+        time.sleep(1e-3)
     if counts[place] < int(value):
         raise RuntimeError(f"a block waits for {int(value)} signals, and those before it gave {counts[place]}")
     memory = gpu_callbacks._get_shared_memory()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import interpreter_semaphores
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from pallas_kernels import lora_linear
 from pallas_kernels.ops.lora_linear.config import LoraConfig
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward, lora_linear_gradient_x
+from pallas_kernels.ops.lora_linear.sharing import Sharing
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 
@@ -63,14 +66,70 @@ def test_what_the_kernel_refuses(shape, words):
     assert "mosaic_gpu" not in str(jax.make_jaxpr(lambda kept: lora_linear(**kept))(arguments))
 
 
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("joint", "cluster"), [(False, None), (True, None), (True, "m")])
-def test_both_forms_and_rows_over_several_tiles(joint, cluster):
-    x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
-    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster), joint=joint)
-    y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
-    expected = exact(x, w, a, b, alpha=0.5)
+def close(y, expected):
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=2e-2 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("low", "cluster"), [("before", None), ("inside", None), ("inside", "m")])
+def test_both_forms_and_rows_over_several_tiles(low, cluster):
+    x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
+    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster), low=low)
+    y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
+    close(y, exact(x, w, a, b, alpha=0.5))
+
+
+AHEAD = {
+    "one width": LoraConfig(product=GemmConfig(tile_n=128), low="ahead"),
+    "two widths": LoraConfig(product=GemmConfig(tile_n=128), low="ahead", passes=(128, 64)),
+    "half the swizzle": LoraConfig(product=GemmConfig(tile_n=96, store_columns=32), low="ahead"),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("cut", AHEAD)
+def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):
+    counts = interpreter_semaphores.extend(monkeypatch)
+    # As many steps of x and a as do not fit into the buffers that they come by.
+    x, w, a, b = arrays(rows=136, features=320, outputs=320, rank=20).values()
+    bias = jnp.linspace(-1, 1, 320, dtype=jnp.float32)
+    y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=AHEAD[cut])
+    close(y, exact(x, w, a, b, alpha=0.5) + np.asarray(bias, np.float64))
+    # Two warpgroups of one block each for two tiles of rows.
+    assert sorted(counts.values()) == [2, 2]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
+    counts = interpreter_semaphores.extend(monkeypatch)
+    x, w, a, b = arrays(rows=3, features=128, outputs=128, rank=8).values()
+    copies = jnp.stack([x, 2 * x, 3 * x])
+    forward = partial(lora_linear_forward, alpha=0.5, config=AHEAD["one width"])
+    for y in (
+        jax.vmap(lambda x: forward(x, w, a, b, None))(copies),
+        jax.vmap(lambda x, b: forward(x, w, a, b, None))(copies[:2], jnp.stack([b, b])),
+    ):
+        for i in range(y.shape[0]):
+            close(y[i], (i + 1) * exact(x, w, a, b, alpha=0.5))
+    assert sum(counts.values()) == 2 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "most", "blocks", "makers"),
+    [(4, 32, 132, 132, 4), (64, 16, 132, 132, 32), (3, 44, 132, 132, 2), (1, 1, 132, 2, 1)],
+)
+def test_who_makes_what(rows, columns, most, blocks, makers):
+    sharing = Sharing.of(rows=rows, columns=columns, most=most)
+    assert (sharing.blocks, sharing.makers) == (blocks, makers)
+    every = jnp.arange(blocks)
+    lows, units = jax.vmap(sharing.lows)(every).tolist(), jax.vmap(sharing.units_of)(every).tolist()
+    assert sum(lows) == rows
+    assert {int(sharing.low(i, n)) for i in range(blocks) for n in range(lows[i])} == set(range(rows))
+    assert max(units[:makers]) <= min(units[makers:], default=1)
+    numbers = jnp.array([(i, n) for i in range(blocks) for n in range(units[i])])
+    places = jax.vmap(partial(sharing.place, minor="m", group=8))(numbers[:, 0], numbers[:, 1])
+    pairs = zip(*(place.tolist() for place in places), strict=True)
+    assert sorted(pairs) == [(row, column) for row in range(rows) for column in range(columns)]
 
 
 @pytest.mark.usefixtures("interpreter")

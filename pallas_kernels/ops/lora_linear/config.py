@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pallas_kernels.primitives.gemm.choice import choose_config
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
@@ -24,16 +25,20 @@ class LoraConfig:
     """The cut of a call.
 
     product: of x @ w; two computing warpgroups at least share the rows of a tile.
-    joint: every block computes x @ a for its rows itself, along with x @ w, in one launch; else x @ a is computed once
-        before, and the kernel takes it and b for more depth of x and w.
+    low: where x @ a is computed. "before": once, by a launch of XLA's; the kernel takes it and b for more depth of x
+        and w. "inside": by every block for its own rows, along with x @ w, in one launch. "ahead": in the same launch
+        by a few blocks for all.
+    passes: columns of the tiles that a block computes one after the other, beside each other, where they are not all
+        product.tile_n, the most of them. Only "ahead".
     """
 
     product: GemmConfig
-    joint: bool
+    low: Literal["before", "inside", "ahead"]
+    passes: tuple[int, ...] = ()
 
     def fitted(self, *, rank: int, itemsize: int) -> GemmConfig:
         """The product's cut with as many stages as fit. rank: filled up."""
-        if not self.joint:
+        if self.low != "inside":
             return self.product.fitted(itemsize=itemsize, operands=(1, 1), products=1, stored_bytes=itemsize)
         cut = replace(self.product, store_slots=1)
         store = cut.tile_m * min(cut.store_columns, cut.tile_n) * itemsize
@@ -49,7 +54,8 @@ def joint_rank(rank: int) -> int:
 def default_config(rows: int, outputs: int, features: int, rank: int) -> LoraConfig:
     """The untuned choice for a (rows, outputs) result with sums over so many features."""
     product = choose_config(rows, outputs)
-    return LoraConfig(product=product, joint=rows < _MANY_ROWS and rank <= MOST_JOINT_RANK)
+    inside = rows < _MANY_ROWS and rank <= MOST_JOINT_RANK
+    return LoraConfig(product=product, low="inside" if inside else "before")
 
 
 def default_gradient_config(rows: int, outputs: int, features: int) -> GemmConfig | None:
@@ -67,14 +73,18 @@ def is_preferred(rows: int, outputs: int, features: int, rank: int) -> bool:
     return rows >= _MANY_ROWS
 
 
-def candidates(rank: int) -> dict[str, LoraConfig]:
+def candidates(rows: int, rank: int) -> dict[str, LoraConfig]:
     """The configurations worth measuring, by name."""
-    cuts = {
-        "128x256": GemmConfig(),
-        "128x128": GemmConfig(tile_n=128, stages=6),
-        "128x256 cluster m": GemmConfig(cluster="m"),
-    }
-    found = {f"{name}, x @ a before": LoraConfig(product=cut, joint=False) for name, cut in cuts.items()}
-    if rank <= MOST_JOINT_RANK:
-        found |= {f"{name}, x @ a inside": LoraConfig(product=cut, joint=True) for name, cut in cuts.items()}
-    return found
+    cuts = {"128x256": GemmConfig()}
+    if rows >= _MANY_ROWS:
+        cuts["128x256 cluster m"] = GemmConfig(cluster="m")
+    else:
+        cuts["128x128"] = GemmConfig(tile_n=128, stages=6)
+        cuts["128x224"] = GemmConfig(tile_n=224, store_columns=32, store_slots=4)
+    found = {f"{name}, x @ a before": LoraConfig(product=cut, low="before") for name, cut in cuts.items()}
+    if rank > MOST_JOINT_RANK:
+        return found
+    found |= {f"{name}, x @ a inside": LoraConfig(product=cut, low="inside") for name, cut in cuts.items()}
+    ahead = {name: LoraConfig(product=cut, low="ahead") for name, cut in cuts.items() if cut.cluster is None}
+    ahead["128x(256+192)"] = LoraConfig(product=GemmConfig(), low="ahead", passes=(256, 192))
+    return found | {f"{name}, x @ a ahead": cut for name, cut in ahead.items() if rank <= cut.product.store_columns}

@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.lora_linear.ahead import lora_linear_ahead
 from pallas_kernels.ops.lora_linear.config import DEPTH, LoraConfig, default_config, joint_rank
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
@@ -48,11 +49,16 @@ def lora_linear_forward(
     (rows, features), outputs, rank = x.shape, w.shape[1], a.shape[1]
     config = config or default_config(rows, outputs, features, rank)
     operands = [value for value in (x, w, a, b, bias) if value is not None]
+    if config.low == "ahead":
+        a, b = jnp.pad(a, ((0, 0), (0, -rank % 8))), jnp.pad(b, ((0, -rank % 8), (0, 0)))
+        y = lora_linear_ahead(x, w, a, b, bias, alpha=float(alpha), config=config)
+        return varying_like(y, *operands)
     x = whole_groups(x)
-    padding = (joint_rank(rank) if config.joint else -(-rank // DEPTH) * DEPTH) - rank
+    joint = config.low == "inside"
+    padding = (joint_rank(rank) if joint else -(-rank // DEPTH) * DEPTH) - rank
     a, b = jnp.pad(a, ((0, 0), (0, padding))), jnp.pad(b, ((0, padding), (0, 0)))
     low = a.T
-    if not config.joint:
+    if not joint:
         product = jnp.matmul(x, a, preferred_element_type=jnp.float32)
         low = (alpha * product).astype(x.dtype)
     y = _launch(x, w, low, b, bias, alpha=alpha, config=config, name="lora_linear")
@@ -76,7 +82,7 @@ def lora_linear_gradient_x(
         jnp.pad(a, padding),
         None,
         alpha=1.0,
-        config=LoraConfig(product=config, joint=False),
+        config=LoraConfig(product=config, low="before"),
         name="lora_linear_gradient_x",
         transpose_b=True,
     )
@@ -87,7 +93,7 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
     """low: (rank, features) where x @ a is computed inside, else x @ a itself, (rows, rank)."""
     (rows, features), dtype = x.shape, x.dtype
     outputs, rank = (w.shape[0], b.shape[1]) if transpose_b else (w.shape[1], b.shape[0])
-    cut = config.fitted(rank=rank, itemsize=dtype.itemsize)
+    cut, joint = config.fitted(rank=rank, itemsize=dtype.itemsize), config.low == "inside"
     # What the correction takes from b comes in steps that follow those of x and w.
     depth = -(-features // cut.tile_k) + -(-rank // cut.tile_k)
     problem = Problem(
@@ -100,9 +106,7 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
         transpose_b=transpose_b,
         config=cut,
     )
-    loop = LoraLoop(
-        problem=problem, joint=config.joint, own_steps=-(-features // cut.tile_k), rank=rank, alpha=float(alpha)
-    )
+    loop = LoraLoop(problem=problem, joint=joint, own_steps=-(-features // cut.tile_k), rank=rank, alpha=float(alpha))
     pieces = Pieces.of(problem)
     tiles, size = problem.grid[0] * problem.grid[1], problem.cluster_size
     blocks = target_device().core_count * (cut.blocks_per_core or 1) // size
@@ -135,9 +139,9 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
     body.__name__ = name
 
     ring_scratch = ring_types(problem, 1, 1)
-    if config.joint:
+    if joint:
         ring_scratch["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=cut.stages)
-    low_scratch = [shared((cut.stages, rank, cut.tile_k), dtype)] if config.joint else []
+    low_scratch = [shared((cut.stages, rank, cut.tile_k), dtype, swizzle=problem.swizzle)] if joint else []
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
@@ -266,6 +270,9 @@ class LoraLoop:
                 value = accumulator[...]
                 for late in range(pending, 0, -1):
                     plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
+                if store.pieces.count % store.pieces.slots:
+                    # The next tile would begin with a buffer by which the last one's results may still leave.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store.finish([value], row + first_row, column)
 
             types = [plgpu.WGMMAAccumulatorRef((rows, config.tile_n), jnp.float32)]

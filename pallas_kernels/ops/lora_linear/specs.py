@@ -81,10 +81,10 @@ def flops(arguments: Arguments, phase: str) -> int:
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    found = candidates(arguments["a"].shape[1])
+    found = candidates(rows_of(arguments), arguments["a"].shape[1])
     if phase == "forward":
         return {name: partial(_forward_variant, config=config) for name, config in found.items()}
-    kernels = {name: config.product for name, config in found.items() if not config.joint}
+    kernels = {name: config.product for name, config in found.items() if config.low == "before"}
     return {name: partial(_backward_variant, config=config) for name, config in {"XLA": None, **kernels}.items()}
 
 
