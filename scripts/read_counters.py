@@ -29,6 +29,8 @@ _STALLS = (
     *("wait", "dispatch_stall", "no_instruction", "not_selected", "membar", "gmma"),
 )
 _PIPES = ("alu", "fma", "xu", "lsu")
+_TENSOR = "pipe_tensor_percent"
+"""Share of the time that the tensor cores multiply; not every version of Nsight Compute has it for every GPU."""
 METRICS = {
     "us": "gpu__time_duration.sum",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -44,6 +46,7 @@ METRICS = {
     "blocks_by_shared_memory": "launch__occupancy_limit_shared_mem",
     "shared_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
+    _TENSOR: "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     **{f"pipe_{pipe}_percent": f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in _PIPES},
     **{f"stall_{name}": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in _STALLS},
 }
@@ -72,9 +75,9 @@ def main() -> None:
 
 def read(cases: list[str]) -> list[dict[str, Any]]:
     """One row a launch, in the cases' order. Raises RuntimeError with Nsight Compute's words when it fails."""
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-    command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--run", *cases]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _profiled(list(METRICS.values()), cases)
+    if "Failed to find metric" in done.stdout + done.stderr:
+        done = _profiled([metric for name, metric in METRICS.items() if name != _TENSOR], cases)
     table = done.stdout[done.stdout.find('"ID"') :]
     if done.returncode or not table.startswith('"ID"'):
         raise RuntimeError(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -89,6 +92,12 @@ def read(cases: list[str]) -> list[dict[str, Any]]:
         values = {name: _number(launched.get(metric), units.get(metric)) for name, metric in METRICS.items()}
         rows.append({"case": cases[case], "kernel": launched["Kernel Name"], **values})
     return rows
+
+
+def _profiled(metrics: list[str], cases: list[str]) -> subprocess.CompletedProcess[str]:
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    command += ["--metrics", ",".join(metrics), sys.executable, __file__, "--run", *cases]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def launch(cases: list[str]) -> None:
@@ -129,7 +138,7 @@ def launch(cases: list[str]) -> None:
 def line(row: dict[str, Any]) -> str:
     """The row's most telling counters."""
     stalls = sorted(((row[f"stall_{n}"] or 0, n) for n in _STALLS), reverse=True)[:3]
-    pipes = " ".join(f"{pipe} {row[f'pipe_{pipe}_percent'] or 0:.0f}" for pipe in _PIPES)
+    pipes = " ".join(f"{pipe} {row[f'pipe_{pipe}_percent'] or 0:.0f}" for pipe in (*_PIPES, "tensor"))
     return (
         f"{row['case']}  {str(row['kernel'])[:40]}: {row['us']:.1f} µs, dram {row['dram_percent']:.0f} %, "
         f"{((row['read_bytes'] or 0) + (row['written_bytes'] or 0)) / 1e6:.0f} MB, issue {row['issue_percent']:.0f} %, "

@@ -5,6 +5,7 @@ scripts/write_results.py --check                # exits with 1 where they are no
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
 scripts/write_results.py --missed FILE          # the cases for scripts/read_counters.py: what misses a bar
+scripts/write_results.py --memory               # compiles the losses for memory-h200.json; no GPU needed, 20 s
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
 
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xlafuse.bench import block_lines, checks, coverage, limits
+from xlafuse.bench import block_lines, checks, coverage, limits, memory
 from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
 from xlafuse.bench.table import details, overview, place
@@ -23,8 +24,8 @@ from xlafuse.bench.table import details, overview, place
 ROOT = Path(__file__).resolve().parents[1]
 README, DETAILS = ROOT / "README.md", ROOT / "docs/results.md"
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-BLOCK, COUNTERS, TESTS, SANITIZER = (
-    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer")
+BLOCK, COUNTERS, TESTS, SANITIZER, MEMORY = (
+    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer", "memory")
 )
 
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
     parser.add_argument("--missed", type=Path, metavar="FILE")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--tests", type=Path, metavar="XML")
     parser.add_argument("--characters", type=int, default=sys.maxsize)
     options = parser.parse_args(argv)
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.missed:
             print(*limits.missed(load(options.missed)))
+            return 0
+        if options.memory:
+            memory.write(MEMORY, memory.count())
             return 0
         if options.tests:
             summary = checks.summarize(options.tests)
@@ -89,7 +94,7 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         },
         DETAILS: {
             "results": details(results),
-            "limits": limits.markdown(results, counters),
+            "limits": f"{limits.markdown(results, counters)}\n\n{memory.markdown(memory.load(MEMORY))}",
             "block": block_lines.details(block) if block else "Not measured yet.",
         },
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xlafuse.bench import limits
+from xlafuse.bench import limits, memory
 from xlafuse.bench.results import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,11 @@ def test_kept_results_are_whole(path):
 
 def test_script_reads_what_is_kept(script):
     assert (script.README, script.DETAILS) == (ROOT / "README.md", ROOT / "docs/results.md")
-    files = (script.KEPT, script.BLOCK, script.COUNTERS, script.TESTS, script.SANITIZER)
-    names = ("kernels", "block", "counters", "gpu-tests", "sanitizer")
+    files = (script.KEPT, script.BLOCK, script.COUNTERS, script.TESTS, script.SANITIZER, script.MEMORY)
+    names = ("kernels", "block", "counters", "gpu-tests", "sanitizer", "memory")
     assert [path.name for path in files] == [f"{name}-h200.json" for name in names]
     assert limits.load_counters(script.COUNTERS).cases
+    counts = memory.load(script.MEMORY)
+    assert counts is not None
+    ours = [count for count in counts.counts if count.implementation == "mosaic"]
+    assert [(count.phase, memory.is_met(count)) for count in ours] == [("forward", True), ("backward", True)]

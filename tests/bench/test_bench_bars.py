@@ -111,6 +111,8 @@ def test_table_has_what_misses_with_its_counters(tmp_path):
         ({"dram_percent": 88.0, "issue_percent": 90.0}, "memory: DRAM 88 %"),
         ({"issue_percent": 80.0, "pipe_fma_percent": 50.0}, "instruction issue: 80 % (fma pipe 50 %); DRAM 70 %"),
         ({"pipe_xu_percent": 75.0}, "xu pipe: 75 %; DRAM 70 %"),
+        ({"pipe_tensor_percent": 91.0, "issue_percent": 80.0}, "tensor cores: 91 %; DRAM 70 %"),
+        ({"pipe_tensor_percent": 40.0, "pipe_xu_percent": 75.0}, "xu pipe: 75 %; DRAM 70 %, tensor cores 40 %"),
         ({"stall_lg_throttle": 9.0}, "latency: warps wait for the queue of global accesses (lg_throttle 9.0)"),
     ],
 )

@@ -179,4 +179,8 @@ ATTENTION_BARS = (
     ChoiceBar(operations=("attention",), phases=_BOTH, least=0.98, rivals=("xla",), shapes=(_PACKED, f"*{_DROPOUT}")),
     ChoiceBar(operations=("decode_attention",), phases=_FORWARD, least=0.98, rivals=("xla",), shapes=("*",)),
 )  # fmt: skip
-BARS: tuple[Bar, ...] = (*COPY_BARS, *PRODUCT_BARS, *ATTENTION_BARS)
+MEMORY_BARS = (
+    # Without logits in memory, of the loss and of both passes: see `xlafuse.bench.memory`.
+    Bar(operations=("linear_cross_entropy",), phases=_BOTH, shapes=("4096-4096-128256-bfloat16-reduction_mean",)),
+)
+BARS: tuple[Bar, ...] = (*COPY_BARS, *PRODUCT_BARS, *ATTENTION_BARS, *MEMORY_BARS)

@@ -28,6 +28,7 @@ _STALLS = {
     "mio_throttle": "the queue of shared-memory accesses",
     "lg_throttle": "the queue of global accesses",
     "wait": "fixed latencies",
+    "gmma": "the tensor cores",
     "not_selected": "other warps' turn",
 }
 
@@ -42,6 +43,7 @@ class Counters:
 
 NO_COUNTERS = Counters(cases={}, read="not read")
 _MEMORY_BUSY, _ISSUE_BUSY, _PIPE_BUSY, _OTHERS_LARGE = 85.0, 65.0, 60.0, 0.08
+_TENSOR_BUSY, _TENSOR_USED = 70.0, 5.0
 
 
 def load_counters(path: Path) -> Counters:
@@ -217,9 +219,9 @@ def _words(shape: ShapeResult, counters: Counters) -> str:
 def limit(launches: Iterable[Mapping[str, Any]]) -> str:
     """What the counters of a case's launches point to.
 
-    The longest launch decides: memory, instruction issue or a pipe where one of them is busy most of the time, else
-    latency, with the warps that were there to hide it and what they waited for. Other launches are named first where
-    they take a good part of the time.
+    The longest launch decides: memory, the tensor cores, instruction issue or a pipe where one of them is busy most of
+    the time, else latency, with the warps that were there to hide it and what they waited for. Other launches are named
+    first where they take a good part of the time.
     """
     longest, *others = sorted(launches, key=lambda launch: -launch["us"])
     rest = sum(launch["us"] for launch in others)
@@ -227,9 +229,13 @@ def limit(launches: Iterable[Mapping[str, Any]]) -> str:
     pipe, busy = max(
         ((name, longest.get(f"pipe_{name}_percent") or 0) for name in ("alu", "fma", "xu", "lsu")), key=lambda p: p[1]
     )
-    memory = f"DRAM {longest['dram_percent']:.0f} %"
+    memory, tensor = f"DRAM {longest['dram_percent']:.0f} %", longest.get("pipe_tensor_percent") or 0.0
+    if _TENSOR_USED <= tensor < _TENSOR_BUSY:
+        memory += f", tensor cores {tensor:.0f} %"
     if longest["dram_percent"] >= _MEMORY_BUSY:
         parts.append(f"memory: {memory}")
+    elif tensor >= _TENSOR_BUSY:
+        parts.append(f"tensor cores: {tensor:.0f} %; {memory}")
     elif longest["issue_percent"] >= _ISSUE_BUSY:
         parts.append(f"instruction issue: {longest['issue_percent']:.0f} % ({pipe} pipe {busy:.0f} %); {memory}")
     elif busy >= _PIPE_BUSY:

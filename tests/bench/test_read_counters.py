@@ -1,0 +1,47 @@
+"""Nsight Compute's table as rows, with an imitation of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/read_counters.py"
+CASES = ["linear:forward:16-4096-4096-bfloat16", "softmax:forward:1x4096-bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("read_counters", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ended(command, stdout, code=0):
+    return subprocess.CompletedProcess(command, code, stdout, "")
+
+
+@pytest.mark.parametrize("has_tensor_metric", [True, False])
+def test_launches_belong_to_their_cases_and_a_metric_may_be_missing(script, monkeypatch, has_tensor_metric):
+    tensor = script.METRICS["pipe_tensor_percent"]
+
+    def ncu(command, **_):
+        metrics = command[command.index("--metrics") + 1].split(",")
+        if tensor in metrics and not has_tensor_metric:
+            return ended(command, f"==ERROR== Failed to find metric {tensor}", 1)
+        header = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *metrics))
+        units = ",".join(["", "", *("msecond" if metric.startswith("gpu__time") else "" for metric in metrics)])
+        rows = [f"{i},{kernel}{',2.5' * len(metrics)}" for i, kernel in enumerate(("ours", "wrapped_tan", "b"))]
+        return ended(command, "\n".join(("==PROF== on", header, units, *rows)))
+
+    monkeypatch.setattr(subprocess, "run", ncu)
+    rows = script.read(CASES)
+    assert [(row["case"], row["kernel"]) for row in rows] == [(CASES[0], "ours"), (CASES[1], "b")]
+    assert rows[0]["us"] == 2500.0
+    assert rows[0]["pipe_tensor_percent"] == (2.5 if has_tensor_metric else None)
+    assert "pipes % alu 2" in script.line(rows[0])
