@@ -12,6 +12,7 @@ from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
+from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, to_lanes
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -20,13 +21,13 @@ SMALL = IntegerGemmConfig(rows=64, stages=2, store_rows=64)
 
 def operands(seed, m, k, n, dtype):
     keys = jax.random.split(jax.random.key(seed), 4)
-    info = jnp.iinfo(dtype)
+    least, most = (-127, 127) if dtype == jnp.uint8 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     x = jax.random.normal(keys[0], (m, k), jnp.float32).astype(jnp.bfloat16)
-    values = jax.random.randint(keys[1], (n, k), info.min, info.max + 1, jnp.int8).astype(dtype)
+    values = jax.random.randint(keys[1], (n, k), least, most + 1, jnp.int8)
     scales = 0.1 + jnp.abs(jax.random.normal(keys[2], (n,), jnp.float32))
     residual = jax.random.normal(keys[3], (m, n), jnp.float32)
     exact = np.asarray(x, np.float64) @ (np.asarray(values, np.float64) * np.asarray(scales, np.float64)[:, None]).T
-    return x, values, scales, residual, exact
+    return x, to_lanes(values) if dtype == jnp.uint8 else values.astype(dtype), scales, residual, exact
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def operands(seed, m, k, n, dtype):
         (SMALL, (136, 128, 192), jnp.int8),
         (IntegerGemmConfig(rows=128, depth=128), (67, 256, 64), jnp.int8),
         (IntegerGemmConfig(rows=64, depth=256, store_slots=1), (64, 512, 128), jnp.int4),
+        (IntegerGemmConfig(rows=64, stages=2, in_parts=True), (72, 256, 192), jnp.uint8),
+        (IntegerGemmConfig(rows=104, store_rows=104, warpgroups=3, depth=128, in_parts=True), (67, 256, 64), jnp.uint8),
     ],
 )
 def test_product(config, sizes, dtype, seed):
@@ -62,6 +65,17 @@ def test_epilogue_order(seed):
     )
     expected = np.maximum(exact + np.asarray(bias), 0) + np.asarray(residual)
     np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-4 * np.abs(exact).max())
+
+
+def test_lanes_hold_what_their_products_take():
+    values = jnp.arange(32, dtype=jnp.int8).reshape(2, 16) * jnp.int8(4) - jnp.int8(63)
+    held = to_lanes(values)
+    np.testing.assert_array_equal(from_lanes(held), values)
+    halves = np.asarray(held).view(np.uint16)[0].reshape(4, 2)
+    for lane, half in enumerate(halves):
+        pairs = np.concatenate([half, half << 8 | half >> 8])
+        signed = np.where(pairs >> 15, -(pairs & 127).astype(int), pairs & 127)
+        np.testing.assert_array_equal(signed, values[0, jnp.array([0, 1, 8, 9]) + 2 * lane])
 
 
 def test_stages_are_those_that_fit():

@@ -22,9 +22,11 @@ from pallas_kernels.ops.quantized_linear.config import is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
+from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
+from pallas_kernels.primitives.integer_gemm.lanes import SPAN, is_in_lanes
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
@@ -110,12 +112,15 @@ def _check_weights(w: QuantizedWeight) -> None:
     name = "quantized_linear"
     if not isinstance(w, QuantizedWeight):
         raise TypeError(f"{name}: w must be a QuantizedWeight, got {type(w).__name__}; `quantize` makes one.")
-    if w.values.ndim != 2 or w.values.dtype.name != f"int{w.bits}":
+    dtypes = WEIGHT_DTYPES[w.bits]
+    if w.values.ndim != 2 or w.values.dtype.name not in dtypes:
         raise ValueError(
-            f"{name}: w.values must be (outputs, features) of int{w.bits}, got {w.values.dtype.name}"
+            f"{name}: w.values must be (outputs, features) of {' or '.join(dtypes)}, got {w.values.dtype.name}"
             f"{list(w.values.shape)}."
         )
     features, outputs = w.shape
+    if is_in_lanes(w.values.dtype) and features % SPAN:
+        raise ValueError(f"{name}: w.values of uint8 must have a multiple of {SPAN} features, got {features}.")
     groups = 1 if w.group_size is None else features // w.group_size
     if w.scales.shape != (groups, outputs):
         raise ValueError(

@@ -10,18 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, is_in_lanes
+
 GROUP_SIZES = (64, 128)
 """Weights along the features that may share a scale; or all of an output's."""
-_DTYPES = {8: jnp.int8, 4: jnp.int4}
+DTYPES = {8: ("int8", "uint8"), 4: ("int4",)}
+"""Of the values, for each number of bits."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("bits", "group_size"))
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """The weights (features, outputs) of a linear layer as integers: w[k, n] = values[n, k] * scales[k // group, n].
+    """The weights (features, outputs) of a linear layer as integers: w[k, n] = integers[n, k] * scales[k // group, n].
 
-    values: (outputs, features), int8 or int4: the other way round than w, as tensor cores take integers on their left.
-        XLA keeps int4 arrays two to a byte on GPUs, the even feature in the low half.
+    values: (outputs, features), the integers as int8 or int4: the other way round than w, as tensor cores take integers
+        on their left. XLA keeps int4 arrays two to a byte on GPUs, the even feature in the low half. Or as uint8, from
+        -127 to 127 in sign and magnitude and in another order within every 16 features, in which kernels need fewer
+        instructions: `pallas_kernels.primitives.integer_gemm.lanes` says which. They may be cut anywhere along the
+        outputs, and along the features between such 16.
     scales: (features / group_size, outputs) float32; (1, outputs) where an output has one scale. They are constants: no
         gradient goes to them, nor to the values.
     bits: 8 or 4.
@@ -38,12 +44,17 @@ class QuantizedWeight:
         """(features, outputs), as of the weights that these stand for."""
         return self.values.shape[1], self.values.shape[0]
 
+    @property
+    def integers(self) -> jax.Array:
+        """The integers (outputs, features), int8 or int4."""
+        return from_lanes(self.values) if is_in_lanes(self.values.dtype) else self.values
+
     def dequantized(self, dtype: DTypeLike) -> jax.Array:
         """The weights (features, outputs) in a floating dtype; multiplied in float32, or in float64."""
         wide = jnp.promote_types(dtype, jnp.float32)
         outputs, features = self.values.shape
         groups = self.scales.shape[0]
-        values = self.values.astype(wide).reshape(outputs, groups, features // groups)
+        values = self.integers.astype(wide).reshape(outputs, groups, features // groups)
         scaled = values * self.scales.astype(wide).T[:, :, None]
         return scaled.reshape(outputs, features).T.astype(dtype)
 
@@ -69,7 +80,7 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
         raise TypeError(f"quantize: w must be floating, got {w.dtype.name}.")
     if w.ndim != 2:
         raise ValueError(f"quantize: w must be (features, outputs), got shape {w.shape}.")
-    if bits not in _DTYPES:
+    if bits not in DTYPES:
         raise ValueError(f"quantize: bits must be 8 or 4, got {bits}.")
     if group_size is not None and (group_size not in GROUP_SIZES or w.shape[0] % group_size):
         raise ValueError(
@@ -82,4 +93,5 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
     largest = jnp.max(jnp.abs(wide), axis=-1, initial=0.0)
     scales = jnp.where(largest > 0, largest / limit, 1.0)
     values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
-    return QuantizedWeight(values=values.astype(_DTYPES[bits]), scales=scales.T, bits=bits, group_size=group_size)
+    values = values.astype(f"int{bits}")
+    return QuantizedWeight(values=values, scales=scales.T, bits=bits, group_size=group_size)

@@ -19,6 +19,7 @@ from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.integer_gemm.lanes import unit
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
 _EARLY_TOKENS = 32
@@ -61,9 +62,10 @@ class Place:
     is_last: jax.Array
 
 
-def _along_columns(ref: Any, column: jax.Array) -> jax.Array:
+def _along_columns(ref: Any, column: jax.Array, factor: float | None = None) -> jax.Array:
     values = plgpu.load(ref.at[pl.ds(column, GROUP)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return values.astype(jnp.float32)
+    values = values.astype(jnp.float32)
+    return values if factor is None else values * factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +104,13 @@ class Finish:
                 self._if_own(group, lambda group=group: self._bring(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
+        factor = 1 / unit(self.problem.dtype) if self.problem.in_lanes else None
         bias = self.extras.get("bias")
         is_early = self.rotation is not None and self.problem.tokens <= _EARLY_TOKENS
         firsts = [bundle[0] for bundle in self.problem.bundles] if is_early else ()
         return [
             Ready(
-                scales=[_along_columns(ref, start) for ref in scales],
+                scales=[_along_columns(ref, start, factor) for ref in scales],
                 bias=None if bias is None else _along_columns(bias, start),
                 angles=self._angles(group) if group in firsts else None,
             )

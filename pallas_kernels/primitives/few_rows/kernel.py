@@ -51,7 +51,8 @@ def few_rows_product(
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
-        weights: each (K, N), of x's dtype; N a multiple of 64. With `scales` each (N, K), of dtype int8 or int4.
+        weights: each (K, N), of x's dtype; N a multiple of 64. With `scales` each (N, K), of dtype int8 or int4, or
+            uint8 in the order of `primitives/integer_gemm/lanes.py`.
         scales: for each of the weights float32 factors, (groups, N): one group is the whole depth, or as many values as
             `groups` times 64 or 128 cover K.
         bias: (N,), any floating dtype of at most 32 bits.

@@ -11,6 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
 
 _ROWS = 8
 """The tensor cores take groups of eight columns of the right operand, which here are rows of x."""
@@ -22,7 +23,7 @@ class Problem:
 
     widths: columns of the result; or of each result, where weights lie beside each other.
     products: accumulators of a tile's columns, each of weights of its own.
-    weight_dtype: x's, or int8 or int4. scale_groups: of integer weights, along the depth; 0 without.
+    weight_dtype: x's, or int8, uint8 or int4. scale_groups: of integer weights, along the depth; 0 without.
     residual_dtype: None where there is no residual.
     is_normed: whether sums of x's squares go with the products of every bundle of columns.
     norm_itemsize: of a value of that norm's scale; 0 where it has none.
@@ -121,6 +122,11 @@ class Problem:
     def is_quantized(self) -> bool:
         """Whether weights are integers with scales."""
         return self.scale_groups > 0
+
+    @property
+    def in_lanes(self) -> bool:
+        """Whether these are in the order in which lanes hold them."""
+        return is_in_lanes(self.weight_dtype)
 
     @property
     def is_grouped(self) -> bool:

@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.integer_gemm.lanes import load_lanes, unit, widened_lanes
 
 _SWIZZLE = 128
 
@@ -83,7 +84,7 @@ def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulator
         for group in range(problem.groups):
             columns = pl.ds(group * GROUP, GROUP)
             if problem.is_quantized:
-                left = widened(_integers(problem, buffer.at[stage, columns]), problem.dtype)
+                left = _left(problem, _integers(problem, buffer.at[stage, columns]))
             else:
                 left = buffer.at[stage, slice(None), columns].transpose((1, 0))
             plgpu.wgmma(accumulators.pop(0), left, right)
@@ -100,7 +101,7 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
         integers = _integers(problem, ring["w"][product].at[stage, columns])
         for part in range(problem.groups_a_step):
             right = ring["x"].at[stage, slice(None), pl.ds(part * size, size)].transpose((1, 0))
-            left = widened(integers[:, part * size : (part + 1) * size], problem.dtype)
+            left = _left(problem, integers[:, part * size : (part + 1) * size])
 
             def one(accumulator, left=left, right=right):
                 plgpu.wgmma(accumulator, left, right)
@@ -109,6 +110,8 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
             value = pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             ref = ring["scales"][product].at[stage, part, columns]
             scale = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            if problem.in_lanes:
+                scale = scale / unit(problem.dtype)
             sums[i] = sums[i] + value * lax.broadcast_in_dim(scale, shape, (0,))
     return sums
 
@@ -124,5 +127,12 @@ def widened(integers: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _integers(problem: Problem, ref: Any) -> jax.Array:
-    """Likewise, in the layout in which the tensor cores take the values made of them."""
+    """Likewise, in the layout in which `_left` takes them."""
+    if problem.in_lanes:
+        return load_lanes(ref)
     return plgpu.layout_cast(load_integers(ref, problem.weight_bits), plgpu.Layout.WGMMA)
+
+
+def _left(problem: Problem, integers: jax.Array) -> jax.Array:
+    """What the tensor cores multiply by."""
+    return widened_lanes(integers, problem.dtype) if problem.in_lanes else widened(integers, problem.dtype)

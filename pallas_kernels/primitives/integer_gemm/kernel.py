@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,12 +21,16 @@ from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integ
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.config import COLUMNS, WARPGROUPS, IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes, load_lanes, unit, widened_lanes
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
-_GROUP = COLUMNS // WARPGROUPS
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+_PART = 64
+"""Of a step's depth, that is widened while the tensor cores have the part before."""
+_MEMORY_REGISTERS = 40
+_COMPUTE_REGISTERS = {2: 232, 3: 152}
+"""By how many warpgroups compute: a multiprocessor has 512 for as many threads as a warpgroup has."""
 
 
 def integer_gemm(
@@ -44,7 +49,8 @@ def integer_gemm(
 
     Args:
         x: (M, K), bfloat16 or float16; K a multiple of 64.
-        values: (N, K), int8 or int4; N a multiple of 64. K is a multiple of 128, or 256.
+        values: (N, K), int8, int4, or uint8 in the order of `lanes.py`; N a multiple of 64. K is a multiple of 128, or
+            256 with int4.
         scales: (N,) float32.
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.
@@ -58,9 +64,21 @@ def integer_gemm(
     config = (config or IntegerGemmConfig()).fitted(
         weight_bits=bits, itemsize=x.dtype.itemsize, out_itemsize=out_dtype.itemsize
     )
-    operands = {"scales": padded_vector(scales, COLUMNS), "bias": padded_vector(bias, COLUMNS), "residual": residual}
+    operands = {
+        "scales": padded_vector(scales, config.columns),
+        "bias": padded_vector(bias, config.columns),
+        "residual": residual,
+    }
     extras = {key: value for key, value in operands.items() if value is not None}
-    job = _Job(m=x.shape[0], n=values.shape[0], k=x.shape[1], bits=bits, dtype=x.dtype, config=config)
+    job = _Job(
+        m=x.shape[0],
+        n=values.shape[0],
+        k=x.shape[1],
+        bits=bits,
+        in_lanes=is_in_lanes(values.dtype),
+        dtype=x.dtype,
+        config=config,
+    )
     y = _launch(job, epilogue, x, values, extras, out_dtype, name)
     return varying_like(y[:rows], x, values, *extras.values())
 
@@ -71,16 +89,23 @@ class _Job:
     n: int
     k: int
     bits: int
+    in_lanes: bool
     dtype: jnp.dtype
     config: IntegerGemmConfig
 
     @property
     def grid(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, COLUMNS)
+        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.columns)
 
     @property
     def steps(self) -> int:
         return pl.cdiv(self.k, self.config.depth)
+
+    def left(self, values: jax.Array) -> jax.Array:
+        """The operand in registers that is made of integers."""
+        if self.in_lanes:
+            return widened_lanes(values, self.dtype)
+        return widened(plgpu.layout_cast(values, plgpu.Layout.WGMMA), self.dtype)
 
     def for_each_tile(self, work) -> jax.Array:
         """Calls work(row, column, steps before) for each of the block's tiles; the number of all its steps."""
@@ -89,27 +114,27 @@ class _Job:
         @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
         def steps(info, carry):
             i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(self.config.group, rows))
-            work(i * self.config.rows, j * COLUMNS, carry)
+            work(i * self.config.rows, j * self.config.columns, carry)
             return carry + self.steps
 
         return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 
 
 def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
-    config = job.config
+    config, warpgroups = job.config, job.config.warpgroups
     tiles = job.grid[0] * job.grid[1]
 
     def body(x_ref, w_ref, extra_refs, out_ref, ring, buffers, brought):
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == WARPGROUPS)
+        @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
             _produce(job, x_ref, w_ref, ring)
 
-        @pl.when(warpgroup < WARPGROUPS)
+        @pl.when(warpgroup < warpgroups)
         def _():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
             store = _Store(
                 job=job,
                 epilogue=epilogue,
@@ -128,17 +153,17 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
         out_type=jax.ShapeDtypeStruct((job.m, job.n), out_dtype),
         grid=(max(1, min(target_device().core_count, tiles)),),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
             {
-                "w": integer_tiles((stages, COLUMNS, config.depth), values.dtype),
+                "w": integer_tiles((stages, config.columns, config.depth), values.dtype),
                 "x": shared((stages, config.rows, config.depth), x.dtype, swizzle=128),
                 "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+                "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             },
-            shared((WARPGROUPS, config.store_slots, config.store_rows, _GROUP), out_dtype),
-            plgpu.Barrier(num_barriers=WARPGROUPS),
+            shared((warpgroups, config.store_slots, config.store_rows, GROUP), out_dtype),
+            plgpu.Barrier(num_barriers=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -158,7 +183,7 @@ def _produce(job: _Job, x_ref: Any, w_ref: Any, ring: Mapping[str, Any]) -> None
 
             depth = pl.ds(i * config.depth, config.depth)
             full = ring["full"].at[stage]
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, COLUMNS), depth], ring["w"].at[stage], full)
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring["w"].at[stage], full)
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, config.rows), depth], ring["x"].at[stage], full)
 
         lax.fori_loop(0, job.steps, step, None)
@@ -176,36 +201,58 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
     config = job.config
 
     def tile(row, column, before):
-        column = column + warpgroup * _GROUP
+        column = column + warpgroup * GROUP
+
+        def integers(i):
+            stage = lax.rem(before + i, config.stages)
+            plgpu.barrier_wait(ring["full"].at[stage])
+            ref = ring["w"].at[stage, pl.ds(warpgroup * GROUP, GROUP)]
+            return load_lanes(ref) if job.in_lanes else load_integers(ref, job.bits)
+
+        def multiply_by(accumulator, values, i, start=0):
+            stage = lax.rem(before + i, config.stages)
+            right = ring["x"].at[stage, slice(None), pl.ds(start, values.shape[1])].transpose((1, 0))
+            plgpu.wgmma(accumulator, job.left(values), right)
+
+        def release(i):
+            plgpu.commit_smem()  # what TMA may overwrite has been read
+            plgpu.barrier_arrive(ring["empty"].at[lax.rem(before + i, config.stages)])
 
         def multiply(accumulator):
-            def integers(i):
-                stage = lax.rem(before + i, config.stages)
-                plgpu.barrier_wait(ring["full"].at[stage])
-                return load_integers(ring["w"].at[stage, pl.ds(warpgroup * _GROUP, _GROUP)], job.bits)
-
-            def multiply_by(values, i):
-                stage = lax.rem(before + i, config.stages)
-                left = widened(plgpu.layout_cast(values, plgpu.Layout.WGMMA), job.dtype)
-                plgpu.wgmma(accumulator, left, ring["x"].at[stage].transpose((1, 0)))
-
-            def release(i):
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()  # what TMA may overwrite has been read
-                plgpu.barrier_arrive(ring["empty"].at[lax.rem(before + i, config.stages)])
-
             def step(i, values):
-                multiply_by(values, i)
+                multiply_by(accumulator, values, i)
                 later = integers(i + 1)  # meanwhile
+                plgpu.wgmma_wait(0)
                 release(i)
                 return later
 
             last = lax.fori_loop(0, job.steps - 1, step, integers(0))
-            multiply_by(last, job.steps - 1)
+            multiply_by(accumulator, last, job.steps - 1)
+            plgpu.wgmma_wait(0)
             release(job.steps - 1)
             store.finish(accumulator[...], row, column)
 
-        pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((_GROUP, config.rows), jnp.float32))
+        def multiply_parts(accumulator):
+            # Two parts a turn at least: the registers of a part are its product's until the next one is under way.
+            turn = max(1, 2 * _PART // config.depth)
+
+            def steps(number, _):
+                for i in range(turn):
+                    step = number * turn + i
+                    values = integers(step)
+                    for start in range(0, config.depth, _PART):
+                        multiply_by(accumulator, values[:, start : start + _PART], step, start)
+                        plgpu.wgmma_wait(1)
+                        if start == 0:
+                            pl.when(step > 0)(partial(release, step - 1))
+
+            lax.fori_loop(0, job.steps // turn, steps, None)
+            plgpu.wgmma_wait(0)
+            release(job.steps - 1)
+            store.finish(accumulator[...], row, column)
+
+        multiply = multiply_parts if config.in_parts else multiply
+        pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((GROUP, config.rows), jnp.float32))
 
     job.for_each_tile(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -226,15 +273,18 @@ class _Store:
     def finish(self, product: jax.Array, row: jax.Array, column: jax.Array) -> None:
         """Computes and stores the results of the tile that begins there."""
         config = self.job.config
-        shape = (_GROUP, config.store_rows)
-        scale = lax.broadcast_in_dim(self._along_columns("scales", column), shape, (0,))
+        shape = (GROUP, config.store_rows)
+        scale = self._along_columns("scales", column)
+        if self.job.in_lanes:
+            scale = scale / unit(self.job.dtype)
+        scale = lax.broadcast_in_dim(scale, shape, (0,))
         bias = None
         if "bias" in self.extras:
             bias = lax.broadcast_in_dim(self._along_columns("bias", column), shape, (0,))
         for piece in range(config.rows // config.store_rows):
             slot = piece % config.store_slots
             start = piece * config.store_rows
-            place = (pl.ds(row + start, config.store_rows), pl.ds(column, _GROUP))
+            place = (pl.ds(row + start, config.store_rows), pl.ds(column, GROUP))
             plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
@@ -254,5 +304,5 @@ class _Store:
             plgpu.copy_smem_to_gmem(self.buffer.at[slot], self.out.at[place])
 
     def _along_columns(self, name: str, column: jax.Array) -> jax.Array:
-        ref = self.extras[name].at[pl.ds(column, _GROUP)]
+        ref = self.extras[name].at[pl.ds(column, GROUP)]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)

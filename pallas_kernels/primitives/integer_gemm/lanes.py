@@ -1,0 +1,94 @@
+"""int8 weights in the order in which the tensor cores' lanes hold them, as sign and magnitude.
+
+A lane multiplies, of every 16 values along the depth, by two pairs that are eight apart. Here its four values are one
+word of 32 bits, so that nothing is exchanged between lanes. Magnitudes are subnormal numbers of 16 bits already: a mask
+makes the first pair, bytes swapped and the mask the second, and a product by a power of two makes both normal. Of two
+values that share 16 bits each keeps the other one's sign, which then lies in front of its own value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.primitives.platform import is_interpreted
+
+SPAN = 16
+"""Values along the depth among which the order changes."""
+_SIGN = 128
+_SHAPE = (2, 4, 2)
+"""Of those 16 values: the pair, the lane, the member of the pair."""
+_FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2.0**-9)}
+"""For each dtype its instruction's name, the power of two as bits, and what one is then."""
+
+
+def to_lanes(values: jax.Array) -> jax.Array:
+    """Integers from -127 to 127, (..., depth), depth a multiple of 16, as uint8 in the lanes' order."""
+    pairs = jnp.moveaxis(_grouped(values.astype(jnp.int8), _SHAPE), -3, -1)
+    signs = jnp.where(jnp.flip(pairs, -1) < 0, jnp.uint8(_SIGN), jnp.uint8(0))
+    return (jnp.abs(pairs).astype(jnp.uint8) | signs).reshape(values.shape)
+
+
+def from_lanes(values: jax.Array) -> jax.Array:
+    """The integers, int8, of which `to_lanes` made these."""
+    pairs = _grouped(values, (*_SHAPE[1:], _SHAPE[0]))
+    magnitudes = (pairs & jnp.uint8(_SIGN - 1)).astype(jnp.int8)
+    signed = jnp.where(jnp.flip(pairs, -1) < _SIGN, magnitudes, -magnitudes)
+    return jnp.moveaxis(signed, -1, -3).reshape(values.shape)
+
+
+def is_in_lanes(dtype: DTypeLike) -> bool:
+    """Whether integers of this dtype are in the lanes' order: uint8 stands for nothing else."""
+    return jnp.dtype(dtype) == jnp.uint8
+
+
+def unit(dtype: jnp.dtype) -> float:
+    """What `widened_lanes` makes of 1: a power of two."""
+    return _FORMS[dtype.name][2]
+
+
+def load_lanes(ref: Any) -> jax.Array:
+    """Weights in the lanes' order, (64 columns, depth), in registers."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_8BIT)
+
+
+def widened_lanes(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The integers, times `unit`, in a 16-bit dtype and their own order, as a product's left operand."""
+    if is_interpreted():
+        return (from_lanes(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
+    kind, factor, _ = _FORMS[dtype.name]
+    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+    halves = (
+        "and.b32 t, $1, 0x807f807f;",
+        "prmt.b32 t, $1, 0, 0x2301; and.b32 t, t, 0x807f807f;",
+    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=result)
+    def widen(_, array):
+        i32 = ir.IntegerType.get_signless(32)
+        element = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        pair = ir.VectorType.get((2,), element)
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        registers = np.empty(layout.registers_shape(values.shape), dtype=object)
+        words = array.registers
+        for place in np.ndindex(*words.shape):
+            word = llvm.bitcast(i32, words[place])
+            for half, asm in enumerate(halves):
+                asm = f"{{ .reg .b32 t; {asm} mul.{kind} $0, t, $2; }}"
+                bits = llvm.inline_asm(i32, [word, mgpu.c(factor * 0x10001, i32)], asm, "=r,r,r")
+                registers[0, 2 * place[1] + half, *place[2:]] = llvm.bitcast(pair, bits)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return widen(values)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
+
+
+def _grouped(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return values.reshape(*values.shape[:-1], values.shape[-1] // SPAN, *shape)
