@@ -152,7 +152,8 @@ def test_products_are_held_to_the_fastest_rival():
     assert speeds(fast)[0].is_met
     kept = results(replace(slow, activity=busy))
     text = limits.markdown(kept, limits.NO_COUNTERS)
-    cells = "800 | **0.87** | 1.00 | Liger | 1700 (1500) | 650 (698) | counters not read"
+    why = "power limit: the clock fell to 1500 of 1980 MHz at up to 698 W; counters not read"
+    cells = f"800 | **0.87** | 1.00 | Liger | 1700 (1500) | 650 (698) | {why}"
     assert f"| `linear` | forward | 8192-4096-4096-bf16 | {cells} |" in text
     assert "| torch.compile | `linear` | forward | 8192-4096-4096-bf16 (missed) |" in text
     assert limits.missed(kept) == ["linear:forward:8192-4096-4096-bfloat16"]

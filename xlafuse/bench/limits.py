@@ -44,6 +44,8 @@ class Counters:
 NO_COUNTERS = Counters(cases={}, read="not read")
 _MEMORY_BUSY, _ISSUE_BUSY, _PIPE_BUSY, _OTHERS_LARGE = 85.0, 65.0, 60.0, 0.08
 _TENSOR_BUSY, _TENSOR_USED = 70.0, 5.0
+_LOWERED, _NEAR_LIMIT_WATTS = 0.95, 630
+"""Of the highest clock seen; nine tenths of an H200's limit."""
 
 
 def load_counters(path: Path) -> Counters:
@@ -172,6 +174,8 @@ def _late_speed_cells(verdict: SpeedVerdict, counters: Counters) -> list[str]:
     why = [] if verdict.is_choice else [f"{s.phase}: {_words(s, counters)}" for s in verdict.shapes]
     if len(why) == 1:
         why = [_words(shape, counters)]
+    if not verdict.is_choice and (lowered := _lowered_clock(shape)):
+        why.insert(0, lowered)
     return [
         f"`{shape.op}`",
         verdict.phase,
@@ -183,6 +187,19 @@ def _late_speed_cells(verdict: SpeedVerdict, counters: Counters) -> list[str]:
         *clock_and_power(shape),
         "; ".join(why) or "the choice",
     ]
+
+
+def _lowered_clock(shape: ShapeResult) -> str:
+    """Words where the GPU lowered its clock while the shape was timed; the power limit is named where it was near.
+
+    nvidia-smi's power is a mean over a second, pauses between turns in it: far below the limit it shows nothing.
+    """
+    read = shape.activity.quantities if shape.activity else {}
+    clock, power = read.get("sm_clock_mhz"), read.get("power_watts")
+    if not clock or not power or clock.least >= _LOWERED * clock.most:
+        return ""
+    words = f"the clock fell to {clock.least:.0f} of {clock.most:.0f} MHz at up to {power.most:.0f} W"
+    return f"power limit: {words}" if power.most >= _NEAR_LIMIT_WATTS else words
 
 
 def _late_cells(verdict: CopyVerdict, counters: Counters) -> list[str]:
