@@ -62,7 +62,7 @@ class SpeedBar(Bar):
 
     least: the ratio. rivals: what it is to be measured against. against: "fastest" of all that were measured beside
     ours, these or others; or of "named" rivals alone. together: whether the times of all phases are added up, each
-    rival's and ours of one run.
+    rival's and ours of one visit.
     """
 
     least: float
@@ -73,7 +73,7 @@ class SpeedBar(Bar):
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutBar(Bar):
-    """A share of the own speed on the spec without the end `suffix` of its name, in one run.
+    """A share of the own speed on the spec without the end `suffix` of its name, in one visit.
 
     least: None where the share is to be told and nothing asked.
     """

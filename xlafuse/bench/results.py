@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 2
+_VISIT = timedelta(hours=1)
 PHASES = ("forward", "backward")
 
 
@@ -125,6 +127,24 @@ class Results:
     def shapes(self) -> tuple[ShapeResult, ...]:
         """Of all runs."""
         return tuple(shape for run in self.runs for shape in run.shapes)
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """For each run the index of its visit's first: runs of one commit on one kind of GPU, begun within an hour."""
+        found: list[int] = []
+        for i, run in enumerate(self.runs):
+            found.append(next((first for first in sorted(set(found)) if _is_one_visit(self.runs[first], run)), i))
+        return tuple(found)
+
+
+def _is_one_visit(first: Run, run: Run) -> bool:
+    def place(each: Run) -> tuple[str, ...]:
+        told = each.environment.gpu
+        return each.environment.commit, *(told.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
+
+    if not first.environment.commit or place(first) != place(run):
+        return run is first
+    return abs(datetime.fromisoformat(run.started) - datetime.fromisoformat(first.started)) <= _VISIT
 
 
 _RESULTS = TypeAdapter(Results)

@@ -29,11 +29,15 @@ RIVALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A shape, measured in the run numbered `run` (from 1, in the file's order), and its other measurements by run."""
+    """A shape, measured in the run numbered `run` (from 1, in the file's order), and its other measurements by run.
+
+    visits: the visit of each run: see `Results.visits`.
+    """
 
     main: ShapeResult
     run: int
     others: tuple[tuple[int, ShapeResult], ...] = ()
+    visits: tuple[int, ...] = ()
 
     @property
     def ours(self) -> str:
@@ -45,6 +49,10 @@ class Row:
         """The measurements by the number of their run, the last first."""
         found = {self.run: self.main, **dict(self.others)}
         return {number: found[number] for number in sorted(found, reverse=True)}
+
+    def in_visit(self, visit: int) -> dict[int, ShapeResult]:
+        """The measurements of one visit by the number of their run, the last first."""
+        return {run: shape for run, shape in self.runs.items() if self.visits[run - 1] == visit}
 
     def source(self, rival: str) -> tuple[int, ShapeResult] | None:
         """The run and measurement in which ours and `rival` took turns, the main one first; None where none did."""
@@ -70,7 +78,8 @@ def rows(results: Results) -> list[Row]:
     for number, run in enumerate(results.runs, start=1):
         for shape in run.shapes:
             found.setdefault(shape.key, []).insert(0, (number, shape))
-    made = [Row(main=last[1], run=last[0], others=tuple(rest)) for last, *rest in found.values()]
+    visits = results.visits
+    made = [Row(main=last[1], run=last[0], others=tuple(rest), visits=visits) for last, *rest in found.values()]
     order = {
         (op.name, spec.name): (i, j) for i, op in enumerate(REGISTRY.values()) for j, spec in enumerate(op.arg_specs)
     }

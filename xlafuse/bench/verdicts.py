@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from pallas_kernels import REGISTRY
 from xlafuse.bench.bars import (
@@ -82,7 +83,7 @@ class SpeedVerdict:
     """A ratio of speeds beside its bar; it counts as met where it rounds to the bar's two digits.
 
     least: the bar, None where the ratio is only told.
-    shapes: what was measured of ours, a phase each, all of one run.
+    shapes: what was measured of ours, a phase each, all of one visit.
     ratio: times as fast as `than`, the fastest that counts; of another run than the shapes where `than` says so.
     absent: what the bar names and no run had beside ours.
     is_choice: whether `than` is another choice of ours, whose own counters tell nothing about the miss.
@@ -218,40 +219,51 @@ def rival_label(name: str) -> str:
 
 
 def _beside_rivals(bar: SpeedBar, rows: Sequence[Row]) -> SpeedVerdict | None:
-    """The ratio of sums over the rows, for each rival of the last run that has all of them and ours."""
+    """The ratio of sums over the rows, for each rival of the last visit that has all of them beside ours."""
     names = bar.rivals if bar.against == "named" else dict.fromkeys(("xla", *bar.rivals, *rival_names(rows)))
     ours = rows[0].ours
-    common = [run for run in rows[0].runs if all(run in row.runs for row in rows)]
+    visits = sorted(set(rows[0].visits), reverse=True)
 
-    def seconds(run: int, name: str) -> float:
-        return sum(row.runs[run].microseconds(name) for row in rows)
-
-    ratios: dict[str, tuple[float, int]] = {}
-    for name in names:
-        found = ((seconds(run, name) / seconds(run, ours), run) for run in common if name != ours)
-        if last := next((pair for pair in found if math.isfinite(pair[0])), None):
-            ratios[name] = last
-    own = next((run for run in common if math.isfinite(seconds(run, ours))), None)
-    if not ratios or own is None:
+    def timed(name: str) -> tuple[tuple[int, ShapeResult], ...] | None:
+        """Run and measurement of each row, all of one visit, in which ours and `name` took turns."""
+        for visit in visits:
+            found = [
+                next(
+                    (pair for pair in row.in_visit(visit).items() if math.isfinite(pair[1].speed_up(ours, name))), None
+                )
+                for row in rows
+            ]
+            if None not in found:
+                return tuple(pair for pair in found if pair)
         return None
-    best = min(ratios, key=lambda name: ratios[name])
-    ratio, run = ratios[best]
+
+    own = timed(ours)
+    sources = {name: source for name in names if name != ours and (source := timed(name))}
+    if not sources or own is None:
+        return None
+
+    def ratio(name: str) -> float:
+        shapes = [shape for _, shape in sources[name]]
+        return sum(s.microseconds(name) for s in shapes) / sum(s.microseconds(ours) for s in shapes)
+
+    best = min(sources, key=ratio)
+    elsewhere = [run for (run, _), (last, _) in zip(sources[best], own, strict=True) if run != last]
     return SpeedVerdict(
         bar=bar,
-        shapes=tuple(row.runs[own] for row in rows),
+        shapes=tuple(shape for _, shape in own),
         ours=ours,
-        ratio=ratio,
-        than=rival_label(best) + (f", run {run}" if run != own else ""),
-        absent=tuple(rival_label(name) for name in bar.rivals if name not in ratios),
+        ratio=ratio(best),
+        than=rival_label(best) + (f", run {elsewhere[0]}" if elsewhere else ""),
+        absent=tuple(rival_label(name) for name in bar.rivals if name not in sources),
     )
 
 
 def _beside_itself(bar: DropoutBar, row: Row, without: Row) -> SpeedVerdict | None:
-    for run in (run for run in row.runs if run in without.runs):
-        shape = row.runs[run]
-        ratio = without.runs[run].microseconds(row.ours) / shape.microseconds(row.ours)
-        if math.isfinite(ratio):
-            return SpeedVerdict(bar=bar, shapes=(shape,), ours=row.ours, ratio=ratio, than="itself without dropout")
+    for visit in sorted(set(row.visits), reverse=True):
+        for shape, other in product(row.in_visit(visit).values(), without.in_visit(visit).values()):
+            ratio = other.microseconds(row.ours) / shape.microseconds(row.ours)
+            if math.isfinite(ratio):
+                return SpeedVerdict(bar=bar, shapes=(shape,), ours=row.ours, ratio=ratio, than="itself without dropout")
     return None
 
 
