@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integers, widened
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes, load_lanes, unit, widened_lanes
@@ -64,11 +64,7 @@ def integer_gemm(
     config = (config or IntegerGemmConfig()).fitted(
         weight_bits=bits, itemsize=x.dtype.itemsize, out_itemsize=out_dtype.itemsize
     )
-    operands = {
-        "scales": padded_vector(scales, config.columns),
-        "bias": padded_vector(bias, config.columns),
-        "residual": residual,
-    }
+    operands = {"scales": scales, "bias": bias, "residual": residual}
     extras = {key: value for key, value in operands.items() if value is not None}
     job = _Job(
         m=x.shape[0],
@@ -202,6 +198,7 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
 
     def tile(row, column, before):
         column = column + warpgroup * GROUP
+        vectors = store.vectors(column)
 
         def integers(i):
             stage = lax.rem(before + i, config.stages)
@@ -230,7 +227,7 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
             multiply_by(accumulator, last, job.steps - 1)
             plgpu.wgmma_wait(0)
             release(job.steps - 1)
-            store.finish(accumulator[...], row, column)
+            store.finish(accumulator[...], vectors, row, column)
 
         def multiply_parts(accumulator):
             # Two parts a turn at least: the registers of a part are its product's until the next one is under way.
@@ -249,7 +246,7 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
             lax.fori_loop(0, job.steps // turn, steps, None)
             plgpu.wgmma_wait(0)
             release(job.steps - 1)
-            store.finish(accumulator[...], row, column)
+            store.finish(accumulator[...], vectors, row, column)
 
         multiply = multiply_parts if config.in_parts else multiply
         pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((GROUP, config.rows), jnp.float32))
@@ -270,39 +267,40 @@ class _Store:
     brought: Any
     warpgroup: jax.Array
 
-    def finish(self, product: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
+        """What there is of scales and bias for the 64 columns from there, before their products."""
+        first = jnp.minimum(column, self.job.n - GROUP)  # of columns behind the last, nothing is stored
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        found = {
+            name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
+            for name in ("scales", "bias")
+            if name in self.extras
+        }
+        return {name: vector.astype(jnp.float32) for name, vector in found.items()}
+
+    def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         """Computes and stores the results of the tile that begins there."""
         config = self.job.config
-        shape = (GROUP, config.store_rows)
-        scale = self._along_columns("scales", column)
-        if self.job.in_lanes:
-            scale = scale / unit(self.job.dtype)
-        scale = lax.broadcast_in_dim(scale, shape, (0,))
-        bias = None
-        if "bias" in self.extras:
-            bias = lax.broadcast_in_dim(self._along_columns("bias", column), shape, (0,))
-        for piece in range(config.rows // config.store_rows):
-            slot = piece % config.store_slots
-            start = piece * config.store_rows
-            place = (pl.ds(row + start, config.store_rows), pl.ds(column, GROUP))
+        scale, bias = vectors["scales"], vectors.get("bias")
+        scale = scale / unit(self.job.dtype) if self.job.in_lanes else scale
+        for piece, start in enumerate(range(0, config.rows, config.store_rows)):
+            shape = (GROUP, min(config.store_rows, config.rows - start))
+            buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
+            place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
             plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
                 arrived = self.brought.at[self.warpgroup]
-                plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], self.buffer.at[slot], arrived)
+                plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], buffer, arrived)
                 plgpu.barrier_wait(arrived)
-                residual = load_transposed(self.buffer.at[slot])
+                residual = load_transposed(buffer)
             (value,) = self.epilogue.apply(
-                [product[:, start : start + config.store_rows] * scale],
+                [product[:, start : start + shape[1]] * lax.broadcast_in_dim(scale, shape, (0,))],
                 scale=None,
-                bias=bias,
+                bias=None if bias is None else lax.broadcast_in_dim(bias, shape, (0,)),
                 residual=residual,
                 dtype=self.out.dtype,
             )
-            store_transposed(value, self.buffer.at[slot])
+            store_transposed(value, buffer)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.buffer.at[slot], self.out.at[place])
-
-    def _along_columns(self, name: str, column: jax.Array) -> jax.Array:
-        ref = self.extras[name].at[pl.ds(column, GROUP)]
-        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[place])
