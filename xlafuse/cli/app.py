@@ -178,7 +178,8 @@ def kernels(
         str | None,
         typer.Option(
             metavar="A,B,C",
-            help="Timed beside XLA in the same run: torch_compile, torch_max_autotune, torch_eager, liger, jax_triton.",
+            help="Timed beside XLA in the same run, where they have the operation: torch_compile, torch_max_autotune, "
+            "torch_eager, liger, jax_triton, jla, cudnn, cudnn_dense_mask.",
         ),
     ] = None,
     peer_megabytes: Annotated[
