@@ -37,7 +37,7 @@ class Pieces:
     def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
         """Those of a problem; `most_columns`: where the epilogue needs narrower ones than the configuration has."""
         config = problem.config
-        width = problem.width
+        width = problem.finished_width
         columns = min(config.store_columns, width, most_columns or width)
         return cls(
             rows=config.warpgroup_rows, width=width, columns=columns, slots=min(config.store_slots, width // columns)
