@@ -79,8 +79,8 @@ class Store:
             for piece in range(self.pieces.slots):
                 self._bring(piece, row, column)
 
-    def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """After them: computes and stores the results."""
+    def finish(self, products: Sequence[Any], row: jax.Array, column: jax.Array) -> None:
+        """After them: computes and stores the results. products: arrays, or what gives columns, once, as they do."""
         pieces = self.pieces
         results_of = self._results(products, row, column)
         squares = []
