@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_bench_results import H200, measured, results, shape
+from test_bench_results import day, measured, results, shape
 
 from pallas_kernels import get_op
 from xlafuse.bench import limits
@@ -168,7 +168,7 @@ def test_a_rival_of_any_run_counts_with_ours_of_that_run():
         measured("copy", "ceiling", 1.0), measured("mosaic", "implementation", 100.0),
         measured("torch_compile", "peer", 98.0)))  # fmt: skip
     new = shape("8192-4096-4096-bfloat16", op="linear", us=90.0)
-    merged = merge([results(old, started="2026-01-01"), results(new, started="2026-01-02")])
+    merged = merge([results(old, started=day(1)), results(new, started=day(2))])
     (verdict,) = speed_verdicts(rows(merged))
     assert (verdict.than, verdict.ratio, verdict.absent) == ("torch.compile, run 1", 0.98, ())
 
@@ -186,13 +186,9 @@ def test_both_passes_are_added_up_within_a_visit():
     assert verdict.absent == ("PyTorch", "jla")
     assert verdict.teraflops > 0
     early, later, next_day = (f"2026-01-0{day}T00:{minute}:00+00:00" for day, minute in ((1, 10), (1, 40), (2, 10)))
-    known = replace(H200, commit="abc")
-    one_visit = (
-        results(forward, started=early, environment=known),
-        results(backward, started=later, environment=known),
-    )
+    one_visit = (results(forward, started=early), results(backward, started=later))
     assert [found.ratio for found in both(*one_visit)] == [309 / 300]
-    two_visits = (one_visit[0], results(backward, started=next_day, environment=known))
+    two_visits = (one_visit[0], results(backward, started=next_day))
     assert both(*two_visits) == []
     absent = [a for a in unmeasured(rows(merge(two_visits))) if (a.spec, a.phase) == (CAUSAL, "forward + backward")]
     assert [a.asked for a in absent] == ["1.03 × the fastest rival"]

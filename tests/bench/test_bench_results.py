@@ -52,6 +52,11 @@ def shape(spec="32768x4096-bfloat16", us=250.0, **more) -> ShapeResult:
     return ShapeResult(spec=spec, **{**values, **more})
 
 
+def day(number: int) -> str:
+    """When a run began."""
+    return f"2026-01-{number:02}T00:00:00+00:00"
+
+
 def results(*shapes, started="2026-01-01T00:00:00+00:00", environment=H200, left_out=()) -> Results:
     return Results(
         runs=(Run(started=started, environment=environment, settings={"rounds": 10}, shapes=shapes, left_out=left_out),)
@@ -82,7 +87,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text, told):
 
 
 def test_merging_keeps_the_last_measurement_of_a_shape():
-    first, second = results(shape(us=260.0), shape("b"), started="1"), results(shape(us=255.0), started="2")
+    first, second = (
+        results(shape(us=260.0), shape("b"), started=day(2)),
+        results(shape(us=255.0), started=day(3)),
+    )
     merged = merge([first, second])
     assert [(run.started, [s.spec for s in run.shapes]) for run in merged.runs] == [
         ("1", ["b"]),
@@ -92,7 +100,7 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
     late = results(shape("c"), left_out=("rms_norm forward b: late", "rms_norm forward d: late"))
     assert merge([late, second, first]).runs[0].left_out == ("rms_norm forward d: late",)
     alone = shape(candidates=tuple(c for c in shape(us=255.0).candidates if c.kind != "peer"))
-    both = merge([results(shape(us=300.0), started="0"), first, results(alone, started="3")])
+    both = merge([results(shape(us=300.0), started=day(1)), first, results(alone, started=day(4))])
     assert [(run.started, [s.spec for s in run.shapes]) for run in both.runs] == [
         ("1", ["32768x4096-bfloat16", "b"]),  # the last one with Liger
         ("3", ["32768x4096-bfloat16"]),

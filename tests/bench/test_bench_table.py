@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_bench_results import measured, results, shape
+from test_bench_results import day, measured, results, shape
 
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
 from xlafuse.bench.sampling import Activity, Spread
@@ -85,8 +85,8 @@ def test_columns_of_other_runs_are_ratios_within_those_runs():
     alone = shape(candidates=(measured("copy", "ceiling", 245.0), measured("xla", "implementation", 500.0),
                               measured("mosaic", "implementation", 250.0)))  # fmt: skip
     triton = (measured("mosaic", "implementation", 400.0), measured("triton", "implementation", 800.0))
-    parts = [results(shape(candidates=(*alone.candidates[:2], *triton)), started="1"), results(shape(us=260.0)),
-             results(alone, started="3")]  # fmt: skip
+    parts = [results(shape(candidates=(*alone.candidates[:2], *triton)), started=day(2)), results(shape(us=260.0)),
+             results(alone, started=day(4))]  # fmt: skip
     merged = merge(parts)
     text = details(merged)
     assert "| operation |  | shape | µs | GB/s | of the ceiling | × XLA | × Liger | × jax-triton | run |" in text
@@ -138,8 +138,8 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
 
 def test_merge_and_show(script, tmp_path, capsys):
     broken = [Problem(candidate="liger", message="no such thing")]
-    write(tmp_path / "a.json", results(shape(us=260.0), shape("b", problems=tuple(broken)), started="1"))
-    write(tmp_path / "b.json", results(shape(us=250.0), shape("c", problems=tuple(broken)), started="2"))
+    write(tmp_path / "a.json", results(shape(us=260.0), shape("b", problems=tuple(broken)), started=day(2)))
+    write(tmp_path / "b.json", results(shape(us=250.0), shape("c", problems=tuple(broken)), started=day(3)))
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     assert script.main(["--merge", *files, "-o", str(tmp_path / "c.json")]) == 0
     assert "3 shapes of 2 runs" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 2
-_VISIT = timedelta(hours=1)
+_VISIT = timedelta(hours=2)
 PHASES = ("forward", "backward")
 
 
@@ -130,7 +130,7 @@ class Results:
 
     @property
     def visits(self) -> tuple[int, ...]:
-        """For each run the index of its visit's first: runs of one commit on one kind of GPU, begun within an hour."""
+        """For each run the index of its visit's first: runs on one kind of GPU that began within two hours."""
         found: list[int] = []
         for i, run in enumerate(self.runs):
             found.append(next((first for first in sorted(set(found)) if _is_one_visit(self.runs[first], run)), i))
@@ -140,10 +140,10 @@ class Results:
 def _is_one_visit(first: Run, run: Run) -> bool:
     def place(each: Run) -> tuple[str, ...]:
         told = each.environment.gpu
-        return each.environment.commit, *(told.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
+        return tuple(told.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
 
-    if not first.environment.commit or place(first) != place(run):
-        return run is first
+    if place(first) != place(run):
+        return False
     return abs(datetime.fromisoformat(run.started) - datetime.fromisoformat(first.started)) <= _VISIT
 
 
