@@ -93,8 +93,8 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
     )
     merged = merge([first, second])
     assert [(run.started, [s.spec for s in run.shapes]) for run in merged.runs] == [
-        ("1", ["b"]),
-        ("2", ["32768x4096-bfloat16"]),
+        (day(2), ["b"]),
+        (day(3), ["32768x4096-bfloat16"]),
     ]
     assert merged.runs[1].shapes[0].microseconds("mosaic") == 255.0
     late = results(shape("c"), left_out=("rms_norm forward b: late", "rms_norm forward d: late"))
@@ -102,8 +102,8 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
     alone = shape(candidates=tuple(c for c in shape(us=255.0).candidates if c.kind != "peer"))
     both = merge([results(shape(us=300.0), started=day(1)), first, results(alone, started=day(4))])
     assert [(run.started, [s.spec for s in run.shapes]) for run in both.runs] == [
-        ("1", ["32768x4096-bfloat16", "b"]),  # the last one with Liger
-        ("3", ["32768x4096-bfloat16"]),
+        (day(2), ["32768x4096-bfloat16", "b"]),  # the last one with Liger
+        (day(4), ["32768x4096-bfloat16"]),
     ]
     assert [c.name for c in both.runs[0].shapes[0].candidates] == ["copy", "xla", "mosaic", "liger"]
     (row, _) = rows(both)
