@@ -28,6 +28,8 @@ class FewRowsConfig:
     persistent: a block goes on to further tiles, and sends for their weights while it still computes. Without splits.
     norm_inside: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
         not one before it.
+    in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
+        each.
     """
 
     columns: int = 128
@@ -38,6 +40,7 @@ class FewRowsConfig:
     blocks_per_core: int = 1
     persistent: bool = True
     norm_inside: bool = False
+    in_parts: bool = False
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""

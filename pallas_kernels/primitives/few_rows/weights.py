@@ -24,6 +24,8 @@ from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.lanes import load_lanes, unit, widened_lanes
 
 _SWIZZLE = 128
+_PART = 64
+"""Of a step's depth, that is widened while the tensor cores have the part before."""
 
 
 def ring_types(problem: Problem) -> dict[str, Any]:
@@ -79,15 +81,18 @@ def send_for_weights(
 
 def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulators: Sequence[Any]) -> None:
     """Adds a step's products to the accumulators: of the first weights, 64 columns each, then of the next."""
-    accumulators, right = list(accumulators), ring["x"].at[stage].transpose((1, 0))
+    accumulators, x = list(accumulators), ring["x"].at[stage]
     for buffer in ring["w"]:
         for group in range(problem.groups):
-            columns = pl.ds(group * GROUP, GROUP)
-            if problem.is_quantized:
-                left = _left(problem, _integers(problem, buffer.at[stage, columns]))
-            else:
-                left = buffer.at[stage, slice(None), columns].transpose((1, 0))
-            plgpu.wgmma(accumulators.pop(0), left, right)
+            columns, accumulator = pl.ds(group * GROUP, GROUP), accumulators.pop(0)
+            if not problem.is_quantized:
+                plgpu.wgmma(accumulator, buffer.at[stage, slice(None), columns].transpose((1, 0)), x.transpose((1, 0)))
+                continue
+            integers = _integers(problem, buffer.at[stage, columns])
+            size = _PART if problem.config.in_parts else problem.config.depth
+            for start in range(0, problem.config.depth, size):
+                right = x.at[:, pl.ds(start, size)].transpose((1, 0))
+                plgpu.wgmma(accumulator, _left(problem, integers[:, start : start + size]), right)
 
 
 def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequence[jax.Array]) -> list[jax.Array]:
