@@ -26,7 +26,6 @@ CUTS = {
     "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
-    "depth shared": (replace(SMALL, tile_n=128, depth_splits=2), (72, 320, 320)),
     "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }
 
@@ -152,14 +151,7 @@ def test_heads_with_a_norm_alone(seed):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        SMALL,
-        replace(SMALL, tile_n=128, cluster="n"),
-        GemmConfig(split="n"),
-        GemmConfig(tile_n=128, depth_splits=2),
-    ],
-    ids=["tiles", "cluster", "split", "depth shared"],
+    "config", [SMALL, replace(SMALL, tile_n=128, cluster="n"), GemmConfig(split="n")], ids=["tiles", "cluster", "split"]
 )
 def test_sums_of_rows_squares(config, seed):
     """Of the result as it is rounded, with tiles that end outside it."""

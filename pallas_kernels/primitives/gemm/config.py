@@ -31,8 +31,6 @@ class GemmConfig:
     minor, group: the order of tiles: `group` tiles along "m" or "n", then on along the other; see
         `plgpu.planar_snake`. Tiles near in time share operands in the L2 cache.
     cluster: two blocks that are neighbours along "m" (they share b's tile) or "n" (a's) bring it once, by multicast.
-    depth_splits: blocks of a cluster, 1 or 2, that share a tile's depth and finish equal parts of its columns. With
-        two, a block has one tile, with one accumulator, and no `cluster`.
     store_columns, store_slots: the result leaves in pieces of so many columns, through so many buffers a warpgroup.
     memory_registers: of each thread of the warpgroup that brings operands; the others share the rest. None leaves the
         split to the compiler: for several blocks a multiprocessor.
@@ -50,7 +48,6 @@ class GemmConfig:
     minor: Literal["m", "n"] = "m"
     group: int = 8
     cluster: Literal["m", "n"] | None = None
-    depth_splits: Literal[1, 2] = 1
     store_columns: int = 64
     store_slots: int = 2
     memory_registers: int | None = 40
@@ -83,7 +80,7 @@ class GemmConfig:
         """
         rows, columns = operands[0] * self.tile_m, operands[1] * self.tile_n // products
         stage = (rows + columns) * self.tile_k * itemsize
-        width = self.warpgroup_columns // products // self.depth_splits
+        width = self.warpgroup_columns // products
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
         left = SHARED_BYTES // max(1, self.blocks_per_core or 1) - _RESERVED_BYTES - store

@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.gemm.exchange import Exchange
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Store
@@ -81,8 +80,6 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
     whole = problem.transpose_a or problem.brought_rows == config.tile_m
     brought = config.tile_m if whole else problem.brought_rows
 
-    first_step = lax.axis_index("cluster") * problem.steps if config.depth_splits > 1 else None
-
     def tile(row, column, before):
         def step(i, _):
             stage = lax.rem(before + i, config.stages)
@@ -91,7 +88,7 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
             def _():
                 plgpu.barrier_wait(ring.empty.at[stage])
 
-            depth = pl.ds((i if first_step is None else first_step + i) * config.tile_k, config.tile_k)
+            depth = pl.ds(i * config.tile_k, config.tile_k)
             a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
 
             def bring_b(ref, buffer, column):
@@ -123,13 +120,10 @@ def _ordered(first, second, is_transposed: bool):
     return (second, first) if is_transposed else (first, second)
 
 
-def compute(
-    problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array, exchange: Exchange | None = None
-) -> None:
+def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array) -> None:
     """Multiplies every tile and has its results stored.
 
     stores: of each result that lies beside others (see `Problem.widths`), or one.
-    exchange: with the other block that shares the depth, if there is one.
     """
     config = problem.config
     rows, columns = config.warpgroup_rows, problem.width
@@ -156,8 +150,6 @@ def compute(
 
     def tile(row, column, before):
         row, column = row + first_row, column + first_column
-        if exchange is not None:
-            column = column + exchange.rank * problem.finished_width
         if len(stores) == 1:
             stores[0].begin(row, column)
 
@@ -180,8 +172,6 @@ def compute(
             values = [accumulator[...] for accumulator in accumulators]
             for late in range(min(config.in_flight, problem.steps), 0, -1):
                 plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
-            if exchange is not None:
-                values = [exchange.total(value) for value in values]
             if len(stores) == 1:
                 stores[0].finish(values, row, column)
                 return

@@ -80,7 +80,7 @@ class Problem:
     @property
     def cluster_size(self) -> int:
         """Blocks of a cluster."""
-        return self.clusters[0] * self.clusters[1] * self.config.depth_splits
+        return self.clusters[0] * self.clusters[1]
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -105,8 +105,8 @@ class Problem:
 
     @property
     def steps(self) -> int:
-        """Of a block's share of a tile's depth."""
-        return pl.cdiv(pl.cdiv(self.k, self.config.tile_k), self.config.depth_splits)
+        """Of a tile."""
+        return pl.cdiv(self.k, self.config.tile_k)
 
     @property
     def width(self) -> int:
@@ -114,12 +114,7 @@ class Problem:
         return self.config.warpgroup_columns // self.accumulators
 
     @property
-    def finished_width(self) -> int:
-        """Of these, the columns that the warpgroup brings to their end."""
-        return self.width // self.config.depth_splits
-
-    @property
     def squares_shape(self) -> tuple[int, int]:
-        """Of the array of rows' sums of squares: a line for the columns each warpgroup finishes; whole tiles."""
+        """Of the array of rows' sums of squares: a line for the columns of each warpgroup, whole tiles of rows."""
         (rows, columns), (cluster_rows, cluster_columns) = self.grid, self.clusters
-        return columns * cluster_columns * self.columns // self.finished_width, rows * cluster_rows * self.config.tile_m
+        return columns * cluster_columns * self.columns // self.width, rows * cluster_rows * self.config.tile_m

@@ -37,7 +37,7 @@ class Pieces:
     def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
         """Those of a problem; `most_columns`: where the epilogue needs narrower ones than the configuration has."""
         config = problem.config
-        width = problem.finished_width
+        width = problem.width
         columns = min(config.store_columns, width, most_columns or width)
         return cls(
             rows=config.warpgroup_rows, width=width, columns=columns, slots=min(config.store_slots, width // columns)
@@ -79,8 +79,8 @@ class Store:
             for piece in range(self.pieces.slots):
                 self._bring(piece, row, column)
 
-    def finish(self, products: Sequence[Any], row: jax.Array, column: jax.Array) -> None:
-        """After them: computes and stores the results. products: arrays, or what gives columns, once, as they do."""
+    def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
+        """After them: computes and stores the results."""
         pieces = self.pieces
         results_of = self._results(products, row, column)
         squares = []
