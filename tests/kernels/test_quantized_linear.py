@@ -22,7 +22,7 @@ def test_integers_are_within_half_a_step(bits, group_size, steps):
     w = weights(256)
     q = quantize(w, bits=bits, group_size=group_size)
     groups = 1 if group_size is None else 256 // group_size
-    assert (q.shape, q.values.dtype, q.scales.shape) == ((256, 64), jnp.dtype(f"int{bits}"), (groups, 64))
+    assert (q.shape, q.integers.dtype, q.scales.shape) == ((256, 64), jnp.dtype(f"int{bits}"), (groups, 64))
     grouped = np.asarray(w).reshape(groups, -1, 64)
     step = (2 * np.abs(grouped).max(axis=1, keepdims=True) / steps + np.zeros_like(grouped)).reshape(256, 64)
     error = np.abs(np.asarray(q.dequantized(jnp.float32)) - np.asarray(w))
@@ -83,7 +83,7 @@ def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
     ("changed", "error", "words"),
     [
         ({"w": jnp.ones((128, 64))}, TypeError, "`quantize` makes one"),
-        ({"w": replace(quantize(weights()), bits=4)}, ValueError, r"of int4, got int8\[64, 128\]"),
+        ({"w": replace(quantize(weights()), bits=4)}, ValueError, r"of int4, got uint8\[64, 128\]"),
         ({"w": replace(quantize(weights()), group_size=64)}, ValueError, r"w.scales must be \(2, 64\).* got \(1, 64\)"),
         ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got \(128, 64\)"),
         ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x must be floating"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax.numpy as jnp
+
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
+from pallas_kernels.primitives.platform import target_device
 
 Config = FewRowsConfig | IntegerGemmConfig
 _LINE_BITS = 512
@@ -13,41 +19,63 @@ MOST_PREFERRED_ROWS = 8192
 FEWEST_OUTPUTS, FEWEST_FEATURES = 1024, 1024
 """Above, and below these, nothing has been measured."""
 _SHORT = 1024
-"""Rows up to which square tiles are needed for every multiprocessor to have one."""
+"""Rows up to which small tiles are needed for every multiprocessor to have one."""
+_SQUARE = IntegerGemmConfig(rows=128, depth=128, in_parts=True, stages=12)
+_LOW = IntegerGemmConfig(rows=104, warpgroups=3, depth=128, in_parts=True, stages=12, store_rows=32)
+"""The cuts for so many rows; the second for weights in the lanes' order, where its tiles fit in fewer waves."""
 
 
-def default_config(rows: int, outputs: int, features: int, *, bits: int) -> Config:
-    """The untuned choice for a (rows, outputs) result with sums over so many features."""
+def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype) -> Config:
+    """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
+    bits, in_lanes = jnp.iinfo(dtype).bits, is_in_lanes(dtype)
     if rows <= MOST_ROWS:
-        return choose_few_rows(rows, outputs, features, weight_bits=bits)
-    depth = _LINE_BITS // bits
-    if rows <= _SHORT:
-        return IntegerGemmConfig(rows=128, depth=depth, stages=12)
-    return IntegerGemmConfig(depth=depth)
+        return replace(choose_few_rows(rows, outputs, features, weight_bits=bits), in_parts=in_lanes)
+    if rows > _SHORT:
+        return IntegerGemmConfig(depth=_LINE_BITS // bits)
+    if bits < 8:
+        return IntegerGemmConfig(rows=128, depth=_LINE_BITS // bits, stages=12)
+
+    def work(config: IntegerGemmConfig) -> int:
+        tiles = -(-rows // config.rows) * -(-outputs // config.columns)
+        return -(-tiles // target_device().core_count) * config.rows * config.columns
+
+    return min((_SQUARE, _LOW), key=work) if in_lanes else _SQUARE
 
 
-def candidates(rows: int, *, bits: int) -> dict[str, Config]:
+def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
+    bits = jnp.iinfo(dtype).bits
+    found: dict[str, Config] = {}
     if rows > MOST_ROWS:
-        depths = {8: (64, 128), 4: (128, 256)}[bits]
-        return {
-            f"{m} rows, {depth} deep": IntegerGemmConfig(rows=m, depth=depth, stages=12)
-            for m in (128, 256)
-            for depth in depths
-        }
-    depth = {8: 128, 4: 256}[bits]
-    return {
-        f"{columns} columns, depth {depth} shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
-            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64
+        shallow, deep = {8: (64, 128), 4: (128, 256)}[bits]
+        cuts = (
+            (128, shallow, False),
+            (128, deep, False),
+            (128, deep, True),
+            (256, shallow, False),
+            (256, shallow, True),
         )
-        for columns, splits, warpgroups in ((64, 1, 2), (64, 1, 4), (64, 2, 2), (64, 2, 4), (128, 1, 4))
-    }
+        for m, depth, in_parts in cuts:
+            name = f"{m} rows, {depth} deep{', in parts' if in_parts else ''}"
+            found[name] = IntegerGemmConfig(rows=m, depth=depth, in_parts=in_parts, stages=12)
+        return found | ({"104 rows, 192 columns, 128 deep, in parts": _LOW} if bits == 8 else {})
+    line = {8: 128, 4: 256}[bits]
+    cuts = (
+        *((64, line, 1, 4), (64, line, 2, 2), (128, line, 1, 4)),
+        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4)),
+    )
+    for columns, depth, splits, warpgroups in cuts:
+        name = f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
+        found[name] = FewRowsConfig(
+            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64, in_parts=is_in_lanes(dtype)
+        )
+    return found
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
     """Whether a kernel runs where the caller leaves the choice: where it was measured to be faster.
 
-    On an H200 with int8, times as fast as XLA, which widens the weights in a pass of its own: 1.4 at 512 rows of 4096
-    features and outputs, 1.01 at 8192. Few rows: no slower than XLA's product of 16-bit weights at any size measured.
+    On an H200 with eight bits, times as fast as XLA's product of 16-bit weights: 1.00 at 8192 rows of 4096 features and
+    outputs, 1.00 at 512, 1.5 to 1.8 at 16. XLA's own product of integers widens the weights in a pass of its own.
     """
     return rows <= MOST_PREFERRED_ROWS and outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES

@@ -29,7 +29,7 @@ def quantized_linear_forward(
     x: (rows, features), bfloat16 or float16, few rows where scales are of groups. bias: (outputs,). residual: (rows,
     outputs) of out_dtype.
     """
-    config = config or default_config(x.shape[0], w.shape[1], w.shape[0], bits=w.bits)
+    config = config or default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype)
     behind = {
         "epilogue": Epilogue(activation=activation),
         "bias": bias,

@@ -19,6 +19,7 @@ from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
+from pallas_kernels.primitives.integer_gemm.lanes import SPAN
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
 
 
@@ -35,6 +36,8 @@ def _call(
 ) -> ArgSpec:
     """Weights of the deviation that keeps the size of features: uniform integers, and scales that differ a little.
 
+    Integers of eight bits are as `quantize` has them: any bits at all, in the lanes' order where features allow it.
+
     behind: as `behind_product` has them.
     """
     limit = 2 ** (bits - 1) - 1
@@ -43,7 +46,9 @@ def _call(
     x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
     operands = {
         "x": x,
-        "values": ArraySpec(
+        "values": ArraySpec(shape=(outputs, features), dtype="uint8", fill="bits")
+        if bits == 8 and features % SPAN == 0
+        else ArraySpec(
             shape=(outputs, features), dtype=f"int{bits}", fill="integers", minimum=-limit, maximum=limit + 1
         ),
         "scales": ArraySpec(shape=(groups, outputs), dtype="float32", mean=size, deviation=size / 8),
@@ -133,7 +138,7 @@ def _flops(arguments: Arguments, phase: str) -> int:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
-    found = candidates(rows_of(arguments), bits=_bits(arguments["values"]))
+    found = candidates(rows_of(arguments), arguments["values"].dtype)
     return {name: partial(_forward_variant, config=config) for name, config in found.items()}
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, is_in_lanes
+from pallas_kernels.primitives.integer_gemm.lanes import SPAN, from_lanes, is_in_lanes, to_lanes
 
 GROUP_SIZES = (64, 128)
 """Weights along the features that may share a scale; or all of an output's."""
@@ -62,7 +62,8 @@ class QuantizedWeight:
 def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
     """Rounds the weights of a linear layer to integers, once, outside the step.
 
-    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7.
+    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7. Integers of eight bits are
+    kept as uint8 (see `QuantizedWeight`) where there are a multiple of 16 features.
 
     Args:
         w: (features, outputs), any floating dtype.
@@ -93,5 +94,5 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
     largest = jnp.max(jnp.abs(wide), axis=-1, initial=0.0)
     scales = jnp.where(largest > 0, largest / limit, 1.0)
     values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
-    values = values.astype(f"int{bits}")
+    values = to_lanes(values) if bits == 8 and features % SPAN == 0 else values.astype(f"int{bits}")
     return QuantizedWeight(values=values, scales=scales.T, bits=bits, group_size=group_size)
