@@ -51,9 +51,10 @@ def lora_linear(
         alpha: a number, not traced; LoRA's alpha / rank.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
         implementation: "mosaic" (one Mosaic GPU kernel for less than 2048 rows with a rank of at most 64, and XLA's
-            product x @ a before it otherwise; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
-            multiples of 64, at least 128 outputs, a rank of at most 128), "xla", a sequence of them in order of
-            preference, or None: "mosaic" for 2048 rows or more, where it can run; "xla" elsewhere.
+            product x @ a before it otherwise; from 512 rows on, blocks of the one kernel wait for each other, and a
+            launch before it clears their semaphores; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
+            outputs multiples of 64, at least 128 outputs, a rank of at most 128), "xla", a sequence of them in order
+            of preference, or None: "mosaic" for 2048 rows or more, where it can run; "xla" elsewhere.
 
     Returns:
         y, (..., outputs), of x's dtype.

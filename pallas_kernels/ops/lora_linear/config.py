@@ -7,6 +7,7 @@ from typing import Literal
 
 from pallas_kernels.primitives.gemm.choice import choose_config
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
+from pallas_kernels.primitives.platform import target_device
 
 DEPTH = 64
 """Ranks are filled up with zeros to a multiple of it where x @ a is an array: a step of the main loop."""
@@ -15,6 +16,8 @@ _JOINT_RANKS = (16, 32, 64)
 and divisors of a step's depth."""
 MOST_JOINT_RANK = _JOINT_RANKS[-1]
 """The accumulators of x @ w and x @ a share the registers of a warpgroup."""
+_AHEAD_ROWS = 512
+"""With fewer nothing has been measured."""
 _MANY_ROWS = 2048
 _OTHER_BYTES = 3072
 """Of shared memory, for barriers, alignment and Mosaic GPU's own scratch."""
@@ -46,6 +49,15 @@ class LoraConfig:
         return replace(cut, stages=max(2, min(cut.stages, (SHARED_BYTES - _OTHER_BYTES - store) // stage)))
 
 
+_SQUARE = GemmConfig(tile_n=128, stages=6)
+_AHEAD = (
+    LoraConfig(product=GemmConfig(), low="ahead"),
+    LoraConfig(product=_SQUARE, low="ahead"),
+    # A row of tiles of 448 columns: 14336 columns are 32 of them, those of 512 rows 128 blocks' in one wave.
+    LoraConfig(product=GemmConfig(), low="ahead", passes=(256, 192)),
+)
+
+
 def joint_rank(rank: int) -> int:
     """What a rank is filled up to where x @ a stays on the chip."""
     return next(size for size in _JOINT_RANKS if size >= rank)
@@ -53,9 +65,18 @@ def joint_rank(rank: int) -> int:
 
 def default_config(rows: int, outputs: int, features: int, rank: int) -> LoraConfig:
     """The untuned choice for a (rows, outputs) result with sums over so many features."""
-    product = choose_config(rows, outputs)
-    inside = rows < _MANY_ROWS and rank <= MOST_JOINT_RANK
-    return LoraConfig(product=product, low="inside" if inside else "before")
+    del features
+    if rank <= MOST_JOINT_RANK and _AHEAD_ROWS <= rows < _MANY_ROWS:
+        return min(_AHEAD, key=lambda config: _cost(config, rows, outputs))
+    inside = rows < _AHEAD_ROWS and rank <= MOST_JOINT_RANK
+    return LoraConfig(product=choose_config(rows, outputs), low="inside" if inside else "before")
+
+
+def _cost(config: LoraConfig, rows: int, outputs: int) -> float:
+    """Of the waves of blocks, in columns; see `gemm.choice`."""
+    width = sum(config.passes) or config.product.tile_n
+    units = -(-rows // config.product.tile_m) * -(-outputs // width)
+    return -(-units // target_device().core_count) * width * (1.0 if config.product.tile_n >= 256 else 1.06)
 
 
 def default_gradient_config(rows: int, outputs: int, features: int) -> GemmConfig | None:
@@ -66,7 +87,7 @@ def default_gradient_config(rows: int, outputs: int, features: int) -> GemmConfi
 def is_preferred(rows: int, outputs: int, features: int, rank: int) -> bool:
     """Whether the kernel runs where the caller leaves the choice: where it was measured to be faster.
 
-    On an H200 8192 rows take 0.86 of XLA's time (4096 features and outputs, rank 16). 512 rows take 0.88 to 0.91
+    On an H200 8192 rows take 0.86 of XLA's time (4096 features and outputs, rank 16). 512 rows take 0.72 to 0.73
     forward, and are XLA's until their gradient has been measured, too.
     """
     del outputs, features, rank
@@ -79,12 +100,12 @@ def candidates(rows: int, rank: int) -> dict[str, LoraConfig]:
     if rows >= _MANY_ROWS:
         cuts["128x256 cluster m"] = GemmConfig(cluster="m")
     else:
-        cuts["128x128"] = GemmConfig(tile_n=128, stages=6)
+        cuts["128x128"] = _SQUARE
         cuts["128x224"] = GemmConfig(tile_n=224, store_columns=32, store_slots=4)
     found = {f"{name}, x @ a before": LoraConfig(product=cut, low="before") for name, cut in cuts.items()}
     if rank > MOST_JOINT_RANK:
         return found
     found |= {f"{name}, x @ a inside": LoraConfig(product=cut, low="inside") for name, cut in cuts.items()}
     ahead = {name: LoraConfig(product=cut, low="ahead") for name, cut in cuts.items() if cut.cluster is None}
-    ahead["128x(256+192)"] = LoraConfig(product=GemmConfig(), low="ahead", passes=(256, 192))
+    ahead["128x(256+192)"] = _AHEAD[-1]
     return found | {f"{name}, x @ a ahead": cut for name, cut in ahead.items() if rank <= cut.product.store_columns}
