@@ -36,7 +36,7 @@ def operands(seed, m, k, n, dtype):
         (SMALL, (136, 128, 192), jnp.int8),
         (IntegerGemmConfig(rows=128, depth=128), (67, 256, 64), jnp.int8),
         (IntegerGemmConfig(rows=64, depth=256, store_slots=1), (64, 512, 128), jnp.int4),
-        (IntegerGemmConfig(rows=64, stages=2, in_parts=True), (72, 256, 192), jnp.uint8),
+        (IntegerGemmConfig(rows=64, stages=2, in_parts=True, last_rows=32), (136, 128, 128), jnp.uint8),
         (IntegerGemmConfig(rows=104, store_rows=104, warpgroups=3, depth=128, in_parts=True), (67, 256, 64), jnp.uint8),
     ],
 )

@@ -21,6 +21,8 @@ class IntegerGemmConfig:
     depth: of a step.
     stages: steps of operands in shared memory at once; fewer where they do not fit.
     in_parts: whether a step is widened in parts of 64, each while the tensor cores have the part before. At least two.
+    last_rows: tiles that would leave blocks idle at the end are cut into lower ones, of so many rows, if no block then
+        has more than one; 0: they are not.
     group: tiles along the rows that follow one another, before the next columns.
     store_rows, store_slots: the result leaves in pieces of so many rows, through so many buffers a warpgroup.
     """
@@ -30,6 +32,7 @@ class IntegerGemmConfig:
     depth: int = 64
     stages: int = 6
     in_parts: bool = False
+    last_rows: int = 0
     group: int = 8
     store_rows: int = 64
     store_slots: int = 2

@@ -103,22 +103,46 @@ class _Job:
             return widened_lanes(values, self.dtype)
         return widened(plgpu.layout_cast(values, plgpu.Layout.WGMMA), self.dtype)
 
-    def for_each_tile(self, work) -> jax.Array:
-        """Calls work(row, column, steps before) for each of the block's tiles; the number of all its steps."""
-        rows, columns = self.grid
+    @property
+    def blocks(self) -> int:
+        """That run, each on a multiprocessor."""
+        return max(1, min(target_device().core_count, self.grid[0] * self.grid[1]))
 
-        @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    @property
+    def low_tiles(self) -> int:
+        """The last tiles, which `config.last_rows` cuts into lower ones; 0 where those would be too many."""
+        left = self.grid[0] * self.grid[1] % self.blocks
+        return left if self.config.last_rows and left * self.config.rows <= self.blocks * self.config.last_rows else 0
+
+    def for_each_tile(self, work) -> jax.Array:
+        """Calls work(row, column, steps before, rows) for each of the block's tiles; the number of all its steps."""
+        config, (rows, columns) = self.config, self.grid
+        high_tiles = rows * columns - self.low_tiles
+
+        def place(number):
+            i, j = plgpu.planar_snake(number, (rows, columns), 0, min(config.group, rows))
+            return i * config.rows, j * config.columns
+
+        @plgpu.nd_loop((high_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def steps(info, carry):
-            i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(self.config.group, rows))
-            work(i * self.config.rows, j * self.config.columns, carry)
+            work(*place(info.index[0]), carry, config.rows)
             return carry + self.steps
 
-        return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+        if not self.low_tiles:
+            return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+        block, pieces = lax.axis_index("block"), config.rows // config.last_rows
+        has_one = block < self.low_tiles * pieces
+
+        @pl.when(has_one)
+        def _():
+            row, column = place(high_tiles + lax.div(block, pieces))
+            work(row + lax.rem(block, pieces) * config.last_rows, column, steps, config.last_rows)
+
+        return steps + jnp.where(has_one, self.steps, 0)  # pyright: ignore[reportOperatorIssue]: likewise
 
 
 def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
     config, warpgroups = job.config, job.config.warpgroups
-    tiles = job.grid[0] * job.grid[1]
 
     def body(x_ref, w_ref, extra_refs, out_ref, ring, buffers, brought):
         warpgroup = lax.axis_index("warpgroup")
@@ -147,7 +171,7 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((job.m, job.n), out_dtype),
-        grid=(max(1, min(target_device().core_count, tiles)),),
+        grid=(job.blocks,),
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -169,7 +193,7 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
 def _produce(job: _Job, x_ref: Any, w_ref: Any, ring: Mapping[str, Any]) -> None:
     config = job.config
 
-    def tile(row, column, before):
+    def tile(row, column, before, rows):
         def step(i, _):
             stage = lax.rem(before + i, config.stages)
 
@@ -180,7 +204,7 @@ def _produce(job: _Job, x_ref: Any, w_ref: Any, ring: Mapping[str, Any]) -> None
             depth = pl.ds(i * config.depth, config.depth)
             full = ring["full"].at[stage]
             plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring["w"].at[stage], full)
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, config.rows), depth], ring["x"].at[stage], full)
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), depth], ring["x"].at[stage, pl.ds(0, rows)], full)
 
         lax.fori_loop(0, job.steps, step, None)
 
@@ -196,7 +220,7 @@ def _produce(job: _Job, x_ref: Any, w_ref: Any, ring: Mapping[str, Any]) -> None
 def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.Array) -> None:
     config = job.config
 
-    def tile(row, column, before):
+    def tile(row, column, before, rows):
         column = column + warpgroup * GROUP
         vectors = store.vectors(column)
 
@@ -208,7 +232,7 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
 
         def multiply_by(accumulator, values, i, start=0):
             stage = lax.rem(before + i, config.stages)
-            right = ring["x"].at[stage, slice(None), pl.ds(start, values.shape[1])].transpose((1, 0))
+            right = ring["x"].at[stage, pl.ds(0, rows), pl.ds(start, values.shape[1])].transpose((1, 0))
             plgpu.wgmma(accumulator, job.left(values), right)
 
         def release(i):
@@ -249,7 +273,7 @@ def _compute(job: _Job, ring: Mapping[str, Any], store: _Store, warpgroup: jax.A
             store.finish(accumulator[...], vectors, row, column)
 
         multiply = multiply_parts if config.in_parts else multiply
-        pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((GROUP, config.rows), jnp.float32))
+        pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((GROUP, rows), jnp.float32))
 
     job.for_each_tile(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -283,8 +307,8 @@ class _Store:
         config = self.job.config
         scale, bias = vectors["scales"], vectors.get("bias")
         scale = scale / unit(self.job.dtype) if self.job.in_lanes else scale
-        for piece, start in enumerate(range(0, config.rows, config.store_rows)):
-            shape = (GROUP, min(config.store_rows, config.rows - start))
+        for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
+            shape = (GROUP, min(config.store_rows, product.shape[1] - start))
             buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
             place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
             plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
