@@ -38,7 +38,7 @@ class NoGpuError(XlafuseError, RuntimeError):
 class Settings:
     """How to measure.
 
-    match: only shapes whose name holds this; several, comma between, any of which will do.
+    match: which shapes: see `is_wanted`.
     peers: see `xlafuse.bench.peers.PEERS`.
     peer_bytes: peers are timed on shapes that move at least so much; compiling them takes seconds a shape.
     seconds: no new shape is begun after so many of them.
@@ -69,11 +69,16 @@ def require_gpu() -> None:
         )
 
 
+def is_wanted(spec: str, match: str) -> bool:
+    """Whether the name holds a part of `match` (commas between them), or is what follows a part's "="."""
+    return any(spec == part[1:] if part.startswith("=") else part in spec for part in match.split(","))
+
+
 def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
     """Measures an operation's shapes one by one; a str names a shape left out for lack of time."""
     deadline = time.monotonic() + settings.seconds
     for spec in op.tagged("bench"):
-        if not any(part in spec.name for part in settings.match.split(",")):
+        if not is_wanted(spec.name, settings.match):
             continue
         if settings.only and f"{op.name} {spec.name}" not in settings.only:
             continue

@@ -16,7 +16,7 @@ from pallas_kernels import REGISTRY, OpSpec, tuning
 from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice
 from xlafuse.bench import supervisor
-from xlafuse.bench.kernels import Settings
+from xlafuse.bench.kernels import Settings, is_wanted
 from xlafuse.bench.results import PHASES, Results, ShapeResult, merge
 from xlafuse.errors import XlafuseError
 
@@ -102,7 +102,7 @@ def run(
         for name in operations:
             op = REGISTRY[name]
             named = keys(op, phase).items() if phase in op.tuned_phases else ()
-            if left := [spec for spec, key in named if key not in known and _matches(spec, settings)]:
+            if left := [spec for spec, key in named if key not in known and is_wanted(spec, settings.match)]:
                 wanted.setdefault(phase, {})[name] = left
     if not wanted:
         raise NothingToTuneError(f"{table} knows every such shape already; `--anew` times them once more.")
@@ -118,10 +118,6 @@ def run(
         written = log if phase == "forward" else log.with_name(f"{phase}-{log.name}")
         parts.append(supervisor.run(tuple(left), own, written, kept=keep))
     return merge(parts)
-
-
-def _matches(spec: str, settings: Settings) -> bool:
-    return any(part in spec for part in settings.match.split(","))
 
 
 def lines(found: Mapping[str, Choice]) -> list[str]:

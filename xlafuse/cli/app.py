@@ -172,7 +172,10 @@ def kernels(
         list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Both by default.")
     ] = None,
     match: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192x4096.")
+        str,
+        typer.Option(
+            metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192x4096, or is one, as =8x8."
+        ),
     ] = "",
     peers: Annotated[
         str | None,
@@ -270,7 +273,10 @@ def tune(
         typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
     ] = None,
     match: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192-4096.")
+        str,
+        typer.Option(
+            metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192-4096, or is one, as =8-8."
+        ),
     ] = "",
     output: Annotated[
         Path | None,
