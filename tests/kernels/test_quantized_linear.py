@@ -36,6 +36,23 @@ def test_zero_weights_stay_zero():
     assert np.isfinite(np.asarray(q.scales)).all()
 
 
+def test_eight_bits_are_kept_in_another_order_where_features_allow_it():
+    w = weights(96)
+    q = quantize(w)
+    assert (q.values.dtype, quantize(w[:90]).values.dtype) == (jnp.uint8, jnp.int8)
+    part = replace(q, values=q.values[8:24, 16:64], scales=q.scales[:, 8:24])
+    np.testing.assert_array_equal(part.dequantized(jnp.float32), q.dequantized(jnp.float32)[16:64, 8:24])
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_either_order_gives_the_same():
+    x, q = jax.random.normal(jax.random.key(2), (3, 128), jnp.bfloat16), quantize(weights())
+    natural = replace(q, values=q.integers)
+    np.testing.assert_array_equal(natural.dequantized(jnp.float32), q.dequantized(jnp.float32))
+    ours, theirs = (quantized_linear(x, each, implementation="mosaic") for each in (q, natural))
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def test_weights_go_through_jit_and_map():
     q = quantize(weights())
     again = jax.jit(lambda q: jax.tree.map(lambda leaf: leaf + 0, q))(q)
@@ -84,6 +101,11 @@ def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
     [
         ({"w": jnp.ones((128, 64))}, TypeError, "`quantize` makes one"),
         ({"w": replace(quantize(weights()), bits=4)}, ValueError, r"of int4, got uint8\[64, 128\]"),
+        (
+            {"w": replace(quantize(weights()), values=jnp.ones((64, 120), jnp.uint8))},
+            ValueError,
+            "16 features, got 120",
+        ),
         ({"w": replace(quantize(weights()), group_size=64)}, ValueError, r"w.scales must be \(2, 64\).* got \(1, 64\)"),
         ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got \(128, 64\)"),
         ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x must be floating"),
