@@ -1,4 +1,5 @@
-"""A replayed autotuning gives the kernels that the H200 was given when it was recorded.
+"""The block compiled for an H200: a replayed autotuning gives the kernels that the H200 was given when it was recorded,
+and ours save launches and traffic.
 
 `data/h200_launches.json` is what `scripts/record_autotune.py` wrote on the H200 beside the recording that ships with
 the target: kinds of launches per case, counted on the real GPU's executable.
@@ -6,12 +7,14 @@ the target: kinds of launches per case, counted on the real GPU's executable.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from hlo_analysis import Analysis, Capture, analyze
 from hlo_analysis.capture import capture
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.kinds import kind_of
@@ -62,15 +65,23 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.xfail(strict=True, reason=reason)] if reason else marks
 
 
+@functools.cache
+def compiled(preset: str, strategy: str, mode: str, shape: tuple[int, int]) -> Capture:
+    """The block under a strategy; which takes seconds, for all tests that look at it."""
+    chosen = get_strategy(strategy)
+    function, arguments = block_function(preset, shape, plan=chosen.plan.applicable(get_preset(preset)))
+    return capture(function, *arguments, target="h200", mode=mode, compiler_options=chosen.compiler_options)
+
+
+def analyzed(strategies: list[str], mode: str, shape: tuple[int, int]) -> dict[str, Analysis]:
+    """What becomes of llama3-8b's block, by strategy."""
+    return {name: analyze(compiled("llama3-8b", name, mode, shape)) for name in strategies}
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_replay_launches_what_the_h200_launched(name):
     case = CASES[name]
-    strategy = get_strategy(case["strategy"])
-    plan = strategy.plan.applicable(get_preset(case["preset"]))
-    function, arguments = block_function(case["preset"], tuple(case["shape"]), plan=plan)
-    captured = capture(
-        function, *arguments, target="h200", mode=case["mode"], compiler_options=strategy.compiler_options
-    )
+    captured = compiled(case["preset"], case["strategy"], case["mode"], tuple(case["shape"]))
     module = parse_module(captured.text("final_hlo"))
     table = find_launches(module, captured.text("thunk_sequence"), captured.text("thunk_metadata"))
     kinds = Counter()
@@ -81,3 +92,28 @@ def test_replay_launches_what_the_h200_launched(name):
     assert provenance.gemm_choice == ("replayed" if PRODUCTS & kinds.keys() else "none")
     assert provenance.autotune_hits == provenance.autotune_lookups
     assert dict(kinds) == case["kinds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_kernels_save_launches_and_traffic(mode):
+    made = analyzed(["xla", "pallas", "xla_cudnn", "pallas_cudnn"], mode, (2, 4096))
+    for kernels, plain in (("pallas", "xla"), ("pallas_cudnn", "xla_cudnn")):
+        assert made[kernels].launch_count < made[plain].launch_count
+        assert made[kernels].traffic.bytes < made[plain].traffic.bytes
+        assert made[kernels].roofline_us < made[plain].roofline_us
+    # Nothing is moved to suit a kernel: neither slices of a joined product nor another order of axes.
+    moves = {"slice", "concatenate", "transpose", "copy", "bitcast", "reshape"}
+    assert [
+        launch.name
+        for launch in made["pallas_cudnn"].launches
+        if launch.opcodes and {opcode for opcode, _ in launch.opcodes} <= moves
+    ] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_one_token_has_its_kernels(mode):
+    made = analyzed(["xla", "pallas"], mode, (1, 1))
+    assert made["pallas"].launches_by_kind["mosaic"] == {"forward": 7, "grad": 13}[mode]
+    assert made["pallas"].launch_count < made["xla"].launch_count
