@@ -35,6 +35,15 @@ NOTHING = {
 FUSED = {
     "causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True, "softcap": 4.0}),
     "causal, more queries": ((1, 200, 136, 2, 1, 128), {"is_causal": True}),
+    "three tiles of queries": ((1, 136, 136, 1, 1, 128), {}),
+    "causal, head size 64": ((1, 200, 136, 1, 1, 64), {"is_causal": True}),
+    "head size 64": ((1, 136, 64, 1, 1, 64), {}),
+}
+
+FORMS = {
+    "three tiles of queries": FusedConfig(waves=0, finishers=True, dquery_first=True),
+    "causal, head size 64": FusedConfig(heads_inside=True, dquery_first=True, halves=True),
+    "head size 64": FusedConfig(waves=0, finishers=True, dquery_first=True),
 }
 
 # (batch, queries, keys, heads, key heads, head size), arguments
@@ -171,6 +180,14 @@ def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed,
     interpreter_semaphores.extend(monkeypatch)
     fused = FusedConfig(heads_inside=True, waves=2, shares=shares)
     check("causal, more queries", seed, config=replace(backward_config(128), fused=fused))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_one_kernel(name, seed, monkeypatch):
+    interpreter_semaphores.extend(monkeypatch)
+    config = backward_config(FUSED[name][0][-1])
+    check(name, seed, config=replace(config, fused=FORMS[name]))
 
 
 def copies(seed, fused):

@@ -83,7 +83,7 @@ def test_attention_looks_up_both_passes(own):
         batch=4, heads=32, key_heads=8, head_size=128, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
     )
     assert attention.known(problem) == known
-    forward, backward = "no ping-pong", "one kernel, heads inside, 4 waves"
+    forward, backward = "no ping-pong", "one kernel, 4 waves"
     with jax.sharding.use_abstract_mesh(MESH):
         assert attention.tuned_forward(problem) == attention.default_forward(problem)
         assert backward_choice.tuned_backward(problem) == backward_choice.default_backward(problem)

@@ -12,34 +12,42 @@ from pallas_kernels.ops.attention.backward_config import (
     features_of,
     padded_head,
 )
-from pallas_kernels.ops.attention.backward_fused import COLUMNS, HEAD_SIZE
+from pallas_kernels.ops.attention.backward_fused import COLUMNS, ROWS
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
 
-_LEAST, _MOST, _MOST_CAUSAL = 2048, 8192, 16384
-"""Lengths with which one kernel is taken. Blocks wait for each other, the more the longer."""
+_LEAST, _MOST = 2048, {64: 8192, 128: 16384}
+"""Lengths with which one kernel is taken, the longest one by head size. Blocks wait for each other, the more the
+longer."""
 
 
 def can_fuse(problem: Problem) -> bool:
-    """Whether one kernel can make all gradients: its registers are full with a head size of 128 and a causal mask."""
+    """Whether one kernel can make all gradients: its registers are full with a causal mask."""
     masking = problem.masking
     is_simple = masking.left is None and not masking.has_segments and problem.dense != "bias"
-    return is_simple and padded_head(problem.head_size) == HEAD_SIZE
+    return is_simple and padded_head(problem.head_size) in ROWS
+
+
+def _fused(problem: Problem) -> FusedConfig:
+    """Of one kernel, the fastest form by head size and mask."""
+    if not problem.masking.is_causal:
+        return FusedConfig(waves=0, finishers=True, dquery_first=True)
+    if padded_head(problem.head_size) == 64:
+        return FusedConfig(heads_inside=True, dquery_first=True, halves=True)
+    return FusedConfig(heads_inside=True)
 
 
 def default_backward(problem: Problem) -> BackwardConfig:
-    """The untuned choice: one kernel where it was the faster form. TUNING-backward.md says what of it was measured: not
-    the full one since it stores first and rounds."""
+    """The untuned choice: one kernel where it was the faster form, see TUNING-backward.md."""
     config = backward_config(problem.head_size, features=features_of(problem))
     masking = problem.masking
     is_plain = not features_of(problem) and masking.right in (None, 0)
     # With a last tile of keys that is not whole ptxas spills.
-    is_whole = masking.keys % COLUMNS == 0 and problem.head_size == HEAD_SIZE
-    most = _MOST_CAUSAL if masking.is_causal else _MOST
-    is_measured = all(_LEAST <= length <= most for length in (masking.queries, masking.keys))
-    if not (can_fuse(problem) and is_plain and is_whole and is_measured):
+    is_whole = masking.keys % COLUMNS == 0 and problem.head_size in ROWS
+    if not (can_fuse(problem) and is_plain and is_whole):
         return config
-    return replace(config, fused=FusedConfig(heads_inside=True) if masking.is_causal else FusedConfig(waves=0))
+    is_measured = all(_LEAST <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
+    return replace(config, fused=_fused(problem)) if is_measured else config
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
@@ -50,11 +58,15 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         "two kernels, sections for the cache": replace(two, keys=replace(two.keys, waves=0)),
     }
     if can_fuse(problem) and not features_of(problem):
+        base = _fused(problem)
         one = {
-            "one kernel": FusedConfig(),
-            "one kernel, sections for the cache": FusedConfig(waves=0),
-            "one kernel, heads inside": FusedConfig(heads_inside=True),
-            "one kernel, heads inside, 4 waves": FusedConfig(heads_inside=True, waves=4),
+            "one kernel": base,
+            "one kernel, sections for the cache": replace(base, waves=0),
+            "one kernel, 2 waves": replace(base, waves=2),
+            "one kernel, 4 waves": replace(base, waves=4),
+            "one kernel, other order of heads": replace(base, heads_inside=not base.heads_inside),
+            "one kernel, other product first": replace(base, dquery_first=not base.dquery_first),
+            "one kernel, others finish": replace(base, finishers=not base.finishers),
         }
         found |= {name: replace(two, fused=fused) for name, fused in one.items()}
     return found

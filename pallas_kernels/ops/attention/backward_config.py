@@ -77,18 +77,26 @@ class QueriesConfig:
 class FusedConfig:
     """The kernel that makes all three gradients.
 
-    rows, stages, waves: as in `KeysConfig`.
+    stages, waves: as in `KeysConfig`.
     heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
         head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
         causal mask, short blocks need not wait for long ones to come to the group's last head.
     shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
+    finishers: whether more blocks make dquery of the sums, see `backward_finish`; else the last block that has a share
+        of it does, without storing a sum of its own.
+    dquery_first: whether a step multiplies for dquery before it does for dkey, and gives its share while the latter
+        product is under way; else the other way round.
+    halves: with a head size of 64, whether scores are computed of half of a step's 128 queries after the other: it
+        takes fewer registers, and masked steps are taken so at any rate.
     """
 
-    rows: int = 64
     stages: int = 2
     waves: int = 2
     heads_inside: bool = False
     shares: int = 2
+    finishers: bool = False
+    dquery_first: bool = False
+    halves: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
