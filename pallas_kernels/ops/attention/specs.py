@@ -90,6 +90,8 @@ _ARG_SPECS = (
     _call(2, 0, 16, 2, 1, 64, tags=("test", "empty")),
     _call(1, 2048, 2048, 8, 2, 128, tags=_GPU),  # long enough for one backward kernel
     _call(1, 2048, 2048, 4, 1, 128, is_causal=True, tags=_GPU),
+    _call(1, 2048, 2176, 8, 2, 64, tags=_GPU),
+    _call(2, 2048, 2048, 8, 2, 64, is_causal=True, tags=_GPU),
     _call(1, 2176, 256, 8, 2, 128, tags=_GPU),  # 136 tiles: four more than an H200 has multiprocessors
     _call(1, 1, 4097, 4, 4, 128, tags=_GPU),
     _call(2, 127, 1000, 4, 2, 128, is_causal=True, tags=_GPU),
