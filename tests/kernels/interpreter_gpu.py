@@ -13,6 +13,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import interpreter_programs
 import jax
 import numpy as np
 from jax._src import callback, dispatch
@@ -39,11 +40,17 @@ launches = Launches()
 def extend(monkeypatch) -> None:
     """Adds it, until the test ends."""
     launches.reset()
+    interpreter_programs.forget()
     monkeypatch.setattr(interpret_pallas_call, "interpret_pallas_call", _call)
 
 
 def _call(*arguments: Any, out_avals: Any, **parameters: Any) -> Any:
-    kernel = jax.jit(functools.partial(_interpret, out_avals=out_avals, **parameters))
+    parameters["out_avals"] = out_avals
+    kernel = interpreter_programs.program_of(
+        lambda: jax.jit(functools.partial(_interpret, **parameters)),
+        operands=tuple(map(jax.typeof, arguments)),
+        **parameters,
+    )
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in out_avals]
     return callback.io_callback(functools.partial(_launch, kernel), shapes, *arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import interpreter_gpu
+import interpreter_programs
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -62,6 +63,14 @@ def test_a_race_is_found_whatever_runs_after_it(interpreted, capfd):
     np.testing.assert_array_equal(handed_over(waits=True)(x), x + 1)
     assert (interpreted.kernels, interpreted.with_races) == (2, 1)
     assert "RACE DETECTED" in capfd.readouterr().out
+
+
+def test_only_the_same_kernel_shares_a_program(interpreted):
+    x = jnp.arange(128, dtype=jnp.float32)
+    for step in (1, 2, 1):
+        np.testing.assert_array_equal(handed_over(waits=True, step=step)(x), x + step)
+    jax.block_until_ready(handed_over(waits=False)(x))
+    assert (interpreted.kernels, interpreted.with_races, interpreter_programs.count()) == (4, 1, 3)
 
 
 def test_a_kernel_that_fails_leaves_the_next_alone(interpreted):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import references
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -34,11 +35,11 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 def check_or_refused(op, implementation, spec, seed):
     """An implementation either computes the right thing or says why it cannot; None then still computes it."""
     try:
-        testing.check(op, spec, implementation, seed=seed)
+        references.check(op, spec, implementation, seed=seed)
     except NotImplementedError as error:
         assert "ragged" in spec.tags, f"{implementation} refused an ordinary shape: {error}"
         assert len(str(error)) > 40
-        testing.check(op, spec, None, seed=seed)
+        references.check(op, spec, None, seed=seed)
 
 
 @pytest.mark.parametrize(("op", "implementation", "spec"), CASES)
@@ -48,18 +49,16 @@ def test_values_and_gradients(op, implementation, spec, seed):
 
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
 def test_jit_agrees(op, implementation, spec, seed):
-    for compute in (testing.forward, testing.gradient):
+    @jax.jit
+    def run(arguments, cotangents):
+        case = testing.Case(op=op, arguments=arguments, cotangents=cotangents)
+        return references.values_and_gradients(case, implementation)
 
-        @jax.jit
-        def run(arguments, cotangents, compute=compute):
-            return compute(testing.Case(op=op, arguments=arguments, cotangents=cotangents), implementation)
+    def draw(seed):
+        case = testing.make_case(op, spec, seed)
+        return references.reports(case, testing.finished(run(case.arguments, case.cotangents)))
 
-        def draw(seed, compute=compute, run=run):
-            case = testing.make_case(op, spec, seed)
-            got = testing.finished(run(case.arguments, case.cotangents))
-            return testing.error_reports(got, compute(case, "xla"), testing.oracle(case, compute), op.error_bound)
-
-        testing.assert_draws_within(draw, seed, "jit")
+    testing.assert_draws_within(draw, seed, "jit")
 
 
 def stacked_cases(op, spec, seed):
@@ -84,10 +83,7 @@ def test_vmap(op, implementation, spec, seed, compute):
         got = testing.finished(jax.vmap(run)(batched, cotangents))
         reports = []
         for i, case in enumerate(cases):
-            element = jax.tree.map(lambda leaf, i=i: leaf[i], got)
-            reports += testing.error_reports(
-                element, compute(case, "xla"), testing.oracle(case, compute), op.error_bound
-            )
+            reports += references.reports(case, jax.tree.map(lambda leaf, i=i: leaf[i], got))
         return reports
 
     testing.assert_draws_within(draw, seed, "vmap")
@@ -119,15 +115,13 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
         reports = []
         for i, case in enumerate(cases):
             got = {f"output {j}": value[i] for j, value in enumerate(values)}
-            exact = testing.oracle(case, testing.forward)
-            reports += testing.error_reports(got, testing.forward(case, "xla"), exact, op.error_bound)
-            got = {f"gradient of {k}": value[i] for k, value in batched_gradients.items() if k in op.differentiable}
-            exact = testing.oracle(case, testing.gradient)
-            reports += testing.error_reports(got, testing.gradient(case, "xla"), exact, op.error_bound)
+            got |= {f"gradient of {k}": value[i] for k, value in batched_gradients.items() if k in op.differentiable}
+            reports += references.reports(case, got)
         # Shared arguments get the sum over the devices.
+        exact_gradients = [references.oracle(case) for case in cases]
         for name, value in shared_gradients.items():
             if name in op.differentiable:
-                exact = sum(testing.oracle(case, testing.gradient)[f"gradient of {name}"] for case in cases)
+                exact = sum(exact[f"gradient of {name}"] for exact in exact_gradients)
                 tolerance = 4 * float(jnp.finfo(value.dtype).eps) * (1 + np.abs(exact).max())
                 np.testing.assert_allclose(np.asarray(value, np.float64), exact, atol=tolerance, err_msg=f"seed={seed}")
         return reports
