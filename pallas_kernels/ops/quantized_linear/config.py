@@ -58,11 +58,14 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
         for m, depth, in_parts in cuts:
             name = f"{m} rows, {depth} deep{', in parts' if in_parts else ''}"
             found[name] = IntegerGemmConfig(rows=m, depth=depth, in_parts=in_parts, stages=12)
-        return found | ({"104 rows, 192 columns, 128 deep, in parts": _LOW} if bits == 8 else {})
+        if bits == 8:
+            found["104 rows, 192 columns, 128 deep, in parts"] = _LOW
+            found["128 rows, 128 deep, in parts, 64 at last"] = replace(_SQUARE, last_rows=64)
+        return found
     line = {8: 128, 4: 256}[bits]
     cuts = (
         *((64, line, 1, 4), (64, line, 2, 2), (128, line, 1, 4)),
-        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4)),
+        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4), (64, 512, 2, 1)),
     )
     for columns, depth, splits, warpgroups in cuts:
         name = f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
