@@ -41,7 +41,9 @@ FUSED = {
 }
 
 FORMS = {
-    "three tiles of queries": FusedConfig(waves=0, finishers=True, dquery_first=True),
+    "three tiles of queries": FusedConfig(
+        waves=0, finishers=True, dquery_first=True, loads_apart=True, tiled_sums=True
+    ),
     "causal, head size 64": FusedConfig(heads_inside=True, dquery_first=True, halves=True),
     "head size 64": FusedConfig(waves=0, finishers=True, dquery_first=True),
 }

@@ -67,6 +67,12 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, other order of heads": replace(base, heads_inside=not base.heads_inside),
             "one kernel, other product first": replace(base, dquery_first=not base.dquery_first),
             "one kernel, others finish": replace(base, finishers=not base.finishers),
+            "one kernel, loads apart": replace(base, loads_apart=True),
+            "one kernel, tiled sums": replace(base, tiled_sums=True),
+            "one kernel, loads apart, tiled sums": replace(base, loads_apart=True, tiled_sums=True),
+            "one kernel, loads apart, tiled sums, dquery first": replace(
+                base, loads_apart=True, tiled_sums=True, dquery_first=True
+            ),
         }
         found |= {name: replace(two, fused=fused) for name, fused in one.items()}
     return found

@@ -87,6 +87,8 @@ def _launch(
     dtype = problem.dtype
     # Numbers of queries, for masks: with a head size of 64 there is no room for them in shared memory.
     lines = 3 if size == 128 else 2
+    # ptxas spills otherwise.
+    keeps_apart = config.loads_apart and size == 128
     finishers = None
     if config.finishers:
         finishers = Finishers(
@@ -104,6 +106,10 @@ def _launch(
         row, column = (i * _PART, 0) if splits_rows else (0, i * _PART)
         return ref.at[b, pl.ds(query_tile * step_rows + row, _PART), head, pl.ds(column, _PART)]
 
+    def sum_of(ref, b, head, query_tile, i):
+        """Where that is summed."""
+        return ref.at[b, head, query_tile, i] if config.tiled_sums else part_of(ref, b, head, query_tile, i)
+
     def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *outputs):
         dquery_ref, dkey_ref, dvalue_ref, sums_ref, scratch = outputs
         (k, v, q, do, qrows, ds, share), (held, full, empty, met, made, taken, fetched) = scratch
@@ -118,6 +124,8 @@ def _launch(
             section_blocks=config.waves * at_once,
         )
         b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        if keeps_apart:
+            tile_index, b, key_head = lax.optimization_barrier((tile_index, b, key_head))
         first_key = tile_index * COLUMNS
         visits = Visits(tiles=masking.query_tiles(first_key, COLUMNS, step_rows))
         walk = Steps(
@@ -153,13 +161,26 @@ def _launch(
                 plgpu.copy_gmem_to_smem(dout_ref.at[b, place, head], do.at[stage], full.at[stage])
                 plgpu.copy_gmem_to_smem(rows_ref.at[b, head, pl.ds(0, lines), place], qrows.at[stage], full.at[stage])
 
-            lax.fori_loop(0, jnp.minimum(steps, config.stages), lambda n, _: bring(n), None)
+            def bring_all():
+                def one(n, _):
+                    pl.when(n >= config.stages)(lambda: plgpu.barrier_wait(empty.at[lax.rem(n, config.stages)]))
+                    bring(n)
+
+                # No barrier may be left with an arrival that nobody has seen.
+                def drain(n, _):
+                    plgpu.barrier_wait(empty.at[lax.rem(n, config.stages)])
+
+                lax.fori_loop(0, steps, one, None)
+                lax.fori_loop(jnp.maximum(steps - config.stages, 0), steps, drain, None)
+
+            if not config.loads_apart:
+                lax.fori_loop(0, jnp.minimum(steps, config.stages), lambda n, _: bring(n), None)
 
             def step(n, _):
                 stage, slot = lax.rem(n, config.stages), lax.rem(n, config.shares)
                 head, query_tile = walk.place(n)
                 turn = (b * heads + head) * query_tiles + query_tile
-                sums = [part_of(sums_ref, b, head, query_tile, i) for i in range(_WARPGROUPS)]
+                sums = [sum_of(sums_ref, b, head, query_tile, i) for i in range(_WARPGROUPS)]
                 is_last = jnp.asarray(is_last_of(query_tile, n >= full_steps))
 
                 def await_turn():
@@ -174,8 +195,9 @@ def _launch(
 
                 if not config.finishers:
                     pl.when(is_last & (tile_index > 0))(fetch)
-                plgpu.barrier_wait(empty.at[stage])
-                pl.when(n + config.stages < steps)(lambda: bring(n + config.stages))
+                if not config.loads_apart:
+                    plgpu.barrier_wait(empty.at[stage])
+                    pl.when(n + config.stages < steps)(lambda: bring(n + config.stages))
                 plgpu.barrier_wait(made.at[slot])
 
                 def put(reduction=None):
@@ -193,7 +215,14 @@ def _launch(
                 plgpu.semaphore_signal(turns.at[turn], memory_scope="gpu")
                 plgpu.barrier_arrive(taken.at[slot])
 
-            lax.fori_loop(0, steps, step, None)
+            if not config.loads_apart:
+                lax.fori_loop(0, steps, step, None)
+                return
+
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp == 0)(bring_all)
+                pl.when(warp == 1)(lambda: lax.fori_loop(0, steps, step, None))
 
         def compute():
             plgpu.barrier_wait(held)
@@ -310,7 +339,7 @@ def _launch(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def fetch_sums(finishers):
-            finishers.bring(block - blocks * lanes, part_of, sums_ref, share, turns, fetched, made)
+            finishers.bring(block - blocks * lanes, sum_of, sums_ref, share, turns, fetched, made)
 
         def finish_sums(finishers):
             half = pl.ds(warpgroup * _PART, _PART)
@@ -337,24 +366,27 @@ def _launch(
             pl.when(block < blocks * lanes)(adds)
             pl.when(block >= blocks * lanes)(partial(finishes, finishers))
 
-        @pl.when(warpgroup == _WARPGROUPS)
-        def _():
+        def memory_role():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             either(bring_and_add, fetch_sums)
 
-        @pl.when(warpgroup < _WARPGROUPS)
-        def _():
+        def compute_role():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             either(compute, finish_sums)
 
+        roles = [(warpgroup == _WARPGROUPS, memory_role), (warpgroup < _WARPGROUPS, compute_role)]
+        for is_own, role in reversed(roles) if keeps_apart else roles:
+            pl.when(is_own)(role)
+
     # Whole tiles of dquery: threads store them, who do not stop at the last query as TMA does.
     whole = jax.ShapeDtypeStruct((batch, query_tiles * step_rows, heads, size), dtype)
+    sums_shape = (batch, heads, query_tiles, _WARPGROUPS, _PART, _PART) if config.tiled_sums else query.shape
     kernel = plgpu.kernel(
         attention_backward_fused,
         out_type=[
             whole,
             *(jax.ShapeDtypeStruct(array.shape, dtype) for array in (key, value)),
-            jax.ShapeDtypeStruct(query.shape, jnp.float32),
+            jax.ShapeDtypeStruct(sums_shape, jnp.float32),
         ],
         grid=(blocks * lanes + (finishers.blocks if finishers else 0),),
         grid_names=("block",),
