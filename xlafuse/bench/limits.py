@@ -122,7 +122,10 @@ def markdown(results: Results, counters: Counters) -> str:
         header = ["ratio of speeds", "", "shape", "TF/s", "ratio", "bar", "to", "MHz", "W", "what limits it"]
         lines = [header, ["---", "---", "---", *["---:"] * 3, "---", "---:", "---:", "---"]]
         parts.append(_rendered([*lines, *(_late_speed_cells(verdict, counters) for verdict in late_speeds)]))
-        parts.append("MHz: median and lowest; W: median and highest, as in the table of matrix products.")
+        parts.append(
+            "MHz: median and lowest; W: median and highest, as in the table of matrix products. A rival of another run "
+            "took turns with ours as it was then."
+        )
     parts += [_told(verdict) for verdict in speeds if verdict.least is None]
     parts += _beside_not_all(speeds)
     parts += _not_measured(table)
