@@ -159,6 +159,8 @@ SERIALIZED = """\
 ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non \
 wgmma instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the \
 function 'linear'
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
+register resources for the function 'wide'
 """
 WAIT = """\
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 94 by compiler to allow use of registers in GMMA \
@@ -180,6 +182,7 @@ def test_what_slows_a_kernel_is_read_from_what_the_assembler_prints(monkeypatch,
         "it spills 24 bytes of registers a thread",
         "linear: wgmma.mma_async instructions are serialized due to non wgmma instructions reading accumulator "
         "registers of a wgmma between start and end of the pipeline stage",
+        "wide: wgmma.mma_async instructions are serialized due to insufficient register resources",
         "linear: warpgroup.wait is injected to allow use of registers defined by GMMA",
     )
     assert capfd.readouterr().out == ""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from hlo_analysis.capture.resources import parse_ptxas
 
 VARIABLE = "MOSAIC_GPU_DUMP_PTXAS"
-_SERIALIZED = re.compile(r"(wgmma\.mma_async instructions are serialized due to .+?) in the function '([^']+)'")
+_SERIALIZED = re.compile(r"(wgmma\.mma_async instructions are serialized due to .+?) (?:in|for) the function '([^']+)'")
 _WAIT = re.compile(r"(warpgroup\.wait is injected) in around line \d+ by compiler (.+?) in function '([^']+)'")
 
 
