@@ -12,7 +12,7 @@ from pallas_kernels.ops.attention.backward_config import (
     features_of,
     padded_head,
 )
-from pallas_kernels.ops.attention.backward_fused import COLUMNS, ROWS
+from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
 

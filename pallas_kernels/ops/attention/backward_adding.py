@@ -1,0 +1,108 @@
+"""What the warpgroup of `backward_fused` does that computes nothing: it brings queries, and adds shares of dquery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.backward_block import Block
+from pallas_kernels.ops.attention.backward_launch import COLUMNS, WARPGROUPS
+
+
+@dataclass(frozen=True)
+class Adding:
+    """The role in a block."""
+
+    block: Block
+
+    def run(self) -> None:
+        """All of it."""
+        block, scratch, config = self.block, self.block.scratch, self.block.launch.config
+        own = (block.b, pl.ds(block.first_key, COLUMNS), block.key_head)
+        plgpu.copy_gmem_to_smem(block.inputs.key.at[own], scratch.k, scratch.held)
+        plgpu.copy_gmem_to_smem(block.inputs.value.at[own], scratch.v, scratch.held)
+
+        def add_all():
+            lax.fori_loop(0, block.steps, lambda n, _: self._step(n), None)
+
+        if not config.loads_apart:
+            lax.fori_loop(0, jnp.minimum(block.steps, config.stages), lambda n, _: self._bring(n), None)
+            add_all()
+            return
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(self._bring_all)
+            pl.when(warp == 1)(add_all)
+
+    def _bring(self, n) -> None:
+        """The queries of a step."""
+        block, inputs, scratch, launch = self.block, self.block.inputs, self.block.scratch, self.block.launch
+        stage = lax.rem(n, launch.config.stages)
+        head, query_tile = block.walk.place(n)
+        place = pl.ds(query_tile * launch.rows, launch.rows)
+        plgpu.copy_gmem_to_smem(inputs.query.at[block.b, place, head], scratch.q.at[stage], scratch.full.at[stage])
+        plgpu.copy_gmem_to_smem(inputs.dout.at[block.b, place, head], scratch.do.at[stage], scratch.full.at[stage])
+        rows = inputs.rows.at[block.b, head, pl.ds(0, launch.lines), place]
+        plgpu.copy_gmem_to_smem(rows, scratch.qrows.at[stage], scratch.full.at[stage])
+
+    def _bring_all(self) -> None:
+        """Apart from the adding of shares."""
+        stages, empty, steps = self.block.launch.config.stages, self.block.scratch.empty, self.block.steps
+
+        def one(n, _):
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[lax.rem(n, stages)]))
+            self._bring(n)
+
+        # No barrier may be left with an arrival that nobody has seen.
+        def drain(n, _):
+            plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
+
+        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+
+    def _step(self, n) -> None:
+        """Adds the share of a step when its turn has come, and brings a later step's queries."""
+        block, scratch, launch = self.block, self.block.scratch, self.block.launch
+        config = launch.config
+        stage, slot = lax.rem(n, config.stages), lax.rem(n, config.shares)
+        head, query_tile = block.walk.place(n)
+        turn = (block.b * launch.heads + head) * launch.query_tiles + query_tile
+        sums = [launch.sum_of(block.outputs.sums, block.b, head, query_tile, i) for i in range(WARPGROUPS)]
+        is_last = jnp.asarray(block.is_last_of(query_tile, n >= block.full_steps))
+
+        def await_turn():
+            # The tiles of keys that a tile of queries sees begin with the first.
+            plgpu.semaphore_wait(block.turns.at[turn], block.tile, decrement=False, memory_scope="gpu")
+
+        def fetch():
+            # While this step's products are under way.
+            await_turn()
+            for i in range(WARPGROUPS):
+                plgpu.copy_gmem_to_smem(sums[i], scratch.share.at[slot, i], scratch.fetched)
+
+        if not config.finishers:
+            pl.when(is_last & (block.tile > 0))(fetch)
+        if not config.loads_apart:
+            plgpu.barrier_wait(scratch.empty.at[stage])
+            pl.when(n + config.stages < block.steps)(lambda: self._bring(n + config.stages))
+        plgpu.barrier_wait(scratch.made.at[slot])
+
+        def put(reduction=None):
+            for i in range(WARPGROUPS):
+                plgpu.copy_smem_to_gmem(scratch.share.at[slot, i], sums[i], reduction_op=reduction)
+
+        def give():
+            await_turn()
+            pl.when(block.tile == 0)(put)
+            pl.when(block.tile > 0)(lambda: put("add"))
+            # All is there, not only read.
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(is_last, lambda: None, give) if not config.finishers else give()
+        plgpu.semaphore_signal(block.turns.at[turn], memory_scope="gpu")
+        plgpu.barrier_arrive(scratch.taken.at[slot])

@@ -1,0 +1,116 @@
+"""A block of `backward_fused`: where it is, what it goes over, and who adds before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_kernels.ops.attention.backward_launch import COLUMNS, Launch, Scratch
+from pallas_kernels.ops.attention.backward_steps import Steps
+from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
+from pallas_kernels.primitives.platform import target_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """References to the arguments of `fused_gradients`."""
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    rows: Any
+    extras: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """References to the results, and to the sums of shares."""
+
+    dquery: Any
+    dkey: Any
+    dvalue: Any
+    sums: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What is known of a block while it runs.
+
+    tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
+    visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
+    group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each tile of queries of each
+    head, which counts the blocks that have added to it.
+    """
+
+    launch: Launch
+    inputs: Inputs
+    outputs: Outputs
+    scratch: Scratch
+    tile: Any
+    b: Any
+    key_head: Any
+    first_key: Any
+    visits: Visits
+    walk: Steps
+    full_steps: Any
+    steps: Any
+    turns: Any
+
+    @classmethod
+    def of(
+        cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any, *, length: int
+    ) -> Block:
+        """The block of that number, called in the kernel. length: of the array of queries."""
+        problem, config = launch.problem, launch.config
+        tile, lane = block_place(
+            number,
+            tiles=launch.key_tiles,
+            lanes=launch.lanes,
+            # Queries and their cotangents, and the sums in float32.
+            lane_bytes=8 * problem.group * length * launch.size,
+            section_blocks=config.waves * target_device().core_count,
+        )
+        b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        if launch.keeps_apart:
+            tile, b, key_head = lax.optimization_barrier((tile, b, key_head))
+        first_key = tile * COLUMNS
+        visits = Visits(tiles=launch.masking.query_tiles(first_key, COLUMNS, launch.rows))
+        walk = Steps(
+            visits=visits,
+            first_head=key_head * problem.group,
+            group=problem.group,
+            heads_inside=config.heads_inside,
+        )
+        return cls(
+            launch=launch,
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            tile=tile,
+            b=b,
+            key_head=key_head,
+            first_key=first_key,
+            visits=visits,
+            walk=walk,
+            full_steps=walk.full,
+            steps=walk.count,
+            turns=pl.get_global(plgpu.SemaphoreType.REGULAR((launch.batch * launch.heads * launch.query_tiles,))),
+        )
+
+    def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
+        """Whether no block adds to a tile of queries after this one, which then makes dquery of it."""
+        launch, masking = self.launch, self.launch.masking
+        if launch.config.finishers:
+            return False
+        if masking.right is None:
+            return self.tile == launch.key_tiles - 1
+        if masking.right == 0 and masking.queries <= masking.keys and masking.keys % COLUMNS == 0:
+            # Known where the program is made: registers are short.
+            return is_masked
+        return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, COLUMNS).last - 1

@@ -1,0 +1,166 @@
+"""What a computing warpgroup of `backward_fused` does: scores, their gradients, and the products with these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.backward_block import Block
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS
+from pallas_kernels.ops.attention.backward_launch import COLUMNS, PART
+from pallas_kernels.ops.attention.backward_tiles import Tile, kept_scale, not_invariant, store_columns
+from pallas_kernels.primitives.random import mixed_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """The role in a block, for 64 of its keys."""
+
+    block: Block
+    warpgroup: jax.Array
+
+    @property
+    def _first(self) -> jax.Array:
+        """Of the warpgroup's keys, in the block."""
+        return self.warpgroup * WARPGROUP_ROWS
+
+    def run(self) -> None:
+        """All of it: dkey and dvalue of the keys, and the shares of dquery."""
+        block, scratch, problem = self.block, self.block.scratch, self.block.launch.problem
+        plgpu.barrier_wait(scratch.held)
+        accumulators = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, block.launch.size), jnp.float32)] * 2
+        first, extras = self._first, block.inputs.extras
+        words = mixed_words(extras["words"]) if "words" in extras else None
+        dk, dv = pl.run_scoped(partial(self._all_steps, words), *accumulators)
+        own = pl.ds(first, WARPGROUP_ROWS)
+        # All products with k were done when the last share was taken.
+        store_columns(scratch.k.at[own], dk * problem.scale)
+        store_columns(scratch.v.at[own], dv * kept_scale(problem))
+        plgpu.commit_smem()
+        place = (block.b, pl.ds(block.first_key + first, WARPGROUP_ROWS), block.key_head)
+        plgpu.copy_smem_to_gmem(scratch.k.at[own], block.outputs.dkey.at[place])
+        plgpu.copy_smem_to_gmem(scratch.v.at[own], block.outputs.dvalue.at[place])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _all_steps(self, words: Any, dk: Any, dv: Any) -> tuple[jax.Array, jax.Array]:
+        block, shares = self.block, self.block.launch.config.shares
+        step = partial(self._step, words=words, dk=dk, dv=dv)
+        lax.fori_loop(0, block.full_steps, lambda n, _: step(n, False), None)
+        if not isinstance(block.visits.masked, int) or block.visits.masked:
+            lax.fori_loop(block.full_steps, block.steps, lambda n, _: step(n, True), None)
+        taken, steps = block.scratch.taken, block.steps
+        for i in range(shares):
+            pl.when(steps > i)(lambda i=i: plgpu.barrier_wait(taken.at[lax.rem(steps - 1 - i, shares)]))
+        return dk[...], dv[...]
+
+    def _step(self, n: Any, is_masked: bool, *, words: Any, dk: Any, dv: Any) -> None:
+        block, scratch, launch = self.block, self.block.scratch, self.block.launch
+        config = launch.config
+        stage = lax.rem(n, config.stages)
+        head, query_tile = block.walk.place(n, is_masked)
+        # Of queries: scores of one part after the other, for want of registers.
+        parts = 2 if launch.splits_rows and (config.halves or is_masked) else 1
+        width = launch.rows // parts
+        plgpu.barrier_wait(scratch.full.at[stage])
+        again = not_invariant(n) * WARPGROUP_ROWS
+        own = pl.ds(self._first + again, WARPGROUP_ROWS)
+        both_ds = scratch.ds.at[lax.rem(n, 2)]
+
+        def score_gradients(i, s, dp):
+            rows, row = pl.ds(i * width, width), query_tile * launch.rows + i * width
+            query, dout = scratch.q.at[stage, rows], scratch.do.at[stage, rows]
+            plgpu.wgmma(s, scratch.k.at[own], query.transpose((1, 0)))
+            plgpu.wgmma(dp, scratch.v.at[own], dout.transpose((1, 0)))
+            tile = self._tile(head, row, width, stage, words)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            lse = plgpu.load(scratch.qrows.at[stage, 0, rows], layout=tile.row_layout())
+            weights, slope = tile.weights(scores, lse, is_masked=is_masked)
+            weights = tile.marked(weights)
+            plgpu.wgmma(dv, tile.dropped(weights).astype(launch.problem.dtype), dout)
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+            delta = plgpu.load(scratch.qrows.at[stage, 1, rows], layout=tile.row_layout())
+            dscores = tile.score_gradients(weights, dweights, delta)
+            narrow = (dscores if slope is None else dscores * slope).astype(launch.problem.dtype)
+            if not config.dquery_first:
+                plgpu.wgmma(dk, narrow, query)
+            both_ds.at[pl.ds(self._first, WARPGROUP_ROWS), rows][...] = narrow
+            return narrow if config.dquery_first else None
+
+        accumulators = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, width), jnp.float32)] * 2
+        narrows = [pl.run_scoped(partial(score_gradients, i), *accumulators) for i in range(parts)]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.met)
+        plgpu.barrier_wait(scratch.met)
+
+        def make_share(dq):
+            half = pl.ds(self.warpgroup * PART, PART)
+            own_ds = both_ds.at[:, half] if launch.splits_rows else both_ds
+            keys = pl.ds(again, COLUMNS)
+            key = scratch.k.at[keys] if launch.splits_rows else scratch.k.at[keys, half]
+            plgpu.wgmma(dq, own_ds.transpose((1, 0)), key)
+            if config.dquery_first:
+                for i, narrow in enumerate(narrows):
+                    plgpu.wgmma(dk, narrow, scratch.q.at[stage, pl.ds(i * width, width)])
+                values = plgpu.wgmma_accumulator_load(dq, wait_n=parts)
+            else:
+                values = dq[...]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.empty.at[stage])
+            self._give(n, values, head, query_tile, is_masked)
+            if config.dquery_first:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(scratch.empty.at[stage])
+
+        pl.run_scoped(make_share, plgpu.WGMMAAccumulatorRef((PART, PART), jnp.float32))
+
+    def _tile(self, head: Any, row: Any, width: int, stage: Any, words: Any) -> Tile:
+        """The scores of the warpgroup's keys and some of a step's queries."""
+        block, launch, inputs = self.block, self.block.launch, self.block.inputs
+        return Tile(
+            problem=launch.problem,
+            query_axis=1,
+            shape=(WARPGROUP_ROWS, width),
+            batch=block.b,
+            head=head,
+            row=row,
+            column=block.first_key + self._first,
+            extras=inputs.extras,
+            words=words,
+            places=block.scratch.qrows.at[stage, 2]
+            if launch.lines == 3
+            else inputs.rows.at[block.b, head, 2, pl.ds(row, width)],
+        )
+
+    def _give(self, n: Any, values: jax.Array, head: Any, query_tile: Any, is_masked: bool) -> None:
+        """Hands on the share of a step; or makes dquery of it, and of the sum of the others', where it is the last."""
+        block, scratch, launch = self.block, self.block.scratch, self.block.launch
+        slot = lax.rem(n, launch.config.shares)
+        pl.when(n >= launch.config.shares)(lambda: plgpu.barrier_wait(scratch.taken.at[slot]))
+
+        def give():
+            scratch.share.at[slot, self.warpgroup][...] = values
+
+        def finish():
+            pl.when(block.tile == 0)(lambda: store(values))
+            pl.when(block.tile > 0)(lambda: store(with_others(values)))
+
+        def with_others(values):
+            plgpu.barrier_wait(scratch.fetched)
+            return values + scratch.share.at[slot, self.warpgroup][...]
+
+        def store(total):
+            dquery = (total * launch.problem.scale).astype(launch.problem.dtype)
+            launch.part_of(block.outputs.dquery, block.b, head, query_tile, self.warpgroup)[...] = dquery
+
+        is_last = block.is_last_of(query_tile, is_masked)
+        pl.when(not is_last if isinstance(is_last, bool) else ~is_last)(give)
+        pl.when(is_last)(finish)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.made.at[slot])
