@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.specs import ArraySpec
-from pallas_kernels.testing import ErrorReport, assert_draws_within
+from pallas_kernels.testing import DRAWS, ErrorReport, assert_draws_within
 
 
 def report(error, baseline_error):
@@ -42,13 +42,13 @@ def test_one_draw_within_is_enough():
 def test_the_largest_errors_of_several_draws_are_compared():
     draw, calls = drawn((2.1, 1.0), (1.5, 1.1))
     (together,) = assert_draws_within(draw, 3, "title")
-    assert len(set(calls)) == 5
+    assert len(set(calls)) == DRAWS
     assert (together.error, together.baseline_error) == (2.1, 1.1)
 
 
 @pytest.mark.parametrize("errors", [[(2.1, 1.0)], [(9.0, 1.0), (0.1, 1.0)], [(math.inf, 1.0), (0.1, 1.0)]])
 def test_what_is_off_stays_off(errors):
-    with pytest.raises(AssertionError, match="title seed=3, 5 draws"):
+    with pytest.raises(AssertionError, match=f"title seed=3, {DRAWS} draws"):
         assert_draws_within(drawn(*errors)[0], 3, "title")
 
 
