@@ -66,7 +66,7 @@ def test_what_the_kernel_refuses(shape, words):
     assert "mosaic_gpu" not in str(jax.make_jaxpr(lambda kept: lora_linear(**kept))(arguments))
 
 
-def close(y, expected):
+def assert_close(y, expected):
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=2e-2 * np.abs(expected).max())
 
 
@@ -76,7 +76,7 @@ def test_both_forms_and_rows_over_several_tiles(low, cluster):
     x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
     config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster), low=low)
     y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
-    close(y, exact(x, w, a, b, alpha=0.5))
+    assert_close(y, exact(x, w, a, b, alpha=0.5))
 
 
 AHEAD = {
@@ -94,7 +94,7 @@ def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):
     x, w, a, b = arrays(rows=136, features=320, outputs=320, rank=20).values()
     bias = jnp.linspace(-1, 1, 320, dtype=jnp.float32)
     y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=AHEAD[cut])
-    close(y, exact(x, w, a, b, alpha=0.5) + np.asarray(bias, np.float64))
+    assert_close(y, exact(x, w, a, b, alpha=0.5) + np.asarray(bias, np.float64))
     # Two warpgroups of one block each for two tiles of rows.
     assert sorted(counts.values()) == [2, 2]
 
@@ -110,7 +110,7 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
         jax.vmap(lambda x, b: forward(x, w, a, b, None))(copies[:2], jnp.stack([b, b])),
     ):
         for i in range(y.shape[0]):
-            close(y[i], (i + 1) * exact(x, w, a, b, alpha=0.5))
+            assert_close(y[i], (i + 1) * exact(x, w, a, b, alpha=0.5))
     assert sum(counts.values()) == 2 + 2 * 2
 
 
@@ -140,7 +140,7 @@ def test_kernel_of_the_gradient_of_x():
     low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
     dx = lora_linear_gradient_x(dy, w, a, low, alpha=0.5, config=GemmConfig(tile_n=128))
     expected = exact(dy, w.T, b.T, a.T, alpha=0.5)
-    np.testing.assert_allclose(np.asarray(dx, np.float64), expected, atol=2e-2 * np.abs(expected).max())
+    assert_close(dx, expected)
 
 
 def test_rank_zero_is_no_correction():
