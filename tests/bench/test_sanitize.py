@@ -102,6 +102,25 @@ def test_memory_errors_are_faults_and_planted_ones_must_be(script):
     assert "NOT SEEN" in script.line(missed)
 
 
+@pytest.mark.parametrize(
+    ("deaths", "skips", "status", "died"),
+    [((), [0], "clean", ()), ((1,), [0, 1], "clean", ()), ((1, 1), [0, 1, 2], "failed", ("b",))],
+)
+def test_a_case_the_tool_dies_of_is_run_again_once_and_then_left_out(script, monkeypatch, deaths, skips, status, died):
+    cases, left, asked = ("a", "b", "c"), list(deaths), []
+
+    def process(operation, tool, options, skip, seconds):
+        asked.append(skip)
+        last = left.pop() if left else None
+        lines = [f"CASE {case}" for case in cases[skip : None if last is None else last + 1]]
+        lines += ["CASE end", "========= ERROR SUMMARY: 0 errors"] if last is None else []
+        return script.outcome(operation, tool, "\n".join(lines), 0 if last is None else -11)
+
+    monkeypatch.setattr(script, "_sanitize", process)
+    found = script.sanitize("rope", "memcheck", script.argparse.Namespace(seconds=60.0))
+    assert (asked, found.status, found.died, found.cases) == (skips, status, died, cases)
+
+
 def test_every_kind_of_call_is_run_with_as_many_rows_as_the_tool_can_take(script):
     for op in REGISTRY.values():
         specs = script.one_of_each_kind(op)
