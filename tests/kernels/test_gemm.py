@@ -26,6 +26,8 @@ CUTS = {
     "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
+    "two widths": (replace(SMALL, tile_n=128, passes=(128, 128, 64)), (72, 640, 192)),
+    "two widths, columns shared": (GemmConfig(tile_n=256, split="n", passes=(256, 128)), (72, 448, 128)),
     "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }
 
@@ -98,6 +100,19 @@ def test_sum_of_two_products(seed):
 def test_products_side_by_side(seed):
     a, b, c = normal(seed, 72, 64), normal(seed + 1, 64, 192), normal(seed + 2, 64, 192)
     first, second = gemm([a], [b, c], products=((0, 0, 0), (0, 1, 1)))
+    assert_close(first, wide(a) @ wide(b))
+    assert_close(second, wide(a) @ wide(c))
+
+
+def test_tiles_of_two_widths_with_all_that_follows_a_product(seed):
+    a, b, c, residual = (normal(seed + i, *s) for i, s in enumerate([(72, 128), (128, 256), (128, 256), (72, 256)]))
+    bias = normal(seed + 4, 256)
+    config = GemmConfig(tile_n=192, passes=(192, 64))
+    got, squares = gemm([a], [b], bias=bias, residual=residual, row_squares=True, config=config)
+    assert_close(got, wide(a) @ wide(b) + wide(bias) + wide(residual))
+    np.testing.assert_allclose(squares, (wide(got) ** 2).sum(1), rtol=1e-5)
+    config = GemmConfig(tile_n=256, passes=(256, 256, 128))
+    first, second = gemm([a], [b, c], products=((0, 0, 0), (0, 1, 1)), config=config)
     assert_close(first, wide(a) @ wide(b))
     assert_close(second, wide(a) @ wide(c))
 

@@ -182,7 +182,7 @@ class LoraLoop:
         shared_b = "cluster" if config.cluster == "m" else None
         depth = config.tile_k
 
-        def tile(row, column, before):
+        def tile(row, column, _, before):
             rows, columns = pl.ds(row, config.tile_m), pl.ds(column, config.tile_n)
 
             def step(i, _):
@@ -236,7 +236,7 @@ class LoraLoop:
         products = 2 if self.joint else 1
         own = pl.ds(first_row, rows)
 
-        def tile(row, column, before):
+        def tile(row, column, _, before):
             store.begin(row + first_row, column)
 
             def multiply(accumulator, *low):

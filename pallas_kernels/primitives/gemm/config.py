@@ -21,6 +21,9 @@ class GemmConfig:
 
     tile_m, tile_n: rows and columns of the result that a block computes at a time, all accumulators together: with two
         accumulators (a gate and a linear branch) each has tile_n / 2 columns.
+    passes: columns of the tiles that a block computes one after the other, beside each other, where they are not all
+        tile_n, the most of them; with two accumulators both together, too. All are brought in the width of the widest.
+        So that every multiprocessor has as many columns: 14336 are 32 times 256 + 192.
     tile_k: the depth of a step, 16-bit values.
     stages: steps of operands in shared memory at once; fewer where they do not fit.
     warpgroups: that compute; one more brings the operands by TMA.
@@ -53,6 +56,12 @@ class GemmConfig:
     memory_registers: int | None = 40
     blocks_per_core: int | None = 1
     automatic_barriers: bool = True
+    passes: tuple[int, ...] = ()
+
+    @property
+    def strip(self) -> tuple[int, ...]:
+        """Columns of the tiles that a block computes one after the other before it takes the next place."""
+        return self.passes or (self.tile_n,)
 
     @property
     def warpgroup_rows(self) -> int:

@@ -105,7 +105,7 @@ def gemm(
     )
     cosine, sine = (None, None) if angles is None else (padded_rows(table, config.tile_m) for table in angles)
     common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
-    columns = problem.clusters[1] * config.tile_n
+    columns = problem.clusters[1] * sum(problem.strip)
     own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
     extras = [_given({**common, **part}) for part in own]
     heads = [part.heads for part in beside] or [None]
@@ -166,6 +166,7 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
                     first_barrier=warpgroup * pieces.slots,
                     heads=part,
                     squares=squares[0] if row_squares else None,
+                    line=problem.line,
                 )
                 for i, (part, part_refs) in enumerate(zip(heads, extra_refs, strict=True))
             ]

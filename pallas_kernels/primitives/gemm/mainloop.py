@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -51,9 +52,10 @@ def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
 
 
 def for_each_tile(problem: Problem, work) -> jax.Array:
-    """Calls work(row, column, steps before) for each of the block's tiles; returns the number of all its steps.
+    """Calls work(row, column, columns, steps before) for each of the block's tiles; returns how many steps it has.
 
     row and column are the tile's first in the result, or in the results beside each other (see `Problem.spans`).
+    columns: of each accumulator in the tile.
     """
     config = problem.config
     rows, columns = problem.grid
@@ -66,10 +68,29 @@ def for_each_tile(problem: Problem, work) -> jax.Array:
             i = 2 * i + lax.axis_index("cluster")
         if config.cluster == "n":
             j = 2 * j + lax.axis_index("cluster")
-        work(i * config.tile_m, j * problem.columns, carry)
-        return carry + problem.steps
+        return for_each_of_strip(problem, partial(work, i * config.tile_m), j * sum(problem.strip), carry)
 
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+
+
+def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Array, steps: int | None = None):
+    """Calls work(column, columns, steps before) for each tile of the strip that begins there; returns the steps so far.
+
+    steps: of a tile, where they are not the problem's.
+    """
+    steps = problem.steps if steps is None else steps
+
+    def tiles(count, columns, column, before):
+        def nth(n, _):
+            work(column + n * columns, columns, before + n * steps)
+
+        nth(0, None) if count == 1 else lax.fori_loop(0, count, nth, None)
+
+    for columns, alike in groupby(problem.strip):
+        count = len(list(alike))
+        tiles(count, columns, column, before)
+        column, before = column + count * columns, before + count * steps
+    return before
 
 
 def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
@@ -80,7 +101,7 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
     whole = problem.transpose_a or problem.brought_rows == config.tile_m
     brought = config.tile_m if whole else problem.brought_rows
 
-    def tile(row, column, before):
+    def tile(row, column, _, before):
         def step(i, _):
             stage = lax.rem(before + i, config.stages)
 
@@ -126,16 +147,15 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
     stores: of each result that lies beside others (see `Problem.widths`), or one.
     """
     config = problem.config
-    rows, columns = config.warpgroup_rows, problem.width
+    rows = config.warpgroup_rows
     first_row = warpgroup * rows if config.split == "m" else 0
-    first_column = warpgroup * columns if config.split == "n" else 0
 
-    def operands(stage, left, right):
+    def operands(stage, left, right, first_column, columns):
         a = ring.a[left].at[stage]
         b = ring.b[right].at[stage]
         if config.split == "m":
             a = a.at[_ordered(pl.ds(first_row, rows), slice(None), problem.transpose_a)]
-        else:
+        if columns != problem.columns:
             b = b.at[_ordered(slice(None), pl.ds(first_column, columns), problem.transpose_b)]
         a = a.transpose((1, 0)) if problem.transpose_a else a
         b = b.transpose((1, 0)) if problem.transpose_b else b
@@ -148,17 +168,22 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
         def _():
             plgpu.barrier_wait(ring.ahead)
 
-    def tile(row, column, before):
+    def tile(row, column, columns, before):
+        first_column = 0
+        if config.split == "n":
+            columns //= config.warpgroups
+            first_column = warpgroup * columns
         row, column = row + first_row, column + first_column
+        own_stores = [store.narrowed(columns) for store in stores] if config.passes else stores
         if len(stores) == 1:
-            stores[0].begin(row, column)
+            own_stores[0].begin(row, column)
 
         def multiply(*accumulators):
             def step(i, _):
                 stage = lax.rem(before + i, config.stages)
                 plgpu.barrier_wait(ring.full.at[stage])
                 for left, right, accumulator in problem.products:
-                    plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right))
+                    plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right, first_column, columns))
                 if skew:
                     plgpu.barrier_arrive(ring.ahead, predicate=(warpgroup == 0) & (before + i == skew - 1))
                 plgpu.wgmma_wait(config.in_flight * len(problem.products))
@@ -172,10 +197,13 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
             values = [accumulator[...] for accumulator in accumulators]
             for late in range(min(config.in_flight, problem.steps), 0, -1):
                 plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
+            if config.passes:
+                # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if len(stores) == 1:
-                stores[0].finish(values, row, column)
+                own_stores[0].finish(values, row, column)
                 return
-            for store, (is_own, first) in zip(stores, problem.owners(column), strict=True):
+            for store, (is_own, first) in zip(own_stores, problem.owners(column), strict=True):
                 pl.when(is_own)(partial(store.finish, values, row, column - first))
 
         types = (plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for _ in range(problem.accumulators))

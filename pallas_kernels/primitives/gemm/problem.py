@@ -10,6 +10,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
@@ -43,8 +44,13 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Columns of each accumulator's tile."""
+        """Columns of each accumulator's tile, the widest."""
         return self.config.tile_n // self.accumulators
+
+    @property
+    def strip(self) -> tuple[int, ...]:
+        """Columns of each accumulator in the tiles beside each other that are taken together."""
+        return tuple(columns // self.accumulators for columns in self.config.strip)
 
     @property
     def a_block(self) -> tuple[int, int]:
@@ -84,8 +90,9 @@ class Problem:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole tiles."""
-        ends = tuple(accumulate(pl.cdiv(width, self.columns) * self.columns for width in self.widths))
+        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole strips."""
+        strip = sum(self.strip)
+        ends = tuple(accumulate(pl.cdiv(width, strip) * strip for width in self.widths))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
@@ -99,9 +106,9 @@ class Problem:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along m and n, in units of a cluster's."""
+        """Tiles along m and strips of them along n, in units of a cluster's."""
         rows, columns = self.clusters
-        return pl.cdiv(self.m, rows * self.config.tile_m), pl.cdiv(self.spans[-1][1], columns * self.columns)
+        return pl.cdiv(self.m, rows * self.config.tile_m), pl.cdiv(self.spans[-1][1], columns * sum(self.strip))
 
     @property
     def steps(self) -> int:
@@ -117,4 +124,18 @@ class Problem:
     def squares_shape(self) -> tuple[int, int]:
         """Of the array of rows' sums of squares: a line for the columns of each warpgroup, whole tiles of rows."""
         (rows, columns), (cluster_rows, cluster_columns) = self.grid, self.clusters
-        return columns * cluster_columns * self.columns // self.width, rows * cluster_rows * self.config.tile_m
+        return columns * cluster_columns * len(self._parts), rows * cluster_rows * self.config.tile_m
+
+    def line(self, column: jax.Array) -> jax.Array:
+        """The line of that array for the columns of a warpgroup that begin there."""
+        *starts, strip = accumulate(self._parts)
+        lines = lax.div(column, strip) * len(self._parts)
+        for start in starts:
+            lines += (lax.rem(column, strip) >= start).astype(lines.dtype)
+        return lines
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        """Columns of a strip that a warpgroup has at a time."""
+        sharing = self.config.warpgroups if self.config.split == "n" else 1
+        return tuple(columns // sharing for columns in self.strip for _ in range(sharing))

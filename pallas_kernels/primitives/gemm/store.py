@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -58,7 +58,7 @@ class Store:
     buffers: of each result, (slots, rows, columns) in shared memory.
     arrived: barriers for the residual's pieces; this warpgroup's are those from `first_barrier` on.
     squares: where the sums over the tile's columns of the first result's squares go, as it is rounded; see
-        `Problem.squares_shape`. None where they are not asked for.
+        `Problem.squares_shape`. None where they are not asked for. line: from the first column to their line there.
     heads: what the columns go through as heads, or None; only with a single result, without activation and residual.
     """
 
@@ -71,12 +71,17 @@ class Store:
     first_barrier: jax.Array
     heads: Heads | None = None
     squares: Any = None
+    line: Callable[[jax.Array], jax.Array] | None = None
+
+    def narrowed(self, columns: int) -> Store:
+        """Of the tiles of so many columns."""
+        return replace(self, pieces=replace(self.pieces, width=columns))
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
         """Before the products of the part of the result that begins there: sends for the residual's first pieces."""
         if "residual" in self.extras:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for piece in range(self.pieces.slots):
+            for piece in range(min(self.pieces.slots, self.pieces.count)):
                 self._bring(piece, row, column)
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
@@ -105,9 +110,8 @@ class Store:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._bring(i + pieces.slots, row, column)
         if self.squares is not None:
-            self.squares[lax.div(column, pieces.width), pl.ds(row, pieces.rows)] = functools.reduce(
-                operator.add, squares
-            )
+            assert self.line is not None
+            self.squares[self.line(column), pl.ds(row, pieces.rows)] = functools.reduce(operator.add, squares)
 
     def _results(self, products, row, column):
         """From a piece's first column, and its residual, to its results."""
