@@ -81,7 +81,7 @@ def test_both_forms_and_rows_over_several_tiles(low, cluster):
 
 AHEAD = {
     "one width": LoraConfig(product=GemmConfig(tile_n=128), low="ahead"),
-    "two widths": LoraConfig(product=GemmConfig(tile_n=128), low="ahead", passes=(128, 64)),
+    "two widths": LoraConfig(product=GemmConfig(tile_n=128, passes=(128, 64)), low="ahead"),
     "half the swizzle": LoraConfig(product=GemmConfig(tile_n=96, store_columns=32), low="ahead"),
 }
 

@@ -7,7 +7,6 @@ more depth, after the depth of x and w: no block multiplies by a that need not, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -19,6 +18,7 @@ from pallas_kernels.ops.lora_linear.ahead_loop import AheadLoop
 from pallas_kernels.ops.lora_linear.config import DEPTH, LoraConfig
 from pallas_kernels.ops.lora_linear.sharing import Sharing
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
@@ -84,51 +84,38 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         transpose_b=False,
         config=cut,
     )
-    widths = config.passes or (cut.tile_n,)
+    strip = sum(problem.strip)
     sharing = Sharing.of(
-        rows=pl.cdiv(rows, cut.tile_m), columns=pl.cdiv(outputs, sum(widths)), most=target_device().core_count
+        rows=pl.cdiv(rows, cut.tile_m), columns=pl.cdiv(outputs, strip), most=target_device().core_count
     )
     pieces = Pieces.of(problem)
-    loop = AheadLoop(problem=problem, sharing=sharing, pieces=pieces, passes=widths, alpha=float(alpha))
+    loop = AheadLoop(problem=problem, sharing=sharing, pieces=pieces, alpha=float(alpha))
 
-    def lora_linear_ahead(x_ref, w_ref, a_ref, b_ref, extra_refs, y_ref, low_ref, ring_refs, buffers, *barriers):
-        emptied, met, arrived = barriers
+    def roles(x_ref, w_ref, a_ref, b_ref, extra_refs, y_ref, low_ref, ring_refs, buffers, emptied, met, arrived):
         ring = Ring(problem=problem, **ring_refs)
-        warpgroup = lax.axis_index("warpgroup")
         given = pl.get_global(plgpu.SemaphoreType.REGULAR((sharing.rows,)))
 
-        @pl.when(warpgroup == cut.warpgroups)
-        def _():
-            if cut.memory_registers is not None:
-                plgpu.set_max_registers(cut.memory_registers, action="decrease")
-            loop.produce(x_ref, w_ref, a_ref, b_ref, low_ref, given, ring, buffers, emptied)
+        def multiply(warpgroup):
+            store = Store(
+                pieces=pieces,
+                epilogue=Epilogue(),
+                extras=extra_refs,
+                outputs=[y_ref],
+                buffers=[buffers.at[warpgroup]],
+                arrived=arrived,
+                first_barrier=warpgroup * pieces.slots,
+            )
+            loop.compute(low_ref, given, ring, buffers, emptied, met, store, warpgroup)
 
-        @pl.when(warpgroup < cut.warpgroups)
-        def _():
-            if cut.compute_registers is not None:
-                plgpu.set_max_registers(cut.compute_registers, action="increase")
-            stores = {
-                width: Store(
-                    pieces=replace(pieces, width=width),
-                    epilogue=Epilogue(),
-                    extras=extra_refs,
-                    outputs=[y_ref],
-                    buffers=[buffers.at[warpgroup]],
-                    arrived=arrived,
-                    first_barrier=warpgroup * pieces.slots,
-                )
-                for width in widths
-            }
-            loop.compute(low_ref, given, ring, buffers, emptied, met, stores, warpgroup)
+        return partial(loop.produce, x_ref, w_ref, a_ref, b_ref, low_ref, given, ring, buffers, emptied), multiply
 
     slots = cut.warpgroups * pieces.slots
-    kernel = plgpu.kernel(
-        lora_linear_ahead,
+    kernel = launcher(
+        problem,
+        roles,
+        name="lora_linear_ahead",
         out_type=[jax.ShapeDtypeStruct((rows, outputs), dtype), jax.ShapeDtypeStruct((rows, pieces.columns), dtype)],
-        grid=(sharing.blocks,),
-        grid_names=("block",),
-        num_threads=cut.warpgroups + 1,
-        thread_name="warpgroup",
+        blocks=sharing.blocks,
         scratch_types=(
             ring_types(problem, 1, 1),
             shared((cut.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype),
@@ -136,7 +123,6 @@ def _launch(x, w, a, b, bias, *, alpha, config):
             plgpu.Barrier(num_arrivals=cut.warpgroups),
             plgpu.Barrier(num_barriers=slots),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    extras = {} if bias is None else {"bias": padded_vector(bias, sum(widths))}
+    extras = {} if bias is None else {"bias": padded_vector(bias, strip)}
     return kernel(x, w, a, b, extras)[0][:asked]

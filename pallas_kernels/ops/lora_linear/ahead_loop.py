@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.ops.lora_linear.config import DEPTH
 from pallas_kernels.ops.lora_linear.sharing import Sharing
-from pallas_kernels.primitives.gemm.mainloop import Ring
+from pallas_kernels.primitives.gemm.mainloop import Ring, drain, for_each_of_strip, give_back_last, run_steps
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 
@@ -24,9 +24,6 @@ from pallas_kernels.primitives.gemm.store import Pieces, Store
 class AheadLoop:
     """The steps of a block: those of its tiles of x @ a, then those of its tiles of the result.
 
-    passes: columns of the tiles that a block computes one after the other, beside each other; all brought in the width
-        of the widest.
-
     A step of x @ a brings a's rows into a buffer by which results leave later, filled up with zeros by TMA. Those
     buffers have barriers of their own, since there are not as many as stages.
     """
@@ -34,7 +31,6 @@ class AheadLoop:
     problem: Problem
     sharing: Sharing
     pieces: Pieces
-    passes: tuple[int, ...]
     alpha: float
 
     @property
@@ -64,14 +60,13 @@ class AheadLoop:
 
         def unit(n, _):
             i, j = sharing.place(block, n, config.minor, config.group)
-            for number, width in enumerate(self.passes):
-                column = j * sum(self.passes) + sum(self.passes[:number])
-                before = low_steps + (n * len(self.passes) + number) * self.steps
-                tile(i * config.tile_m, column, width, before)
+            before = low_steps + n * unit_steps
+            work = partial(tile, i * config.tile_m)
+            for_each_of_strip(self.problem, work, j * sum(self.problem.strip), before, self.steps)
 
-        units = sharing.units_of(block)
+        units, unit_steps = sharing.units_of(block), len(self.problem.strip) * self.steps
         lax.fori_loop(0, units, unit, None)
-        return low_steps + units * len(self.passes) * self.steps, low_steps
+        return low_steps + units * unit_steps, low_steps
 
     def slot(self, step: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The buffer of a step's rows of a: its number and its place."""
@@ -105,8 +100,7 @@ class AheadLoop:
 
             lax.fori_loop(0, self.own_steps, step, None)
 
-        def tile(row, column, width, before):
-            del width
+        def tile(row, column, _, before):
             columns = pl.ds(column, config.tile_n)
 
             def step(i, _):
@@ -131,13 +125,8 @@ class AheadLoop:
             lax.fori_loop(0, self.steps, step, None)
 
         total, low_steps = self.for_each(low, tile)
-
-        # No barrier may be left with an arrival that nobody has seen.
-        def drain(barriers, count, i, _):
-            plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
-
-        for barriers, count, steps in ((ring.empty, config.stages, total), (emptied, self.slots, low_steps)):
-            lax.fori_loop(jnp.maximum(steps - count, 0), steps, partial(drain, barriers, count), None)
+        drain(ring.empty, config.stages, total)
+        drain(emptied, self.slots, low_steps)
 
     def compute(
         self,
@@ -147,10 +136,10 @@ class AheadLoop:
         buffers: Any,
         emptied: Any,
         met: Any,
-        stores: Mapping[int, Store],
+        store: Store,
         warpgroup: jax.Array,
     ) -> None:
-        """Multiplies every tile and stores it. stores: by a tile's columns."""
+        """Multiplies every tile and stores it."""
         problem, config, pieces = self.problem, self.problem.config, self.pieces
         rows = config.warpgroup_rows
         first_row = warpgroup * rows
@@ -160,20 +149,12 @@ class AheadLoop:
             """The sum over so many steps. right_of: from a step of the tile and its stage to its right operand.
             done_with: is told of every step that is done."""
 
-            def step(i, _):
-                stage = lax.rem(before + i, config.stages)
-                plgpu.barrier_wait(ring.full.at[stage])
+            def issue(i, stage):
                 plgpu.wgmma(accumulator, ring.a[0].at[stage, own], right_of(i, stage))
-                plgpu.wgmma_wait(config.in_flight)
-                done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
-                plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
-                if done_with is not None:
-                    done_with(i - config.in_flight)
 
-            lax.fori_loop(0, steps, step, None)
+            run_steps(ring, issue, steps, before, done_with=done_with)
             value = accumulator[...]
-            for late in range(min(config.in_flight, steps), 0, -1):
-                plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
+            give_back_last(ring, steps, before)
             return value
 
         def low(row, tiles):
@@ -217,7 +198,7 @@ class AheadLoop:
                 value = multiplied(accumulator, right_of, self.steps, before)
                 # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                stores[width].finish([value], row + first_row, column)
+                store.narrowed(width).finish([value], row + first_row, column)
 
             pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, width), jnp.float32))
 

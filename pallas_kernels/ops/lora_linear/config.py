@@ -29,17 +29,14 @@ _OTHER_BYTES = 3072
 class LoraConfig:
     """The cut of a call.
 
-    product: of x @ w; two computing warpgroups at least share the rows of a tile.
+    product: of x @ w; two computing warpgroups at least share the rows of a tile. Tiles of several widths only "ahead".
     low: where x @ a is computed. "before": once, by a launch of XLA's; the kernel takes it and b for more depth of x
         and w. "inside": by every block for its own rows, along with x @ w, in one launch. "ahead": in the same launch
         by a few blocks for all.
-    passes: columns of the tiles that a block computes one after the other, beside each other, where they are not all
-        product.tile_n, the most of them. Only "ahead".
     """
 
     product: GemmConfig
     low: Literal["before", "inside", "ahead"]
-    passes: tuple[int, ...] = ()
 
     def fitted(self, *, rank: int, itemsize: int) -> GemmConfig:
         """The product's cut with as many stages as fit. rank: filled up."""
@@ -56,7 +53,7 @@ _AHEAD = (
     LoraConfig(product=GemmConfig(), low="ahead"),
     LoraConfig(product=_SQUARE, low="ahead"),
     # A row of tiles of 448 columns: 14336 columns are 32 of them, those of 512 rows 128 blocks' in one wave.
-    LoraConfig(product=GemmConfig(), low="ahead", passes=(256, 192)),
+    LoraConfig(product=GemmConfig(passes=(256, 192)), low="ahead"),
 )
 
 
@@ -76,7 +73,7 @@ def default_config(rows: int, outputs: int, features: int, rank: int) -> LoraCon
 
 def _cost(config: LoraConfig, rows: int, outputs: int) -> float:
     """Of the waves of blocks, in columns; see `gemm.choice`."""
-    width = sum(config.passes) or config.product.tile_n
+    width = sum(config.product.strip)
     units = -(-rows // config.product.tile_m) * -(-outputs // width)
     return -(-units // target_device().core_count) * width * (1.0 if config.product.tile_n >= 256 else 1.06)
 

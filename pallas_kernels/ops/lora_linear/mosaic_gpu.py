@@ -22,12 +22,13 @@ from pallas_kernels.ops.lora_linear.ahead import lora_linear_ahead
 from pallas_kernels.ops.lora_linear.config import DEPTH, LoraConfig, default_config, joint_rank
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.mainloop import Ring, for_each_tile, ring_types
+from pallas_kernels.primitives.gemm.launch import launcher
+from pallas_kernels.primitives.gemm.mainloop import Ring, drain, for_each_tile, give_back_last, ring_types, run_steps
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.platform import varying_like
 
 
 @partial(jax.jit, static_argnames=("alpha", "config"))
@@ -108,23 +109,11 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
     )
     loop = LoraLoop(problem=problem, joint=joint, own_steps=-(-features // cut.tile_k), rank=rank, alpha=float(alpha))
     pieces = Pieces.of(problem)
-    tiles, size = problem.grid[0] * problem.grid[1], problem.cluster_size
-    blocks = target_device().core_count * (cut.blocks_per_core or 1) // size
 
-    def body(x_ref, w_ref, low_ref, b_ref, extra_refs, y_ref, ring_refs, low_buffers, buffers, arrived):
+    def roles(x_ref, w_ref, low_ref, b_ref, extra_refs, y_ref, ring_refs, low_buffers, buffers, arrived):
         ring = Ring(problem=problem, **ring_refs)
-        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == cut.warpgroups)
-        def _():
-            if cut.memory_registers is not None:
-                plgpu.set_max_registers(cut.memory_registers, action="decrease")
-            loop.produce(x_ref, w_ref, low_ref, b_ref, ring, low_buffers)
-
-        @pl.when(warpgroup < cut.warpgroups)
-        def _():
-            if cut.compute_registers is not None:
-                plgpu.set_max_registers(cut.compute_registers, action="increase")
+        def multiply(warpgroup):
             store = Store(
                 pieces=pieces,
                 epilogue=Epilogue(),
@@ -136,27 +125,23 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
             )
             loop.compute(ring, low_buffers, store, warpgroup)
 
-    body.__name__ = name
+        return partial(loop.produce, x_ref, w_ref, low_ref, b_ref, ring, low_buffers), multiply
 
     ring_scratch = ring_types(problem, 1, 1)
     if joint:
         ring_scratch["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=cut.stages)
     low_scratch = [shared((cut.stages, rank, cut.tile_k), dtype, swizzle=problem.swizzle)] if joint else []
-    kernel = plgpu.kernel(
-        body,
+    kernel = launcher(
+        problem,
+        roles,
+        name=name,
         out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
-        grid=(max(1, min(blocks, tiles)),),
-        grid_names=("block",),
-        **({"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}),
-        num_threads=cut.warpgroups + 1,
-        thread_name="warpgroup",
         scratch_types=(
             ring_scratch,
             low_scratch,
             shared((cut.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype),
             plgpu.Barrier(num_barriers=cut.warpgroups * pieces.slots),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     extras = {} if bias is None else {"bias": padded_vector(bias, cut.tile_n)}
     return kernel(x, w, low, b, extras)
@@ -220,56 +205,37 @@ class LoraLoop:
 
             lax.fori_loop(0, problem.steps, step, None)
 
-        total = for_each_tile(problem, tile)
-
-        # No barrier may be left with an arrival that nobody has seen, and no block of a cluster may leave early.
-        def drain(i, _):
-            plgpu.barrier_wait(ring.empty.at[lax.rem(i, config.stages)])
-
-        lax.fori_loop(jnp.maximum(total - config.stages, 0), total, drain, None)
+        drain(ring.empty, config.stages, for_each_tile(problem, tile))
 
     def compute(self, ring: Ring, low_buffers: Sequence[Any], store: Store, warpgroup: jax.Array) -> None:
         """As `mainloop.compute`, for warpgroups that share a tile's rows."""
         problem, config = self.problem, self.problem.config
         rows = config.warpgroup_rows
         first_row = warpgroup * rows
-        products = 2 if self.joint else 1
         own = pl.ds(first_row, rows)
 
         def tile(row, column, _, before):
             store.begin(row + first_row, column)
 
             def multiply(accumulator, *low):
-                def step(i, _):
-                    stage = lax.rem(before + i, config.stages)
-                    plgpu.barrier_wait(ring.full.at[stage])
+                def issue(_, stage):
                     left, right = ring.a[0].at[stage, own], ring.b[0].at[stage]
                     plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if problem.transpose_b else right)
                     if self.joint:
                         plgpu.wgmma(low[0], left, low_buffers[0].at[stage].transpose((1, 0)))
-                    plgpu.wgmma_wait(config.in_flight * products)
-                    done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
-                    if config.in_flight:
-                        plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
-                    else:
-                        plgpu.barrier_arrive(ring.empty.at[done])
 
                 steps = self.own_steps if self.joint else problem.steps
-                lax.fori_loop(0, steps, step, None)
-                pending = min(config.in_flight, steps)
+                run_steps(ring, issue, steps, before, products=2 if self.joint else 1)
                 if self.joint:
                     inner = (low[0][...] * self.alpha).astype(problem.dtype)
-                    for late in range(pending, 0, -1):
-                        plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
+                    give_back_last(ring, steps, before)
                     # Behind b's rows there are zeros, so that anything may stand in the columns that meet them.
                     inner = jnp.concatenate([inner] * (config.tile_k // self.rank), axis=1)
                     stage = lax.rem(before + self.own_steps, config.stages)
                     plgpu.barrier_wait(ring.full.at[stage])
                     plgpu.wgmma(accumulator, inner, ring.b[0].at[stage])
-                    pending = 1
                 value = accumulator[...]
-                for late in range(pending, 0, -1):
-                    plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
+                give_back_last(ring, problem.steps, before, pending=1 if self.joint else None)
                 if store.pieces.count % store.pieces.slots:
                     # The next tile would begin with a buffer by which the last one's results may still leave.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -15,22 +15,22 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside
+from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.platform import varying_like
 
 _MOST_ADDED = 64
 """Lines of sums of squares that are added one by one: one launch less, 1.2 µs of 83 on an H200 with 32 lines."""
@@ -129,9 +129,6 @@ def _over_lines(squares):
 
 def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
     config = problem.config
-    tiles = problem.grid[0] * problem.grid[1]
-    size = problem.cluster_size
-    blocks = tiles if config.blocks_per_core is None else target_device().core_count * config.blocks_per_core // size
     pieces = Pieces.of(problem, most_columns=min((part.widest_piece for part in heads if part), default=None))
     count = len(dtypes)
     out_type = [jax.ShapeDtypeStruct((problem.m, width), dtype) for width in problem.widths for dtype in dtypes]
@@ -139,22 +136,12 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
     if row_squares:
         out_type.append(jax.ShapeDtypeStruct(problem.squares_shape, jnp.float32))
 
-    def body(a_refs, b_refs, extra_refs, *refs):
+    def roles(a_refs, b_refs, extra_refs, *refs):
         outputs, squares, scratch = refs[:results], refs[results : len(out_type)], refs[len(out_type) :]
         ring_refs, buffers, arrived = scratch
         ring = Ring(problem=problem, **ring_refs)
-        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == config.warpgroups)
-        def _():
-            if config.memory_registers is not None:
-                plgpu.set_max_registers(config.memory_registers, action="decrease")
-            produce(problem, a_refs, b_refs, ring)
-
-        @pl.when(warpgroup < config.warpgroups)
-        def _():
-            if config.compute_registers is not None:
-                plgpu.set_max_registers(config.compute_registers, action="increase")
+        def multiply(warpgroup):
             stores = [
                 Store(
                     pieces=pieces,
@@ -172,21 +159,18 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
             ]
             compute(problem, ring, stores, warpgroup)
 
-    body.__name__ = name
-    kernel = plgpu.kernel(
-        body,
+        return partial(produce, problem, a_refs, b_refs, ring), multiply
+
+    kernel = launcher(
+        problem,
+        roles,
+        name=name,
         out_type=out_type,
-        grid=(max(1, min(blocks, tiles)),),
-        grid_names=("block",),
-        **({"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
         scratch_types=(
             ring_types(problem, len(a), len(b) if len(problem.widths) == 1 else 1),
             [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype) for dtype in dtypes],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
     outputs = kernel(list(a), list(b), extras)
     return outputs[:results], outputs[results] if row_squares else None

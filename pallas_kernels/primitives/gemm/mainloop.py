@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -128,17 +128,63 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
 
         lax.fori_loop(0, problem.steps, step, None)
 
-    total = for_each_tile(problem, tile)
+    drain(ring.empty, config.stages, for_each_tile(problem, tile))
 
-    # No barrier may be left with an arrival that nobody has seen, and no block of a cluster may leave early.
-    def drain(i, _):
-        plgpu.barrier_wait(ring.empty.at[lax.rem(i, config.stages)])
 
-    lax.fori_loop(jnp.maximum(total - config.stages, 0), total, drain, None)
+def drain(barriers: Any, count: int, steps: jax.Array) -> None:
+    """Waits once more for each of so many barriers that took turns over so many steps.
+
+    No barrier may be left with an arrival that nobody has seen, and no block of a cluster may leave early.
+    """
+
+    def one(i, _):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
+
+    lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)
 
 
 def _ordered(first, second, is_transposed: bool):
     return (second, first) if is_transposed else (first, second)
+
+
+def run_steps(
+    ring: Ring,
+    issue: Callable[[jax.Array, jax.Array], None],
+    steps: int,
+    before: jax.Array,
+    *,
+    products: int = 1,
+    done_with: Callable[[jax.Array], None] | None = None,
+) -> None:
+    """Calls issue(step, stage), which starts so many products, for each step of a tile, when its operands are there.
+
+    Stages are given back when their products are done; the last steps' may be unfinished: see `give_back_last`.
+    done_with: is told of the steps that are done; the first numbers may be less than 0.
+    """
+    config = ring.problem.config
+
+    def step(i, _):
+        stage = lax.rem(before + i, config.stages)
+        plgpu.barrier_wait(ring.full.at[stage])
+        issue(i, stage)
+        plgpu.wgmma_wait(config.in_flight * products)
+        done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
+        if config.in_flight:
+            plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
+        else:
+            plgpu.barrier_arrive(ring.empty.at[done])
+        if done_with is not None:
+            done_with(i - config.in_flight)
+
+    lax.fori_loop(0, steps, step, None)
+
+
+def give_back_last(ring: Ring, steps: int, before: jax.Array, pending: int | None = None) -> None:
+    """Gives back the stages of a tile's last steps once they are done. pending: their number, where it is not what
+    `run_steps` leaves in flight."""
+    config = ring.problem.config
+    for late in range(min(config.in_flight, steps) if pending is None else pending, 0, -1):
+        plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
 
 
 def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array) -> None:
@@ -179,24 +225,15 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
             own_stores[0].begin(row, column)
 
         def multiply(*accumulators):
-            def step(i, _):
-                stage = lax.rem(before + i, config.stages)
-                plgpu.barrier_wait(ring.full.at[stage])
+            def issue(i, stage):
                 for left, right, accumulator in problem.products:
                     plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right, first_column, columns))
                 if skew:
                     plgpu.barrier_arrive(ring.ahead, predicate=(warpgroup == 0) & (before + i == skew - 1))
-                plgpu.wgmma_wait(config.in_flight * len(problem.products))
-                done = lax.rem(before + i - config.in_flight + config.stages, config.stages)
-                if config.in_flight:
-                    plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
-                else:
-                    plgpu.barrier_arrive(ring.empty.at[done])
 
-            lax.fori_loop(0, problem.steps, step, None)
+            run_steps(ring, issue, problem.steps, before, products=len(problem.products))
             values = [accumulator[...] for accumulator in accumulators]
-            for late in range(min(config.in_flight, problem.steps), 0, -1):
-                plgpu.barrier_arrive(ring.empty.at[lax.rem(before + problem.steps - late, config.stages)])
+            give_back_last(ring, problem.steps, before)
             if config.passes:
                 # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,73 @@
+"""A launch of persistent blocks whose warpgroups have roles: one brings operands, the others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.platform import target_device
+
+Roles = tuple[Callable[[], None], Callable[[jax.Array], None]]
+"""What the warpgroup does that brings operands, and what the one of a number does that computes."""
+
+
+def blocks_of(problem: Problem) -> int:
+    """How many blocks, or clusters, take turns at a problem's tiles: as many as run at once, or as there are tiles."""
+    config = problem.config
+    tiles = problem.grid[0] * problem.grid[1]
+    most = tiles
+    if config.blocks_per_core is not None:
+        most = target_device().core_count * config.blocks_per_core // problem.cluster_size
+    return max(1, min(most, tiles))
+
+
+def launcher(
+    problem: Problem,
+    roles: Callable[..., Roles],
+    *,
+    name: str,
+    out_type: Any,
+    scratch_types: Any,
+    blocks: int | None = None,
+) -> Callable[..., Any]:
+    """From the operands to the outputs of `out_type`.
+
+    roles: called with the references of operands, outputs and scratch. blocks: or clusters, where they are not as many
+        as `blocks_of` has.
+    """
+    config, size = problem.config, problem.cluster_size
+
+    def body(*refs):
+        bring, compute = roles(*refs)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _():
+            if config.memory_registers is not None:
+                plgpu.set_max_registers(config.memory_registers, action="decrease")
+            bring()
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _():
+            if config.compute_registers is not None:
+                plgpu.set_max_registers(config.compute_registers, action="increase")
+            compute(warpgroup)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(blocks or blocks_of(problem),),
+        grid_names=("block",),
+        **({"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+    )
