@@ -17,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
@@ -139,7 +140,7 @@ def launch(
         blocks.run(lax.axis_index("block"), make_work(refs, *all_refs[len(operands) :]))
 
     kernel.__name__ = name
-    outputs = plgpu.kernel(
+    outputs = settings.kernel(
         kernel,
         out_type=out_type,
         grid=(blocks.count,),

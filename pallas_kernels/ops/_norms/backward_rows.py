@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, RowScalars, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     load_row,
@@ -40,7 +41,7 @@ def row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     def kernel(*refs):
         body(lax.axis_index("block"), dict(zip(names, refs, strict=True)))
 
-    outputs = plgpu.kernel(
+    outputs = settings.kernel(
         kernel,
         out_type=tuple(out_types.values()),
         grid=(operands.blocks,),

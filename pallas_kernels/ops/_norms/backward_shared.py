@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels.ops._norms.norm import SHARED_ROW_PARAMS, RowScalars, lanes_of_lines, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     WARPS,
@@ -225,7 +226,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
             return array
         return array.reshape(parts) if name == "scale" else array.reshape(rows, *parts)
 
-    outputs = plgpu.kernel(
+    outputs = settings.kernel(
         kernel,
         out_type=tuple(out_types.values()),
         grid=(blocks,),

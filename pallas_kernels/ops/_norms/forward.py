@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
 from pallas_kernels.ops._norms.forward_shared import shared_row_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
@@ -65,7 +65,7 @@ def norm_forward(
     if config.warpgroups > 1 or config.holds == "shared":
         outputs = shared_row_forward(norm, operands, names[len(operands) :], config, kernel_name=kernel_name)
     else:
-        outputs = plgpu.kernel(
+        outputs = settings.kernel(
             kernel,
             out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
             grid=(x.shape[0],),

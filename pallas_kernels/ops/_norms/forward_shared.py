@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig
 from pallas_kernels.ops._norms.norm import SHARED_ROW_PARAMS, Norm, lanes_of_lines
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     WARPS,
@@ -144,7 +145,7 @@ def shared_row_forward(
     def seen_in_parts(name, array):
         return array if name == "words" else array.reshape(parts if array.ndim == 1 else (rows, *parts))
 
-    results = plgpu.kernel(
+    results = settings.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((rows, *parts), x.dtype),) * len(outputs),
         grid=(rows,),

@@ -29,6 +29,7 @@ from pallas_kernels.ops.attention.backward_computing import Computing
 from pallas_kernels.ops.attention.backward_config import FusedConfig
 from pallas_kernels.ops.attention.backward_launch import PART, WARPGROUPS, Launch
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives import settings
 
 
 def fused_gradients(
@@ -80,7 +81,7 @@ def _run(
         for is_own, role in reversed(roles) if launch.keeps_apart else roles:
             pl.when(is_own)(role)
 
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         attention_backward_fused,
         out_type=launch.results(query, key, value),
         grid=(launch.adders + (launch.finishers.blocks if launch.finishers else 0),),

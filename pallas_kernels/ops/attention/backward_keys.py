@@ -30,6 +30,7 @@ from pallas_kernels.ops.attention.backward_tiles import (
 )
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
@@ -226,7 +227,7 @@ def key_value_gradients(
             pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
 
     dtype = problem.dtype
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         attention_backward_keys,
         out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in (key, value)],
         grid=(blocks * lanes,),

@@ -22,6 +22,7 @@ from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, Queries
 from pallas_kernels.ops.attention.backward_tiles import Tile, Visits, block_place, not_invariant, store_columns
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.random import mixed_words
 
@@ -195,7 +196,7 @@ def query_gradients(
     if makes_dbias:
         shape = (batch, heads, blocks * config.rows, key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         attention_backward_queries,
         out_type=out_type,
         grid=(blocks * lanes,),

@@ -25,6 +25,7 @@ from pallas_kernels.ops.attention.masking import padded_segments, segment_key_ti
 from pallas_kernels.ops.attention.parts import with_parts
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -152,7 +153,7 @@ def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operand
     if schedule.rest:
         shape = (schedule.rest * schedule.parts, config.rows)
         out_type += [jax.ShapeDtypeStruct((*shape, size), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)]
-    return plgpu.kernel(
+    return settings.kernel(
         attention,
         out_type=out_type,
         grid=(schedule.blocks,),

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig
 from pallas_kernels.ops.batch_norm.split import RowSplit
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, launch, rows_at_once
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -114,7 +115,7 @@ def sum_columns(
         blocks.run(lax.axis_index("block"), work)
 
     kernel.__name__ = name
-    partials = plgpu.kernel(
+    partials = settings.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((groups, features), jnp.float32),) * results,
         grid=(blocks.count,),

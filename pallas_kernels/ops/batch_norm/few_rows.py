@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import Blocks, Part
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import LANES
@@ -155,7 +156,7 @@ def sum_few_rows(
         blocks.run(lax.axis_index("block"), work)
 
     kernel.__name__ = name
-    outputs: Any = plgpu.kernel(
+    outputs: Any = settings.kernel(
         kernel,
         out_type=tuple(results.values()),
         grid=(blocks.count,),

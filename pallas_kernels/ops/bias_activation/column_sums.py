@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels.ops.bias_activation.config import ColumnSumConfig
 from pallas_kernels.ops.bias_activation.mosaic_gpu import load_bias, load_row_part, make_keep
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, launch, rows_at_once
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import LANES
@@ -105,7 +106,7 @@ def column_sum_kernel(
 
         blocks.run(lax.axis_index("block"), work)
 
-    dx, partials = plgpu.kernel(
+    dx, partials = settings.kernel(
         bias_activation_gradient,
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,6 +16,7 @@ from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of_row
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_split import split_kernels
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     LOWEST,
@@ -88,7 +88,7 @@ def _launch(body, name, logits, labels, weights, *, terms, with_gradient):
     kernel.__name__ = kernel.__qualname__ = name
     one_a_row = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
     gradient = (jax.ShapeDtypeStruct(logits.shape, logits.dtype),) if with_gradient else ()
-    return plgpu.kernel(
+    return settings.kernel(
         kernel,
         out_type=(one_a_row, one_a_row, one_a_row, *gradient),
         grid=(logits.shape[0],),

@@ -33,6 +33,7 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.config import WARP_LANES, ForwardConfig, RowPlan
 from pallas_kernels.ops.cross_entropy.formula import LOWEST_LOGIT, Exponential, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import is_interpreted, target_device
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, sum_of
 
@@ -270,7 +271,7 @@ def ring_kernel(
 
     in_accesses = jax.ShapeDtypeStruct((rows, plan.accesses, vector), dtype)
     one_a_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    outputs = plgpu.kernel(
+    outputs = settings.kernel(
         cross_entropy_ring,
         out_type=(one_a_row, one_a_row, one_a_row, *((in_accesses,) if with_gradient else ())),
         grid=(blocks,),

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,6 +18,7 @@ from pallas_kernels.ops.cross_entropy.config import ForwardConfig
 from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of_row
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import Cut, write_gradient
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.rows import LOWEST, load_row, map_row, row_max, row_sum, to_float32
 
 
@@ -79,14 +79,14 @@ def split_kernels(
     params = compiler_params(logits.dtype)
     number = 3 if terms.label_smoothing else 2
     grid_names = ("row", "part")
-    parts = plgpu.kernel(
+    parts = settings.kernel(
         cross_entropy_parts,
         out_type=(one_a_part,) * number,
         grid=(rows, cut.parts),
         grid_names=grid_names,
         compiler_params=params,
     )(logits)
-    return plgpu.kernel(
+    return settings.kernel(
         cross_entropy_from_parts,
         out_type=(one_a_row,) * 3 + ((jax.ShapeDtypeStruct(logits.shape, logits.dtype),) if with_gradient else ()),
         grid=(rows, cut.parts if with_gradient else 1),

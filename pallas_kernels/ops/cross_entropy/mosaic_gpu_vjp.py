@@ -18,6 +18,7 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.config import GradientConfig
 from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.references import in_place
 from pallas_kernels.primitives.rows import (
@@ -100,7 +101,7 @@ def cross_entropy_backward(
         slope = terms.slope(maximum_ref[row], total_ref[row], token)
         write_gradient(logits_ref.at[row], gradient_ref.at[row], cut, part, slope, token.label)
 
-    gradient = plgpu.kernel(
+    gradient = settings.kernel(
         cross_entropy_gradient,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         grid=(rows, cut.parts),
@@ -156,7 +157,7 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
                 def _(i):
                     multiply(gradient_ref.at[row, pl.ds(i * cut.chunk, cut.chunk)], cut.segments)
 
-    scale = plgpu.kernel(
+    scale = settings.kernel(
         cross_entropy_scale,
         grid=(blocks,),
         grid_names=("block",),

@@ -10,6 +10,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
+
 LANES = 128
 
 
@@ -51,7 +53,7 @@ def combine(
         plgpu.copy_smem_to_gmem(buffer[0].at[pl.ds(0, head_size)], result_ref)
         plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    return settings.kernel(
         decode_attention_combine,
         out_type=jax.ShapeDtypeStruct((batch, tokens, heads * group, head_size), dtype),
         grid=(tokens * group, heads, batch),

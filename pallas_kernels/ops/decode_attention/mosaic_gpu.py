@@ -24,6 +24,7 @@ from pallas_kernels.ops.decode_attention.combine import LANES, combine
 from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, default_config
 from pallas_kernels.ops.decode_attention.finish import Finish, finish_types
 from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -151,7 +152,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         like = (config.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // LANES) * LANES)
         statistics = (config.splits, 2, plan.batch, plan.kv_heads, plan.row_blocks * ROWS)
         out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (like, statistics)]
-    return plgpu.kernel(
+    return settings.kernel(
         decode_attention,
         out_type=out_type,
         grid=(blocks,),

@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
@@ -97,7 +98,7 @@ def product_kernel(
 
     body.__name__ = name
     buffer_shape = (config.warpgroups, pieces.slots, pieces.rows, pieces.columns)
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         body,
         out_type=list(out_type),
         grid=(max(1, min(blocks, tiles)),),

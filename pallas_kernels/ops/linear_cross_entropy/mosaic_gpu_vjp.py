@@ -30,6 +30,7 @@ from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, LossConfi
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import BINARY, load_rows, spread
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
@@ -135,7 +136,7 @@ def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
         columns = logits_ref.at[row, pl.ds(start, width)]
         write_gradient(columns, d_ref.at[row], cut, part, slope, label - start)
 
-    d = plgpu.kernel(
+    d = settings.kernel(
         linear_cross_entropy_slopes,
         out_type=jax.ShapeDtypeStruct((rows, width), logits.dtype),
         grid=(kept_rows, cut.parts),

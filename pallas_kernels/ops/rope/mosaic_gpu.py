@@ -16,6 +16,7 @@ from jax import lax
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.ops.rope.config import HeadTile, RopeConfig, head_tile
 from pallas_kernels.ops.rope.pairs import Pairs, pairs_of
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 
 # No automatic barriers: nothing that is written is read again.
@@ -74,7 +75,7 @@ def rope_rotate(
                     pairs.store(ref, token, heads, (first * cosine - second * sine, second * cosine + first * sine))
 
     operands = (flat_positions, *(table for pair in tables.values() for table in pair), *views)
-    results = plgpu.kernel(
+    results = settings.kernel(
         rope,
         out_type=tuple(jax.ShapeDtypeStruct(view.shape, view.dtype) for view in views),
         grid=(tokens // at_once,),

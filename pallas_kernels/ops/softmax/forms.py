@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.softmax.config import RowConfig
 from pallas_kernels.ops.softmax.masking import Masking
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, softmax_forward
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, split_row, store_row, to_float32
 
@@ -54,7 +54,7 @@ def softmax_three_kernels(x: jax.Array) -> jax.Array:
         store_row(y_ref.at[row], map_row(lambda v: jnp.exp(v - maximum) * inverse, load(x_ref)), segments)
 
     def launch(body, out_type, *operands):
-        output = plgpu.kernel(
+        output = settings.kernel(
             body,
             out_type=out_type,
             grid=(x.shape[0],),

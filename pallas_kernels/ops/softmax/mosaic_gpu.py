@@ -20,6 +20,7 @@ from pallas_kernels.ops.softmax.config import RowConfig, default_forward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
 from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, sum_of_weights
 from pallas_kernels.ops.softmax.rounding import online_add as exact_online_add
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     LOWEST,
@@ -67,7 +68,7 @@ def softmax_forward(
         body(row, x_ref, mask_ref.at[masking.mask_row(row)], y_ref)
 
     operands = (x,) if mask is None else (x, mask)
-    y = plgpu.kernel(
+    y = settings.kernel(
         softmax if mask is None else softmax_masked,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(x.shape[0],),

@@ -15,7 +15,6 @@ import functools
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,6 +23,7 @@ from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept,
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.ops.softmax.rounding import quotient, remainder
 from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory, shared_row_gradient
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     load_row,
@@ -51,7 +51,7 @@ def softmax_backward(
     def softmax_gradient(weights_ref, dy_ref, dx_ref):
         body(lax.axis_index("row"), weights_ref, dy_ref, dx_ref)
 
-    dx = plgpu.kernel(
+    dx = settings.kernel(
         softmax_gradient,
         out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
         grid=(rows,),

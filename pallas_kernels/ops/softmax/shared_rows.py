@@ -18,6 +18,7 @@ from pallas_kernels.ops.softmax.config import SHARED_BYTES, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.ops.softmax.rounding import quotient, remainder
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
@@ -99,7 +100,7 @@ def shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, 
             gradient = map_row(lambda p, d: p * (d * scale), p, center(dy, means))
             store_row(dx_ref.at[row, group, :, pl.ds(i * columns, columns)], gradient, piece)
 
-    dx = plgpu.kernel(
+    dx = settings.kernel(
         softmax_gradient,
         out_type=jax.ShapeDtypeStruct((rows, *parts), weights.dtype),
         grid=(rows,),

@@ -17,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.choice import choose_few_rows
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
@@ -222,7 +223,7 @@ def _launch(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     body.__name__ = name
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         body,
         out_type=out_type,
         grid=(clusters,),

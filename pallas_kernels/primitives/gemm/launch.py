@@ -10,6 +10,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
@@ -60,7 +61,7 @@ def launcher(
             compute(warpgroup)
 
     body.__name__ = name
-    return plgpu.kernel(
+    return settings.kernel(
         body,
         out_type=out_type,
         grid=(blocks or blocks_of(problem),),

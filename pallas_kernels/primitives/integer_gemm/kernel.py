@@ -17,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integers, widened
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import whole_groups
@@ -168,7 +169,7 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
 
     body.__name__ = name
     stages = config.stages
-    kernel = plgpu.kernel(
+    kernel = settings.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((job.m, job.n), out_dtype),
         grid=(job.blocks,),

@@ -1,0 +1,38 @@
+"""JAX's settings of types and shapes, which programs may change and this package's code is not written for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+
+def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, in which arrays are promoted and broadcast as they are by default.
+
+    `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` are for the caller's own expressions.
+    """
+
+    @functools.wraps(function)
+    def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return promoting
+
+
+def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64.
+
+    The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
+    """
+
+    @functools.wraps(body)
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        with jax.enable_x64(False):
+            return usual_promotion(body)(*args, **kwargs)
+
+    return plgpu.kernel(narrow, **options)

@@ -1,0 +1,44 @@
+"""What callers may set in JAX must not matter to the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from compile_deviceless import kernel_calls
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+import pallas_kernels
+from pallas_kernels import gated_activation
+
+HOPPER = AbstractMesh(
+    (1,),
+    ("d",),
+    axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
+)
+
+
+def test_kernels_are_traced_in_32_bits():
+    def function(x):
+        return jnp.sum(gated_activation(x, x, implementation="mosaic"))
+
+    x = jnp.ones((2, 256), "bfloat16")
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        narrow = jax.make_jaxpr(jax.vmap(jax.jit(jax.grad(function))))(x)
+        with jax.enable_x64(True):
+            wide = jax.make_jaxpr(jax.vmap(jax.jit(jax.grad(function))))(x)
+    assert kernels(wide) == kernels(narrow) != []
+
+
+def kernels(jaxpr):
+    """The bodies of the kernels that a program calls."""
+    return [str(call.params["jaxprs"]) for call in kernel_calls(jaxpr.jaxpr)]
+
+
+def test_every_kernel_is_made_with_the_package_s_settings():
+    folder = Path(pallas_kernels.__file__).parent
+    own = [file.name for file in folder.rglob("*.py") if "plgpu.kernel(" in file.read_text()]
+    assert own == ["settings.py"], "call pallas_kernels.primitives.settings.kernel in place of plgpu.kernel"
