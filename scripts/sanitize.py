@@ -12,9 +12,9 @@ fault, where a case was not finished, and where the planted fault was not seen.
 Racecheck (2025.3, on an H200) saw lanes that wrote one word with different bits (in cross-entropy's exchange between
 warpgroups, since mended), and one thread's words read by another. It saw nothing of races planted between two
 warpgroups, between warps that read half a row further, in a kernel without any barrier, or in Mosaic GPU's own scratch
-of a sum. The race that is planted now is built as the one in cross-entropy was; it has not been run on a GPU yet. For
-races between warpgroups there is only the interpreter's detector, in tests/kernels; for lanes that disagree, the check
-of every kernel's PTX in tests/kernels/test_deviceless.py.
+of a sum, nor of the race that is planted now, which is built as the one in cross-entropy was. For races between
+warpgroups there is only the interpreter's detector, in tests/kernels; for lanes that disagree, the check of every
+kernel's PTX in tests/kernels/test_deviceless.py.
 """
 
 from __future__ import annotations

@@ -53,10 +53,12 @@ def test_sanitizer_is_told_by_tool_without_the_planted_fault():
         return {"operation": operation, "tool": tool, "status": status, "cases": ["forward a", "backward a"]}
 
     outcomes = [outcome("planted fault", "memcheck", "faults"), outcome("rope", "memcheck", "clean"),
-                outcome("softmax", "memcheck", "clean"), outcome("softmax", "racecheck", "faults")]  # fmt: skip
+                outcome("softmax", "memcheck", "clean"), outcome("softmax", "racecheck", "faults"),
+                outcome("rope", "racecheck", "failed")]  # fmt: skip
     text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": outcomes})
     assert "on one unnamed GPU, 2026-01-01: memcheck over 4 forward and backward calls of 2 operations clean;" in text
-    assert "racecheck over 2 forward and backward calls of 1 operations not clean for `softmax` (faults)" in text
+    assert "racecheck over 4 forward and backward calls of 2 operations report faults of `softmax`" in text
+    assert "as far as the tool came (it died in other calls of `rope`)" in text
     assert "did not see" not in text
     blind = [outcome("planted fault", "racecheck", "clean"), outcome("rope", "racecheck", "clean")]
     text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": blind})

@@ -121,9 +121,13 @@ def _verdicts(sanitizer: Mapping[str, Any]) -> str:
     for tool in dict.fromkeys(outcome["tool"] for outcome in sanitizer["outcomes"]):
         outcomes = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] != _PLANTED]
         calls = sum(len(outcome["cases"]) for outcome in outcomes)
-        bad = [f"`{o['operation']}` ({o['status']})" for o in outcomes if o["status"] != "clean"]
+        bad = {
+            state: [f"`{o['operation']}`" for o in outcomes if o["status"] == state] for state in ("faults", "failed")
+        }
         text = f"{tool} over {calls} forward and backward calls of {len(outcomes)} operations "
-        text += f"not clean for {', '.join(bad)}" if bad else "clean"
+        text += f"report faults of {', '.join(bad['faults'])}" if bad["faults"] else "clean"
+        if bad["failed"]:
+            text += f" as far as the tool came (it died in other calls of {', '.join(bad['failed'])})"
         planted = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] == _PLANTED]
         is_blind = any(o["status"] != "faults" for o in planted)
         told.append(text + (", but it did not see the planted fault" if is_blind else ""))
