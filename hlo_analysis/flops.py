@@ -1,5 +1,7 @@
 """FLOPs of one instruction, counted from shapes, with the matrix products apart from the rest.
 
+Of a fusion, what its results need: what stands before a slice is done for the slice alone.
+
 A product counts 2·M·N·K a batch, four times that of complex; an elementwise operation one for each element of its
 result, transcendental ones included; a reduction one for each element that it reads; a Fourier transform 5·N·log2(N),
 half of it between real and complex; a triangular solve one for each row of the triangle and element of its result;
@@ -17,6 +19,7 @@ from typing import Any
 
 from hlo_analysis.dataflow import leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+from hlo_analysis.needs import needed_elements
 
 _ELEMENTWISE = frozenset(
     {
@@ -100,6 +103,11 @@ class Flops:
         """The same work done by a code generator that does not use the matrix units."""
         return Flops(vector=self.total)
 
+    def part(self, numerator: int, denominator: int) -> Flops:
+        """A part of the work."""
+        matrix = tuple((kind, count * numerator // denominator) for kind, count in self.matrix)
+        return Flops(matrix=matrix, vector=self.vector * numerator // denominator)
+
     def __add__(self, other: Flops) -> Flops:
         matrix = dict(self.matrix)
         for kind, count in other.matrix:
@@ -112,11 +120,7 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
     operands = [computation.instructions[name].shape for name in instruction.operands]
     match instruction.opcode:
         case "fusion":
-            body = module.computations[instruction.called[0]]
-            total = Flops()
-            for inner in body.instructions.values():
-                total += flops_of(module, body, inner)
-            return total
+            return _fused(module, module.computations[instruction.called[0]])
         case "dot":
             contracting = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
             return _product(instruction, operands[0], instruction.shape, contracting)
@@ -144,6 +148,16 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
         case opcode if opcode in _ELEMENTWISE:
             return Flops(vector=_results(instruction))
     return Flops()
+
+
+def _fused(module: Module, body: Computation) -> Flops:
+    """Of what stands before a slice, as much as the slice needs."""
+    needed, total = needed_elements(module, body), Flops()
+    for inner in body.instructions.values():
+        made, whole = needed[inner.name], inner.shape.element_count
+        own = flops_of(module, body, inner)
+        total += own.part(made, whole) if 0 < made < whole else own
+    return total
 
 
 def _results(instruction: Instruction) -> int:

@@ -2,10 +2,10 @@
 
 Rules, all counted from shapes:
 
-- A launch reads each operand once, whole; where every use of it inside the fusion is a slice, dynamic slice or gather,
-  only what those take out. It writes its results; a dynamic-update-slice or scatter that updates its operand in place
-  writes the update alone (at most the whole buffer: a scatter that sums many updates does so in the cache) and does not
-  read the rest.
+- A launch reads each operand once, whole; where slices, dynamic slices or gathers stand between an operand and the
+  fusion's results, only what those need of it (`needs.py`). It writes its results; a dynamic-update-slice or scatter
+  that updates its operand in place writes the update alone (at most the whole buffer: a scatter that sums many updates
+  does so in the cache) and does not read the rest.
 - *Unfused* is the same instructions, each a launch of its own. Bitcasts, reshapes, tuples, and broadcasts inside are
   views and free (so the count is a low one: an eager framework copies at least some of them); constants and iotas are
   free as operands. What the fusion returns is written even where a view made it.
@@ -14,13 +14,15 @@ Rules, all counted from shapes:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hlo_analysis.dataflow import VIEWS, Path, behind_aliases, leaf_shape, leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+from hlo_analysis.inplace import in_place_base, roots, scatter_inputs
+from hlo_analysis.needs import needed_elements
 from hlo_analysis.records import LaunchKind
 
-_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _FREE = frozenset({"parameter", "constant", "iota", "tuple", "get-tuple-element", "broadcast"})
 _LIBRARY_TARGETS = ("__cublas$", "__cudnn$")
 
@@ -69,8 +71,9 @@ def usage_of(module: Module, computation: Computation, instruction: Instruction)
     if instruction.opcode == "fusion":
         body = module.computations[instruction.called[0]]
         writes = _fusion_writes(module, body)
+        needed = needed_elements(module, body)
         reads = {
-            (position, path): _parameter_reads(module, body, parameter, path)
+            (position, path): _parameter_reads(body, parameter, path, needed)
             for position, parameter in enumerate(body.parameters)
             for path, _ in leaves(parameter.shape)
         }
@@ -162,43 +165,15 @@ def _result_writes(instruction: Instruction, shape: Shape, operands: list[Instru
         case "dynamic-update-slice":
             return operands[1].shape.byte_size
         case "scatter":
-            count = _scatter_inputs(instruction)
+            count = scatter_inputs(instruction)
             return min(sum(update.shape.byte_size for update in operands[count + 1 :]) // count, shape.byte_size)
     return shape.byte_size
 
 
-def _scatter_inputs(instruction: Instruction) -> int:
-    return (len(instruction.operands) - 1) // 2
-
-
-def _in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruction, int] | None:
-    """Follow a chain of in-place updates back to the parameter it updates, and count the bytes written on the way."""
-    written = 0
-    while True:
-        if instruction.opcode in VIEWS:
-            instruction = body.instructions[instruction.operands[0]]
-        elif instruction.opcode == "dynamic-update-slice":
-            written += body.instructions[instruction.operands[1]].shape.byte_size
-            instruction = body.instructions[instruction.operands[0]]
-        elif instruction.opcode == "scatter" and _scatter_inputs(instruction) == 1:
-            written += body.instructions[instruction.operands[2]].shape.byte_size
-            instruction = body.instructions[instruction.operands[0]]
-        else:
-            return (instruction, written) if written and instruction.opcode == "parameter" else None
-
-
-def _roots(body: Computation) -> list[tuple[Path, Instruction]]:
-    """What a fusion returns: the elements of its root tuple, or the root."""
-    root = body.root_instruction
-    if root.opcode == "tuple":
-        return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
-    return [((), root)]
-
-
 def _fusion_writes(module: Module, body: Computation) -> dict[Path, int]:
     writes: dict[Path, int] = {}
-    for prefix, root in _roots(body):
-        base = _in_place_base(body, root)
+    for prefix, root in roots(body):
+        base = in_place_base(body, root)
         if base is not None:
             writes[prefix] = min(base[1], root.shape.byte_size)
         elif root.opcode == "fusion":
@@ -209,50 +184,12 @@ def _fusion_writes(module: Module, body: Computation) -> dict[Path, int]:
     return writes
 
 
-def _parameter_reads(module: Module, body: Computation, parameter: Instruction, path: Path) -> int:
+def _parameter_reads(body: Computation, parameter: Instruction, path: Path, needed: Mapping[str, int]) -> int:
     """Bytes of a fusion's parameter that the fusion reads."""
-    whole = leaf_shape(parameter.shape, path).byte_size
-    updated = {base[0].name for _, root in _roots(body) if (base := _in_place_base(body, root))}
-    chains = _in_place_chain(body) if parameter.name in updated else frozenset()
-    total, pending, seen = 0, [parameter.name], set()
-    while pending:
-        name = pending.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name == body.root and name not in chains:
-            return whole
-        for user_name in body.users(name):
-            user = body.instructions[user_name]
-            positions = [index for index, operand in enumerate(user.operands) if operand == name]
-            if user.opcode in VIEWS:
-                pending.append(user_name)
-            elif user.opcode in _SLICES and positions == [0]:
-                total += user.shape.byte_size
-            elif user.opcode in ("dynamic-update-slice", "scatter") and positions == [0]:
-                # What is not replaced is read by who reads on; a scatter that combines reads what it replaces.
-                if user.opcode == "scatter":
-                    total += body.instructions[user.operands[2]].shape.byte_size
-                pending.append(user_name)
-            elif user_name == body.root and user.opcode == "tuple" and name in chains:
-                continue  # updated in place
-            elif user.opcode == "fusion" and not path:
-                inner = module.computations[user.called[0]]
-                total += sum(_parameter_reads(module, inner, inner.parameters[index], ()) for index in positions)
-            else:
-                return whole
-    return min(total, whole)
-
-
-def _in_place_chain(body: Computation) -> frozenset[str]:
-    """Names on the chains of in-place updates that end in a root."""
-    names: set[str] = set()
-    for _, root in _roots(body):
-        if _in_place_base(body, root):
-            while root.opcode != "parameter":
-                names.add(root.name)
-                root = body.instructions[root.operands[0]]
-    return frozenset(names)
+    shape = leaf_shape(parameter.shape, path)
+    if path:
+        return shape.byte_size if body.users(parameter.name) else 0
+    return -(-shape.byte_size * needed[parameter.name] // max(shape.element_count, 1))
 
 
 def _unfused(module: Module, body: Computation) -> int:
@@ -269,13 +206,13 @@ def _unfused(module: Module, body: Computation) -> int:
         total += _instruction_reads(body, instruction)
     # What is returned must be written, even where it only shows other bytes, and once for each time it is returned.
     written: set[str] = set()
-    for _, root in _roots(body):
+    for _, root in roots(body):
         shown = behind_aliases(body, root)
         if shown.opcode == "parameter":
             total += 2 * root.shape.byte_size
         elif shown.opcode in ("constant", "iota", "broadcast") or shown.name in written:
             total += _instruction_reads(body, shown) + root.shape.byte_size
-        elif shown.opcode in ("dynamic-update-slice", "scatter") and _in_place_base(body, root) is None:
+        elif shown.opcode in ("dynamic-update-slice", "scatter") and in_place_base(body, root) is None:
             total += root.shape.byte_size
         written.add(shown.name)
     return total
@@ -289,9 +226,9 @@ def _instruction_reads(body: Computation, instruction: Instruction) -> int:
         if shown.opcode in ("constant", "iota"):
             continue
         whole = leaf_shape(shown.shape, path).byte_size
-        scatter_base = instruction.opcode == "scatter" and position < _scatter_inputs(instruction)
+        scatter_base = instruction.opcode == "scatter" and position < scatter_inputs(instruction)
         if scatter_base:
-            count = _scatter_inputs(instruction)
+            count = scatter_inputs(instruction)
             moved = body.instructions[instruction.operands[count + 1 + position]].shape.byte_size
         else:
             moved = _operand_reads(instruction, position, path, body.instructions[name].shape)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hlo_analysis.flops import flops_of
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.traffic import pass_usage, usage_of
 
@@ -293,3 +294,60 @@ def test_fused_traffic_is_never_above_unfused(text):
     for (position, path), count in found.reads.items():
         assert 0 <= count <= body.parameters[position].shape.byte_size, (position, path)
     assert found.bytes_written > 0
+
+
+# What stands before a slice is made for the slice alone.
+
+ROW_NORM = """%add {
+  %l = f32[] parameter(0)
+  %r = f32[] parameter(1)
+  ROOT %s = f32[] add(%l, %r)
+}
+
+%body {
+  %x = f32[8,64,128]{2,1,0} parameter(0)
+  %scale = f32[128]{0} parameter(1)
+  %square = f32[8,64,128]{2,1,0} multiply(%x, %x)
+  %zero = f32[] constant(0)
+  %sum = f32[8,64]{1,0} reduce(%square, %zero), dimensions={2}, to_apply=%add
+  %rsqrt = f32[8,64]{1,0} rsqrt(%sum)
+  %rows = f32[8,64,128]{2,1,0} broadcast(%rsqrt), dimensions={0,1}
+  %normal = f32[8,64,128]{2,1,0} multiply(%x, %rows)
+  %columns = f32[8,64,128]{2,1,0} broadcast(%scale), dimensions={2}
+  %scaled = f32[8,64,128]{2,1,0} multiply(%normal, %columns)
+  END
+}"""
+ROW_FUSION = """  %x = f32[8,64,128]{2,1,0} parameter(0)
+  %scale = f32[128]{0} parameter(1)
+  ROOT %f = f32[8,1,128]{2,1,0} fusion(%x, %scale), kind=kLoop, calls=%body"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rows"),
+    [
+        ("ROOT %last = f32[8,1,128]{2,1,0} slice(%scaled), slice={[0:8], [63:64], [0:128]}", 8),
+        # A slice of the flat array, and one of the transposed: the way to the parameter leads through both.
+        ("%flat = f32[512,128]{1,0} bitcast(%scaled)\n  ROOT %last = f32[8,128]{1,0} slice(%flat), "
+         "slice={[0:8], [0:128]}", 8),
+        ("%turned = f32[64,8,128]{2,1,0} transpose(%scaled), dimensions={1,0,2}\n  ROOT %last = f32[1,8,128]{2,1,0} "
+         "slice(%turned), slice={[3:4], [0:8], [0:128]}", 8),
+        # Two slices read two rows a batch; beside a use of all, all.
+        ("%a = f32[8,1,128]{2,1,0} slice(%scaled), slice={[0:8], [0:1], [0:128]}\n"
+         "  %b = f32[8,1,128]{2,1,0} slice(%scaled), slice={[0:8], [63:64], [0:128]}\n"
+         "  ROOT %both = f32[8,1,128]{2,1,0} add(%a, %b)", 16),
+        ("%last = f32[8,1,128]{2,1,0} slice(%scaled), slice={[0:8], [63:64], [0:128]}\n"
+         "  ROOT %both = (f32[8,1,128]{2,1,0}, f32[8,64]{1,0}) tuple(%last, %sum)", 512),
+    ],
+    ids=["slice", "bitcast", "transpose", "two", "beside"],
+)  # fmt: skip
+def test_before_a_slice_only_what_it_needs_is_read_and_done(end, rows):
+    found = usage(ROW_FUSION, ROW_NORM.replace("END", end))
+    assert found.reads == {(0, ()): rows * 128 * 4, (1, ()): 128 * 4}
+
+
+def test_a_slice_needs_less_arithmetic():
+    slice_ = "ROOT %last = f32[8,1,128]{2,1,0} slice(%scaled), slice={[0:8], [63:64], [0:128]}"
+    text = "HloModule m\n\n" + ROW_NORM.replace("END", slice_) + "\n\nENTRY %main {\n" + ROW_FUSION + "\n}\n"
+    module = parse_module(text)
+    # Of eight rows: a square, a sum, two products a value, and a root a row.
+    assert flops_of(module, module.entry, module.entry.root_instruction).total == 8 * (4 * 128 + 1)

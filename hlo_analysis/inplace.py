@@ -1,0 +1,46 @@
+"""In-place updates inside a fused computation: chains of them from a result back to the parameter that they update."""
+
+from __future__ import annotations
+
+from hlo_analysis.dataflow import VIEWS, Path
+from hlo_analysis.hlo import Computation, Instruction
+
+
+def scatter_inputs(instruction: Instruction) -> int:
+    """How many arrays a scatter updates."""
+    return (len(instruction.operands) - 1) // 2
+
+
+def in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruction, int] | None:
+    """Follow a chain of in-place updates back to the parameter it updates, and count the bytes written on the way."""
+    written = 0
+    while True:
+        if instruction.opcode in VIEWS:
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "dynamic-update-slice":
+            written += body.instructions[instruction.operands[1]].shape.byte_size
+            instruction = body.instructions[instruction.operands[0]]
+        elif instruction.opcode == "scatter" and scatter_inputs(instruction) == 1:
+            written += body.instructions[instruction.operands[2]].shape.byte_size
+            instruction = body.instructions[instruction.operands[0]]
+        else:
+            return (instruction, written) if written and instruction.opcode == "parameter" else None
+
+
+def roots(body: Computation) -> list[tuple[Path, Instruction]]:
+    """What a fusion returns: the elements of its root tuple, or the root."""
+    root = body.root_instruction
+    if root.opcode == "tuple":
+        return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
+    return [((), root)]
+
+
+def in_place_chain(body: Computation) -> frozenset[str]:
+    """Names on the chains of in-place updates that end in a root."""
+    names: set[str] = set()
+    for _, root in roots(body):
+        if in_place_base(body, root):
+            while root.opcode != "parameter":
+                names.add(root.name)
+                root = body.instructions[root.operands[0]]
+    return frozenset(names)
