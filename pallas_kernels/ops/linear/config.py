@@ -13,11 +13,13 @@ from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import choose_config, fills
+from pallas_kernels.primitives.gemm.choice import MIXED, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_MANY_ROWS = 512
 """Between few rows and these nothing has been measured."""
+FEWEST_FEATURES = 4096
+"""Of plain products; with less nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -58,7 +60,7 @@ def preferred(
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
     """The measured best for a problem, else the untuned choice."""
     outputs = int(known["outputs"])
-    untuned: Config = choose_config(rows, outputs)
+    untuned: Config = choose_config(rows, outputs, is_mixed=True)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, int(known["features"]))
     config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
@@ -70,12 +72,14 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) 
     """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
 
     has_epilogue: an activation or residual follows. On an H200, times as fast as XLA: with gelu 1.08 at 8192 rows and
-    1.10 at 512, with a residual 1.02 and 1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39. Plain
-    products of many rows are even with XLA's (0.99 to 1.02), and left to it.
+    1.10 to 1.21 at 512, with a residual 1.02 and 1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39.
+    Plain products of many rows are even with XLA's (0.99 to 1.02), and left to it, but where tiles of two widths share
+    them out: 1.14 at 512 rows, 14336 outputs.
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096 and features >= 2048
-    return has_epilogue and rows >= FEWEST_MANY_ROWS and fills(rows, outputs)
+    is_mixed = features >= FEWEST_FEATURES and bool(choose_config(rows, outputs, is_mixed=True).passes)
+    return rows >= FEWEST_MANY_ROWS and fills(rows, outputs) and (has_epilogue or is_mixed)
 
 
 def candidates(rows: int) -> dict[str, Config]:
@@ -84,6 +88,7 @@ def candidates(rows: int) -> dict[str, Config]:
         return {**few_rows_candidates()}
     return {
         "128x256": GemmConfig(),
+        "128x(256+192)": MIXED[1],
         "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x128": GemmConfig(tile_m=128, tile_n=128, stages=6),
         "128x256 cluster m": GemmConfig(cluster="m"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pallas_kernels.primitives.gemm.choice import choose_config
+from pallas_kernels.primitives.gemm.choice import MIXED, choose_config
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
-from pallas_kernels.primitives.platform import target_device
 
 DEPTH = 64
 """Ranks are filled up with zeros to a multiple of it where x @ a is an array: a step of the main loop."""
@@ -48,15 +47,6 @@ class LoraConfig:
         return replace(cut, stages=max(2, min(cut.stages, (SHARED_BYTES - _OTHER_BYTES - store) // stage)))
 
 
-_SQUARE = GemmConfig(tile_n=128, stages=6)
-_AHEAD = (
-    LoraConfig(product=GemmConfig(), low="ahead"),
-    LoraConfig(product=_SQUARE, low="ahead"),
-    # A row of tiles of 448 columns: 14336 columns are 32 of them, those of 512 rows 128 blocks' in one wave.
-    LoraConfig(product=GemmConfig(passes=(256, 192)), low="ahead"),
-)
-
-
 def joint_rank(rank: int) -> int:
     """What a rank is filled up to where x @ a stays on the chip."""
     return next(size for size in _JOINT_RANKS if size >= rank)
@@ -66,16 +56,9 @@ def default_config(rows: int, outputs: int, features: int, rank: int) -> LoraCon
     """The untuned choice for a (rows, outputs) result with sums over so many features."""
     del features
     if rank <= MOST_JOINT_RANK and _AHEAD_ROWS <= rows < _MANY_ROWS:
-        return min(_AHEAD, key=lambda config: _cost(config, rows, outputs))
+        return LoraConfig(product=choose_config(rows, outputs, is_mixed=True), low="ahead")
     inside = rows < _AHEAD_ROWS and rank <= MOST_JOINT_RANK
     return LoraConfig(product=choose_config(rows, outputs), low="inside" if inside else "before")
-
-
-def _cost(config: LoraConfig, rows: int, outputs: int) -> float:
-    """Of the waves of blocks, in columns; see `gemm.choice`."""
-    width = sum(config.product.strip)
-    units = -(-rows // config.product.tile_m) * -(-outputs // width)
-    return -(-units // target_device().core_count) * width * (1.0 if config.product.tile_n >= 256 else 1.06)
 
 
 def default_gradient_config(rows: int, outputs: int, features: int) -> GemmConfig | None:
@@ -99,12 +82,12 @@ def candidates(rows: int, rank: int) -> dict[str, LoraConfig]:
     if rows >= _MANY_ROWS:
         cuts["128x256 cluster m"] = GemmConfig(cluster="m")
     else:
-        cuts["128x128"] = _SQUARE
+        cuts["128x128"] = GemmConfig(tile_n=128, stages=6)
         cuts["128x224"] = GemmConfig(tile_n=224, store_columns=32, store_slots=4)
     found = {f"{name}, x @ a before": LoraConfig(product=cut, low="before") for name, cut in cuts.items()}
     if rank > MOST_JOINT_RANK:
         return found
     found |= {f"{name}, x @ a inside": LoraConfig(product=cut, low="inside") for name, cut in cuts.items()}
     ahead = {name: LoraConfig(product=cut, low="ahead") for name, cut in cuts.items() if cut.cluster is None}
-    ahead["128x(256+192)"] = _AHEAD[-1]
+    ahead["128x(256+192)"] = LoraConfig(product=MIXED[1], low="ahead")
     return found | {f"{name}, x @ a ahead": cut for name, cut in ahead.items() if rank <= cut.product.store_columns}

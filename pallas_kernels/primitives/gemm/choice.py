@@ -9,27 +9,34 @@ FEW_ROWS = 64
 """Up to here reading b is all that takes time."""
 MANY_ROWS = 2048
 """From here on pairs of blocks bring b's tiles together."""
+MIXED = {
+    1: GemmConfig(passes=(256, 192)),
+    2: GemmConfig(passes=(256, 256, 256, 128), skew=3, in_flight=0),
+}
+"""For 512 rows and 14336 columns of each accumulator, by their number: as many columns for every block."""
 WORTH = 0.8
 """Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
 
 
-def choose_config(m: int, n: int, *, accumulators: int = 1) -> GemmConfig:
-    """The cut of an (m, n) result with so many accumulators of n columns each; the depth does not matter."""
+def choose_config(m: int, n: int, *, accumulators: int = 1, is_mixed: bool = False) -> GemmConfig:
+    """The cut of an (m, n) result with so many accumulators of n columns each; the depth does not matter.
+
+    is_mixed: whether tiles of several widths will do, too.
+    """
     if m <= FEW_ROWS:
         return _few_rows(n, accumulators)
     wide = GemmConfig(cluster="m" if m >= MANY_ROWS else None)
-    if accumulators > 1:
-        return wide
-    square = GemmConfig(tile_n=128, stages=6)
-    return min((wide, square), key=lambda config: _cost(config, m, n))
+    configs = [wide] if accumulators > 1 else [wide, GemmConfig(tile_n=128, stages=6)]
+    if is_mixed and m < MANY_ROWS:
+        configs.append(MIXED[accumulators])
+    return min(configs, key=lambda config: _cost(config, m, n * accumulators))
 
 
 def fills(m: int, n: int, *, accumulators: int = 1) -> bool:
-    """Whether the chosen tiles of an (m, n) result keep nearly all multiprocessors busy to the end."""
-    config = choose_config(m, n, accumulators=accumulators)
-    tiles = _tiles(config, m, n * accumulators)
+    """Whether tiles of an (m, n) result, all of one width, keep nearly all multiprocessors busy to the end."""
+    units = _units(choose_config(m, n, accumulators=accumulators), m, n * accumulators)
     cores = target_device().core_count
-    return tiles / (-(-tiles // cores) * cores) > WORTH
+    return units / (-(-units // cores) * cores) > WORTH
 
 
 def _few_rows(n: int, accumulators: int) -> GemmConfig:
@@ -38,12 +45,12 @@ def _few_rows(n: int, accumulators: int) -> GemmConfig:
     return GemmConfig(tile_m=64, tile_n=columns * accumulators, tile_k=128, stages=8, warpgroups=1)
 
 
-def _tiles(config: GemmConfig, m: int, n: int) -> int:
-    return -(-m // config.tile_m) * -(-n // config.tile_n)
+def _units(config: GemmConfig, m: int, n: int) -> int:
+    """Places that blocks take one after the other: tiles, or strips of them."""
+    return -(-m // config.tile_m) * -(-n // sum(config.strip))
 
 
 def _cost(config: GemmConfig, m: int, n: int) -> float:
-    """Of the waves of tiles, in units of a tile's area; smaller tiles bring more bytes for the same work."""
-    tiles = _tiles(config, m, n)
-    area = config.tile_m * config.tile_n
-    return -(-tiles // target_device().core_count) * area * (1.0 if area >= 128 * 256 else 1.06)
+    """Of the waves of units, in columns; smaller tiles bring more bytes for the same work."""
+    waves = -(-_units(config, m, n) // target_device().core_count)
+    return waves * sum(config.strip) * (1.0 if config.tile_n >= 256 else 1.06)
