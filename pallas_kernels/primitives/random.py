@@ -152,13 +152,14 @@ def _uint32(value: jax.Array | int) -> jax.Array:
     return jnp.asarray(value).astype(jnp.uint32)
 
 
-MEMBERS = (0xCC2FD7C5, 0x47F0F6C5)
-"""What `shared_word`'s word is multiplied by for two products, each with two halves for elements of their own.
+MEMBERS = ((0x7B2A0FA7, 0x54791297), (0xB6928C45, 0x38F9075D))
+"""What `shared_word`'s word is multiplied by for four products, each with two halves for elements of their own.
 
-Odd, so that each product is as uniform as the word. Two products together lie on a lattice, modulo 2**31 and for the
-lower halves modulo 2**15, as what is in front of that decides nothing. The shortest dual vector of the former has 0.987
-of the greatest length that there is; of the latter, shares of elements that are both below a limit are those of
-independent ones but for a correlation of 1e-4 (limits of 0.4 to 0.95; 1e-3 in general). Found by random search.
+Odd, so that each product is as uniform as the word. What is in front of a half's last 15 bits decides nothing. Two
+products' halves in front lie on a lattice modulo 2**31, whose shortest dual vector has 0.6 or more of the greatest
+length that there is. The halves behind hang on 15 bits of the word: whether two, three or four of them are below a
+limit is as for independent ones but for correlations of 5e-4 (limits of 0.4 to 0.97), 1.6e-3 and 2.5e-3 (0.7 to 0.95).
+Found by random search.
 """
 
 PLACE_STEP = 0x9E3779B9
@@ -166,7 +167,7 @@ PLACE_STEP = 0x9E3779B9
 
 
 def shared_word(stepped: jax.Array, second: jax.Array) -> jax.Array:
-    """A random word for elements that share one, each of which has a half of its product with one of `MEMBERS`.
+    """A random word for elements that share one, each of which has a half of a product of it with one of `MEMBERS`.
 
     Two rounds where `random_bits` has three: the first multiplication is `PLACE_STEP`'s, which costs a kernel one
     addition, and the last one is the members'. It takes four logic instructions and one multiplication.

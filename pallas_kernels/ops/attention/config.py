@@ -72,9 +72,9 @@ def default_forward(problem: Problem) -> ForwardConfig:
         return ForwardConfig(columns=64, is_persistent=False)
     config = ForwardConfig(
         own_output=True,
+        queries_in_registers=bool(problem.dropout_rate) and problem.head_size == 128 and masking.is_causal,
         packs_dropout=bool(problem.dropout_rate),
-        # Beside dropout the compiler no longer sees that its words are shared.
-        short_masks=not problem.dropout_rate,
+        short_masks=True,
         deals_windows=True,
     )
     if count == 0 and problem.head_size == 128 and not masking.has_band and masking.keys % config.columns == 0:

@@ -1,9 +1,11 @@
 """Which weights dropout keeps: the same in every kernel and in the reference, however the work is cut.
 
-The four weights whose query and key are alike but for bit 3 (of value 8) share a random word. Two products of it, one
-for each of the two keys, have 16 bits for each of the two queries. In the accumulators' layout one thread holds all
-four, whether queries lie along its rows or along its columns, so that it makes the word once: the compiler sees that
-the places are one number. What is left to an element is done on floats, as integers are compared at half their rate: on
+The 16 weights whose queries are alike but for bit 3 (of value 8), and whose keys are but for bits 0, 3 and 4, share a
+random word. For the keys with bit 4 its halves change places. It is multiplied by four numbers, one for each query and
+each value of the keys' bit 3; an even key and the odd one behind it have 16 bits of a product each. In the
+accumulators' layout one thread holds all 16 where queries lie along its rows, and two neighbours are one register once
+they are rounded to 16 bits, as their bits are. Where queries lie along columns, a thread holds four of them, and makes
+the word for these alone. What is left to an element is done on floats, as integers are compared at half their rate: on
 floats of 32 bits, or on pairs of 16 bits where the weights are about to be rounded to 16 bits.
 
 Source of the layout: PTX ISA, "Register fragments for wgmma.mma_async".
@@ -15,15 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
-from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.ops.attention.dropout_registers import (
+    Members,
+    bits_of_halves,
+    mask_of_halves,
+    permuted,
+    saturated,
+)
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.random import (
@@ -37,15 +42,16 @@ from pallas_kernels.primitives.random import (
 )
 
 _PERIOD = 2**32
-_OTHER = 8
-"""The bit in which the places of those that share a word differ, of queries and of keys."""
+_HALF, _OTHER, _FAR = 1, 8, 16
+"""The bits in which the places of those that share a word differ: all three of keys, the second of queries."""
+_KEY_BITS = _HALF | _OTHER | _FAR
+_KEYS = 2 * _FAR
+"""Among so many, those that share words are."""
 _COLUMNS = 8
 """Columns of a register of the accumulators' layout."""
-_ROW_AXIS = 4
-"""Of that layout's array of registers: the two rows of a thread."""
 _PACKED_LIMITS = 0x2C00, 0x7C00
 """From where on a float16 has a scale that makes its least difference 1, and the first that is no finite number."""
-_WHOLE_QUERIES, _WHOLE_KEYS = 128, 2 * _OTHER
+_WHOLE_QUERIES = 128
 
 
 class Grid:
@@ -53,7 +59,7 @@ class Grid:
 
     def __init__(self, *, batch: int, heads: int, queries: int, keys: int, period: int = _PERIOD):
         self.queries = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES
-        self.keys = -(-keys // _WHOLE_KEYS) * _WHOLE_KEYS
+        self.keys = -(-keys // _KEYS) * _KEYS
         # Whole groups of queries, so that a tile of them lies in one epoch.
         self.rows_an_epoch = max(1, period // self.keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
         self.has_epochs = batch * heads * self.queries > self.rows_an_epoch
@@ -77,10 +83,10 @@ def keep_mask(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *
     head, query, column = (jnp.arange(n, dtype=jnp.uint32) for n in (batch * heads, queries, keys))
     query = query[:, None]
     row = grid.row(head[:, None, None], query)
-    other = jnp.uint32(_OTHER)
-    place = (row & ~other) * jnp.uint32(grid.keys) + (column & ~other)
-    word = shared_word(place * jnp.uint32(PLACE_STEP) + words[0], grid.second(words, row))
-    bits = _of_query(word * _member((column & other) != 0), (query & other) != 0)
+    place = _without(row, _OTHER) * jnp.uint32(grid.keys) + _without(column, _KEY_BITS)
+    word = _of_key(shared_word(place * jnp.uint32(PLACE_STEP) + words[0], grid.second(words, row)), column)
+    own, other = (jnp.where(_has(column, _OTHER), *map(jnp.uint32, pair[::-1])) for pair in MEMBERS)
+    bits = word * jnp.where(_has(query, _OTHER), other, own)
     return _are_kept(bits, rate).reshape(batch, heads, queries, keys)
 
 
@@ -98,20 +104,22 @@ def with_kept(
     """combine(values, kept), in a kernel: kept is 1.0 where `keep_mask` is true, else 0.0.
 
     Args:
-        values: a tile in the accumulators' layout, its lengths multiples of 16.
+        values: a tile in the accumulators' layout, its lengths multiples of 16 queries and 32 keys.
         combine: of some of the tile's columns.
         words: of `mixed_words`.
         query_axis: the axis along which queries lie.
         head: of the queries, that of all batches counted on.
-        query, key: the tile's first ones, multiples of 64 and of 16.
+        query, key: the tile's first ones, multiples of 64 and of 32.
     """
     words_of = _words_of(values.shape[0], problem, words, query_axis, head, query, key)
     parts = []
     for column in range(0, values.shape[1], _COLUMNS):
-        half = bool(column & _OTHER)
-        word, is_other = words_of(column - column % (2 * _OTHER))
-        is_other_query, is_other_key = (half, is_other) if query_axis else (is_other, half)
-        bits = _of_query(word * _member(is_other_key), is_other_query)
+        if query_axis:
+            own, other = map(jnp.uint32, MEMBERS[_has(column, _OTHER)])
+            is_other = _has(_places(values.shape[0], 0), _OTHER)
+            bits = words_of(column - column % (2 * _OTHER)) * jnp.where(is_other, other, own)
+        else:
+            bits = _bits_of_rows(words_of(column), _members_at(column))
         parts.append(combine(values[:, column : column + _COLUMNS], _as_kept(bits, problem.dropout_rate)))
     return lax.concatenate(parts, 1)
 
@@ -130,84 +138,99 @@ def packed_kept(columns: int, *, problem: Problem, words: Words, head: Any, quer
     """What 64 x columns weights of the problem's type are to be multiplied by, queries along the first axis.
 
     That is `packed_unit` or 0. As `with_kept`, with an instruction for two elements in place of one for each: two
-    columns lie in one register, and so do, after a permutation of bytes, the random bits of the two, which have words
-    of their own.
+    columns lie in one register, and so do the random bits of the two, which are a product.
     """
     words_of = _words_of(64, problem, words, 0, head, query, key)
     parts = []
     for column in range(0, columns, _COLUMNS):
-        word, is_other = words_of(column - column % (2 * _OTHER))
-        product = word * _member(bool(column & _OTHER))
+        word, members = words_of(column), _members_at(column)
         if is_interpreted():
-            kept = _are_kept(_of_query(product, is_other), problem.dropout_rate)
+            kept = _are_kept(_bits_of_rows(word, members), problem.dropout_rate)
             parts.append(jnp.where(kept, jnp.float32(packed_unit(problem) or 0), jnp.float32(0)).astype(problem.dtype))
         else:
-            parts.append(_mask_pairs(product, problem.dtype, _limit(problem.dropout_rate) >> 16))
+            parts.append(mask_of_halves(word, members, problem.dtype, _limit(problem.dropout_rate) >> 16))
     return lax.concatenate(parts, 1)
 
 
-def rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """values.astype(dtype) of a tile in the accumulators' layout, where it stands.
-
-    What goes round a loop in 16 bits has half of the registers. LLVM would round it after it has gone round.
-    """
-    if is_interpreted():
-        return values.astype(dtype)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout)
-    kind = _pair_kind(dtype)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def round_pairs(_, array):
-        def pair(register):
-            i32 = ir.IntegerType.get_signless(32)
-            low, high = (llvm.extractelement(register, mgpu.c(i, i32)) for i in range(2))
-            return llvm.inline_asm(i32, [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f")
-
-        return _of_pairs(array, dtype, lambda place: pair(array.registers[place]))
-
-    return round_pairs(values)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
-
-
 def _words_of(rows: int, problem: Problem, words: Words, query_axis: int, head: Any, query: Any, key: Any):
-    """What gives (word, whether a row has bit 3) of the columns from a multiple of 16 on."""
+    """What gives the words of eight columns from one on: of 8 keys, or of 8 queries and those 8 further on.
+
+    Halves are where they belong; where keys lie along rows, also those of even keys are in front.
+    """
     masking = problem.masking
     grid = Grid(batch=problem.batch, heads=problem.heads, queries=masking.queries, keys=masking.keys)
     row = grid.row(head, query)
     second = grid.second(words, row)
     steps = [PLACE_STEP * step % _PERIOD for step in ((1, grid.keys) if query_axis else (grid.keys, 1))]
-    # All but the constants of each 16 columns, once: the same for both rows of a thread, which are 8 apart.
-    shape = (rows, _COLUMNS)
-    first_axis, second_axis = (
-        plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-    )
+    # All but the constants of the columns, once: the same for both rows of a thread, which are 8 apart.
+    first_axis, second_axis = (_places(rows, axis) for axis in (0, 1))
     # A kernel's loop goes along the second axis: all else is one number held throughout. Only `moving` is multiplied as
     # a scalar: uniform registers are few, and descriptors of products that do not fit in them are spilled.
     held, moving = (_uint32(key), row) if query_axis else (row, _uint32(key))
-    own = ((first_axis & ~jnp.uint32(_OTHER)) + held) * jnp.uint32(steps[0]) + words[0]
-    own = (own + (second_axis & ~jnp.uint32(1)) * jnp.uint32(steps[1])) + moving * jnp.uint32(steps[1])
-    is_odd = (second_axis & jnp.uint32(1)) != 0
-    is_other = (first_axis & jnp.uint32(_OTHER)) != 0
+    own = (_without(first_axis, _KEY_BITS if query_axis else _OTHER) + held) * jnp.uint32(steps[0]) + words[0]
+    own = (own + _without(second_axis, _HALF) * jnp.uint32(steps[1])) + moving * jnp.uint32(steps[1])
+    if not query_axis:
 
-    def words_of(column: int) -> tuple[jax.Array, jax.Array]:
+        def words_of_keys(column: int) -> jax.Array:
+            word = shared_word(own + jnp.uint32(steps[1] * (column - column % _KEYS) % _PERIOD), second)
+            return _turned(word) if _has(column, _FAR) else word
+
+        return words_of_keys
+    is_odd, order = _has(second_axis, _HALF), _order_of_key(first_axis)
+
+    def words_of(column: int) -> jax.Array:
         here, next_ = (jnp.uint32(steps[1] * c % _PERIOD) for c in (column, column + 1))
-        return shared_word(own + jnp.where(is_odd, next_, here), second), is_other
+        word = shared_word(own + jnp.where(is_odd, next_, here), second)
+        # The same for a thread's two rows.
+        return _of_key(word, first_axis) if is_interpreted() else permuted(word, order)
 
     return words_of
 
 
-def _member(is_other_key: Any) -> jax.Array:
-    """The multiplier of a key; the condition a Python boolean or an array."""
-    return _choose(is_other_key, *(jnp.uint32(member) for member in MEMBERS))
+def _places(rows: int, axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.uint32, (rows, _COLUMNS), axis, layout=plgpu.Layout.WGMMA)
 
 
-def _of_query(product: jax.Array, is_other: Any) -> jax.Array:
-    """The 16 bits of a query, in front; behind them, what decides nothing."""
-    return _choose(is_other, product, product << jnp.uint32(16))
+def _of_key(word: jax.Array, key: jax.Array) -> jax.Array:
+    """The word with what belongs to a key in front: a permutation of bytes."""
+    word = jnp.where(_has(key, _FAR), _turned(word), word)
+    return jnp.where(_has(key, _HALF), word, word << jnp.uint32(16))
 
 
-def _choose(is_other: Any, own: jax.Array, other: jax.Array) -> jax.Array:
-    return (other if is_other else own) if isinstance(is_other, bool) else jnp.where(is_other, other, own)
+def _order_of_key(key: jax.Array) -> jax.Array:
+    """That permutation, as `permuted` takes it."""
+    near, far = (
+        jnp.where(_has(key, _HALF), *(jnp.uint32(order) for order in pair))
+        for pair in ((0x3210, 0x1044), (0x1032, 0x3244))
+    )
+    return jnp.where(_has(key, _FAR), far, near)
+
+
+def _turned(word: jax.Array) -> jax.Array:
+    return (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
+
+
+def _members_at(column: int) -> Members:
+    """What the words of eight keys from a multiple of 8 on are multiplied by; even keys' 16 bits are behind."""
+    own, other = (keys[_has(column, _OTHER)] for keys in MEMBERS)
+    return own, other
+
+
+def _bits_of_rows(word: jax.Array, members: Members) -> jax.Array:
+    """The 16 bits of each of 64 x 8 weights, in front; behind them, what decides nothing."""
+    if is_interpreted():
+        product = word * jnp.where(_has(_places(64, 0), _OTHER), *map(jnp.uint32, members[::-1]))
+        return jnp.where(_has(_places(64, 1), _HALF), product, product << jnp.uint32(16))
+
+    return bits_of_halves(word, members)
+
+
+def _has(place: Any, bit: int) -> Any:
+    return (place & bit) != 0
+
+
+def _without(place: jax.Array, bits: int) -> jax.Array:
+    return place & jnp.uint32(_PERIOD - 1 - bits)
 
 
 def _limit(rate: float) -> int:
@@ -233,69 +256,7 @@ def _as_kept(bits: jax.Array, rate: float) -> jax.Array:
     scale = 2.0 ** max(0, 24 - exponent)
     value = jnp.abs(lax.bitcast_convert_type(bits, jnp.float32))
     scaled = value if scale == 1 else value * scale
-    return _saturated(float(np.uint32(limit).view(np.float32)) * scale - scaled)
-
-
-def _saturated(value: jax.Array) -> jax.Array:
-    """Clamped to 0 and 1, not-a-number to 0: a modifier of the instruction that made the value.
-
-    `jnp.clip` would keep not-a-number, for which there is no such modifier: two instructions at half rate.
-    """
-    if is_interpreted():
-        return jnp.where(value > 0, jnp.minimum(value, 1.0), 0.0)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def saturate(_, array):
-        zero, one = (mgpu.c(bound, array.mlir_dtype) for bound in (0.0, 1.0))
-        return array.foreach(lambda x, _: arith.minnumf(arith.maxnumf(x, zero), one), create_array=True)
-
-    return saturate(value)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
-
-
-def _mask_pairs(products: jax.Array, dtype: Any, limit: int) -> jax.Array:
-    """float16's 1.0 or 0.0 by the products' bits, as bits of `dtype`; (64, 8), in the accumulators' layout.
-
-    As in `_as_kept`, the difference from the limit is scaled and saturated.
-    """
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(products.shape, dtype, layout=layout)
-    scale = 2.0 ** max(0, 26 - (limit >> 10))
-    scaled_limit = float(np.uint16(limit).view(np.float16)) * scale
-    numbers = [scaled_limit] if scale == 1 else [scaled_limit, -scale]
-    difference = "sub.rn.sat.f16x2 $0, $3, random;" if scale == 1 else "fma.rn.sat.f16x2 $0, random, $4, $3;"
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def mask(_, bits):
-        i32 = ir.IntegerType.get_signless(32)
-        constants = [mgpu.c(int(np.float16(number).view(np.uint16)) * 0x10001, i32) for number in numbers]
-
-        def pair(place):
-            # Of both rows the products are one: the first's bits are in front, the other's behind.
-            halves = "0x5410" if place[_ROW_AXIS] else "0x7632"
-            asm = f"{{ .reg .b32 random; prmt.b32 random, $1, $2, {halves}; abs.f16x2 random, random; {difference} }}"
-            low, high = (llvm.extractelement(bits.registers[place], mgpu.c(i, i32)) for i in range(2))
-            operands = [low, high, *constants]
-            return llvm.inline_asm(i32, operands, asm, "=r" + ",r" * len(operands))
-
-        return _of_pairs(bits, dtype, pair)
-
-    return mask(products)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
-
-
-def _pair_kind(dtype: Any) -> str:
-    return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-
-
-def _of_pairs(like: Any, dtype: Any, pair: Callable[[tuple[int, ...]], Any]) -> Any:
-    """An array of Mosaic GPU's with the layout of `like`, of whose registers, each a pair, `pair` has the bits."""
-    element = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
-    kind = ir.VectorType.get((2,), element)
-    registers = np.empty_like(like.registers)
-    for place in np.ndindex(*registers.shape):
-        registers[place] = llvm.bitcast(kind, pair(place))
-    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+    return saturated(float(np.uint32(limit).view(np.float32)) * scale - scaled)
 
 
 def _uint32(value: Any) -> jax.Array:
