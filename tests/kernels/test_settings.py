@@ -6,12 +6,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from compile_deviceless import kernel_calls
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_kernels
-from pallas_kernels import gated_activation
+from pallas_kernels import REGISTRY, decode_attention, gated_activation
+from pallas_kernels.specs import plain
 
 HOPPER = AbstractMesh(
     (1,),
@@ -42,3 +44,21 @@ def test_every_kernel_is_made_with_the_package_s_settings():
     folder = Path(pallas_kernels.__file__).parent
     own = [file.name for file in folder.rglob("*.py") if "plgpu.kernel(" in file.read_text()]
     assert own == ["settings.py"], "call pallas_kernels.primitives.settings.kernel in place of plgpu.kernel"
+
+
+@pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
+def test_strict_promotion_is_for_the_caller_s_own_expressions(op):
+    structs = op.tagged("test")[0].structs()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda arguments: op.function(**plain(arguments)), structs)
+
+
+def test_strict_promotion_does_not_reach_gradients():
+    query, cache = jnp.ones((1, 1, 2, 64), "bfloat16"), jnp.ones((1, 8, 1, 64), "bfloat16")
+
+    def function(query):
+        return jnp.sum(decode_attention(query, cache, cache, jnp.ones(1, "int32"), implementation="mosaic"))
+
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.sharding.use_abstract_mesh(HOPPER), strict[0], strict[1]:
+        jax.eval_shape(jax.grad(function), query)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
+from pallas_kernels.primitives.settings import usual_promotion
 
 
+@usual_promotion
 def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
     """The norm without its scale, and the weights behind it with that scale in their rows.
 

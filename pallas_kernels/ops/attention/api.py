@@ -18,10 +18,12 @@ from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
 
 
+@usual_promotion
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -145,6 +147,7 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
     return (out, lse), (query, key, value, out, lse, dense, others)
 
 
+@usual_promotion
 def _mosaic_bwd(problem, returns_lse, saved, cotangents):
     query, key, value, out, lse, dense, others = saved
     dout, dlse = cotangents

@@ -13,10 +13,12 @@ from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@usual_promotion
 def batch_norm(
     x: jax.Array,
     scale: jax.Array,

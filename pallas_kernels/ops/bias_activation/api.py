@@ -15,10 +15,12 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.random import check_rate, key_words
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@usual_promotion
 def bias_activation(
     x: jax.Array,
     bias: jax.Array | None,

@@ -17,11 +17,13 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backwa
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 Reduction = Literal["none", "sum", "mean"]
 
 
+@usual_promotion
 def cross_entropy(
     logits: jax.Array,
     labels: jax.Array,

@@ -12,12 +12,14 @@ from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 96, 128, 192, 256)
 MOST_TOKENS = 8
 
 
+@usual_promotion
 def decode_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -164,6 +166,7 @@ def _mosaic_fwd(rule, *operands):
     return _mosaic(rule, *operands), operands
 
 
+@usual_promotion
 def _mosaic_bwd(rule, operands, cotangent):
     arrays, (lengths, page_table) = operands[:3], operands[3:]
 

@@ -12,10 +12,12 @@ from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.random import check_rate, key_words
+from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
 
 
+@usual_promotion
 def dropout_residual_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -14,10 +14,12 @@ from pallas_kernels.ops.gated_activation.reference import gated_activation_refer
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@usual_promotion
 def gated_activation(
     gate: jax.Array,
     up: jax.Array | None = None,

@@ -18,8 +18,10 @@ from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.settings import usual_promotion
 
 
+@usual_promotion
 def gated_linear(
     x: jax.Array,
     w_gate: jax.Array,

@@ -11,9 +11,11 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
+@usual_promotion
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -23,9 +23,11 @@ from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_missing
 
 
+@usual_promotion
 def linear(
     x: jax.Array,
     w: jax.Array,

@@ -23,12 +23,14 @@ from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import RowSlopes, gr
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS = 8
 """TMA brings groups of so many rows."""
 _IGNORED = -1
 
 
+@usual_promotion
 def linear_cross_entropy(
     hidden: jax.Array,
     w: jax.Array,

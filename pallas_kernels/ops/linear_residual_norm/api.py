@@ -15,8 +15,10 @@ from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu_vjp import linear_residual_norm_backward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
+from pallas_kernels.primitives.settings import usual_promotion
 
 
+@usual_promotion
 def linear_residual_norm(
     x: jax.Array,
     w: jax.Array,

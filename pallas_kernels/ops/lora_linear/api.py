@@ -21,10 +21,12 @@ from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOST_RANK = 128
 
 
+@usual_promotion
 def lora_linear(
     x: jax.Array,
     w: jax.Array,

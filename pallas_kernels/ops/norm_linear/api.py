@@ -15,8 +15,10 @@ from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsu
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
+from pallas_kernels.primitives.settings import usual_promotion
 
 
+@usual_promotion
 def norm_linear(
     x: jax.Array,
     w: jax.Array,

@@ -26,8 +26,10 @@ from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.settings import usual_promotion
 
 
+@usual_promotion
 def qkv_projection(
     x: jax.Array,
     w_q: jax.Array,
@@ -245,6 +247,7 @@ def _mosaic_fwd(form, config, *operands):
     return _qkv_projection_mosaic(form, config, *operands), operands
 
 
+@usual_promotion
 def _mosaic_bwd(form, config, saved, cotangents):
     x, row_scale, weights, biases, head_scales, positions = saved
     dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(

@@ -27,11 +27,13 @@ from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.integer_gemm.lanes import SPAN, is_in_lanes
+from pallas_kernels.primitives.settings import usual_promotion
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
 
 
+@usual_promotion
 def quantized_linear(
     x: jax.Array,
     w: QuantizedWeight,
@@ -147,6 +149,7 @@ def _mosaic_fwd(activation, out_dtype, x, w, bias, residual):
     return y, (x, w, bias, residual is not None)
 
 
+@usual_promotion
 def _mosaic_bwd(activation, out_dtype, saved, dy):
     x, w, bias, has_residual = saved
     dx, dbias = quantized_linear_backward(x, w, bias, dy, activation=activation)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.integer_gemm.lanes import SPAN, from_lanes, is_in_lanes, to_lanes
+from pallas_kernels.primitives.settings import usual_promotion
 
 GROUP_SIZES = (64, 128)
 """Weights along the features that may share a scale; or all of an output's."""
@@ -49,6 +50,7 @@ class QuantizedWeight:
         """The integers (outputs, features), int8 or int4."""
         return from_lanes(self.values) if is_in_lanes(self.values.dtype) else self.values
 
+    @usual_promotion
     def dequantized(self, dtype: DTypeLike) -> jax.Array:
         """The weights (features, outputs) in a floating dtype; multiplied in float32, or in float64."""
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -59,6 +61,7 @@ class QuantizedWeight:
         return scaled.reshape(outputs, features).T.astype(dtype)
 
 
+@usual_promotion
 def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
     """Rounds the weights of a linear layer to integers, once, outside the step.
 

@@ -13,10 +13,12 @@ from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@usual_promotion
 def rope(
     query: jax.Array,
     key: jax.Array,

@@ -16,11 +16,13 @@ from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@usual_promotion
 def softmax(
     x: jax.Array,
     *,
