@@ -26,7 +26,6 @@ CUTS = {
     "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
-    "two widths": (replace(SMALL, tile_n=128, passes=(128, 128, 64)), (72, 640, 192)),
     "two widths, columns shared": (GemmConfig(tile_n=256, split="n", passes=(256, 128)), (72, 448, 128)),
     "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }

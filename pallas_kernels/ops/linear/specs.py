@@ -69,6 +69,7 @@ _ARG_SPECS = (
     _call(777, features=1024, outputs=4032, bias=True, activation="gelu_tanh", tags=GPU),
     _call(2, 300, features=2048, outputs=2048, dtype="float16", bias=True, activation="relu_squared", tags=GPU),
     _call(515, features=4160, outputs=1088, residual=True, bias=True, tags=GPU),
+    _call(500, features=1024, outputs=14272, bias=True, activation="gelu_tanh", residual=True, tags=GPU),
     _call(256, features=1024, outputs=4096, out_dtype="float32", residual=True, tags=GPU),
     _call(2, features=4096, outputs=4096, tags=GPU),
     _call(17, features=1024, outputs=4096, bias=True, activation="silu", residual=True, tags=GPU),
