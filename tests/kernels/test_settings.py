@@ -12,7 +12,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_kernels
-from pallas_kernels import REGISTRY, decode_attention, gated_activation
+from pallas_kernels import REGISTRY, cross_entropy, decode_attention, gated_activation
 from pallas_kernels.specs import plain
 
 HOPPER = AbstractMesh(
@@ -62,3 +62,11 @@ def test_strict_promotion_does_not_reach_gradients():
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.sharding.use_abstract_mesh(HOPPER), strict[0], strict[1]:
         jax.eval_shape(jax.grad(function), query)
+
+
+def test_labels_alone_make_no_nan():
+    with jax.debug_nans(True):
+        losses = cross_entropy(jnp.zeros((2, 4)), jnp.array([1, -1]))
+        with pytest.raises(FloatingPointError):
+            cross_entropy(jnp.zeros((2, 4)), jnp.array([1, 4]))
+    assert losses[1] == 0

@@ -28,8 +28,13 @@ def cross_entropy_reference(
     if z_loss:
         loss += z_loss * jnp.square(maximum + log_sum)
     is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
-    loss = jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
-    return reduce_loss(loss, is_ignored, reduction)
+    return reduce_loss(_where_labelled(loss, is_ignored, is_valid), is_ignored, reduction)
+
+
+@jax.jit
+def _where_labelled(loss: jax.Array, is_ignored: jax.Array, is_valid: jax.Array) -> jax.Array:
+    """0 for what is ignored, NaN for what names no token. In one piece: `jax_debug_nans` stops at NaN by itself."""
+    return jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
 
 
 def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
