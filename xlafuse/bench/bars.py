@@ -155,6 +155,9 @@ _OTHER_CAUSAL = ("4x4096x4096x32x8x64-bfloat16-causal",)
 _WINDOW = "1x16384x16384x32x8x128-bfloat16-causal-window_1023_0"
 _PACKED = "1x16384x16384x32x8x128-bfloat16-8_documents-causal"
 _DROPOUT = "-dropout_0.1"
+_SHORT = (
+    "16x1x1x*", "1x1x1x*", "16x1x4096x*", "16x16x4096x*", "16x16x16x*", "16x128x128x*", "1x512x512x*", "16x512x512x*",
+)  # fmt: skip
 ATTENTION_BARS = (
     SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_CUDNN, shapes=_FULL_128),
     SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_CAUSAL, shapes=_CAUSAL_128),
@@ -174,7 +177,7 @@ ATTENTION_BARS = (
     DropoutBar(operations=("attention",), phases=_FORWARD, least=0.85, suffix=_DROPOUT, shapes=(f"*{_DROPOUT}",)),
     DropoutBar(operations=("attention",), phases=_BACKWARD, least=None, suffix=_DROPOUT, shapes=(f"*{_DROPOUT}",)),
     ChoiceBar(operations=("attention",), phases=_BOTH, least=0.98, rivals=("xla", "cudnn"),
-              shapes=(*_FULL_128, *_CAUSAL_128, *_OTHER_FULL, *_OTHER_CAUSAL, _WINDOW)),
+              shapes=(*_FULL_128, *_CAUSAL_128, *_OTHER_FULL, *_OTHER_CAUSAL, _WINDOW, *_SHORT)),
     # cuDNN is no implementation of these: no dropout with our mask, no segments.
     ChoiceBar(operations=("attention",), phases=_BOTH, least=0.98, rivals=("xla",), shapes=(_PACKED, f"*{_DROPOUT}")),
     ChoiceBar(operations=("decode_attention",), phases=_FORWARD, least=0.98, rivals=("xla",), shapes=("*",)),

@@ -72,9 +72,9 @@ def attention(
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 and
             float16, head sizes 64, 96, 128, 192 and 256), "cudnn" (through `jax.nn.dot_product_attention`; NVIDIA GPUs;
             no mask, segments, softcap, dropout or residuals), "xla", a sequence of them in order of preference, or
-            None: "mosaic" where it runs, else "xla". Forward it was measured to be the fastest. Its gradient gives
-            the same bits each time; at 4096 queries under a causal mask it took 6 % less time than cuDNN's, without a
-            mask 4 % more (before its last change, which has not been timed there).
+            None: "mosaic" where it runs, else "xla"; "xla" too for one token that sees itself. The gradient of
+            "mosaic" gives the same bits each time; at 4096 queries it took 6 % less time than cuDNN's under a causal
+            mask and 2 % less without, at 512 of one sequence it takes more.
 
     Returns:
         out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,

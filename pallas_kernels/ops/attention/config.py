@@ -61,6 +61,16 @@ class ForwardConfig:
 
 def default_forward(problem: Problem) -> ForwardConfig:
     """The untuned choice: see TUNING.md for what was measured."""
+    config = _of_whole_tiles(problem)
+    masking = problem.masking
+    further = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
+    if masking.queries <= ROWS and masking.is_causal and problem.head_size == 128 and not any(further):
+        # A second warpgroup would have no queries.
+        return replace(config, warpgroups=1, ping_pong=False)
+    return config
+
+
+def _of_whole_tiles(problem: Problem) -> ForwardConfig:
     if problem.head_size > 128:
         # A block for each tile: with a loop over tiles around it all, 256 features leave too few registers.
         return ForwardConfig(columns=64, is_persistent=False)
@@ -127,6 +137,9 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
         "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }
+    if problem.masking.queries <= ROWS and problem.head_size <= 128:
+        is_one = base.warpgroups == 1
+        candidates["one warpgroup or two"] = replace(base, warpgroups=2 if is_one else 1, ping_pong=is_one)
     if problem.dropout_rate:
         candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
     elif problem.masking.has_band and not problem.masking.has_segments:
@@ -137,5 +150,9 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
 
 
 def preferred(problem: Problem) -> tuple[str, ...]:
-    """The implementations tried, in this order, where the caller leaves the choice."""
-    return tuple(tuning.implementations("attention", known(problem), untuned=("mosaic",)))
+    """The implementations tried, in this order, where the caller leaves the choice; "xla" where there are none.
+
+    One token that sees itself alone has weights of one: XLA makes two short kernels of it, ours wants rows of eight.
+    """
+    is_alone = problem.masking.queries == problem.masking.keys == 1
+    return tuple(tuning.implementations("attention", known(problem), untuned=() if is_alone else ("mosaic",)))

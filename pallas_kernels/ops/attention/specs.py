@@ -111,6 +111,8 @@ _ARG_SPECS = (
     _call(1, 520, 640, 2, 1, 128, is_causal=True, dropout_rate=0.1, tags=_GPU),  # one feature: in pairs
     _call(1, 1000, 1000, 2, 1, 128, is_causal=True, window=(300, 0), tags=_GPU),  # one feature: dealt out
     _call(1, 512, 512, 2, 1, 128, deviation=4.0, is_causal=True, tags=(*_GPU, "extreme")),
+    _call(2, 5, 8192, 8, 2, 128, tags=_GPU),  # few queries
+    _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
     _call(2, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
@@ -123,6 +125,15 @@ _ARG_SPECS = (
     _call(1, 16384, 16384, 32, 8, 128, is_causal=True, window=(1023, 0), tags=_BENCH),
     _call(1, 16384, 16384, 32, 8, 128, is_causal=True, documents=DOCUMENTS, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, dropout_rate=0.1, tags=_BENCH),
+    # Few queries or short sequences.
+    _call(16, 1, 1, 32, 8, 128, is_causal=True, tags=_BENCH),
+    _call(1, 1, 1, 32, 8, 128, is_causal=True, tags=_BENCH),
+    _call(16, 1, 4096, 32, 8, 128, tags=_BENCH),
+    _call(16, 16, 4096, 32, 8, 128, tags=_BENCH),
+    _call(16, 16, 16, 32, 8, 128, is_causal=True, tags=_BENCH),
+    _call(16, 128, 128, 32, 8, 128, is_causal=True, tags=_BENCH),
+    _call(1, 512, 512, 32, 8, 128, is_causal=True, tags=_BENCH),
+    _call(16, 512, 512, 32, 8, 128, is_causal=True, tags=_BENCH),
 )
 
 

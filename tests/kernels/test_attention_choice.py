@@ -1,0 +1,72 @@
+"""Which implementation attention takes unasked, and of how many warpgroups."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.config import default_forward, preferred
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.reference import attention_reference
+
+NAMES = ("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")
+NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES), "is_causal": False, "dropout_rate": 0.0}
+
+
+def described(batch=2, queries=1, keys=512, heads=8, key_heads=2, size=64, **given) -> Problem:
+    query = jax.ShapeDtypeStruct((batch, queries, heads, size), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, keys, key_heads, size), jnp.bfloat16)
+    return problem_of(query, key, **{**NOTHING, **given})[0]  # pyright: ignore[reportArgumentType]
+
+
+def kernels(function, *shapes) -> set[str]:
+    """The names of the kernels in a trace for an H200."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)))
+    return set(re.findall(r"(?:decode_)?attention(?=_mosaic_gpu|\b)", program))
+
+
+def test_what_is_taken_unasked():
+    def forward(*operands):
+        return cast(jax.Array, attention(*operands))
+
+    def gradient(*operands):
+        return jax.grad(lambda *a: forward(*a).astype(jnp.float32).sum())(*operands)
+
+    assert preferred(described(keys=1)) == ()
+    assert preferred(described(queries=2, keys=2)) == ("mosaic",)
+    for function in (forward, gradient):
+        assert kernels(function, (16, 1, 4, 64), (16, 1, 2, 64), (16, 1, 2, 64)) == set()
+        assert kernels(function, (16, 2, 4, 64), (16, 2, 2, 64), (16, 2, 2, 64)) == {"attention"}
+
+
+@pytest.mark.parametrize(
+    ("given", "warpgroups"),
+    [({"queries": 64}, 1), ({"queries": 65}, 2), ({"queries": 64, "window": 5}, 2), ({"is_causal": False}, 2)],
+)
+def test_one_warpgroup_computes_where_that_was_measured(given, warpgroups):
+    config = default_forward(described(**{"size": 128, "is_causal": True, **given}))
+    assert config.warpgroups == warpgroups
+    assert not (config.ping_pong and warpgroups == 1)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_one_warpgroup_gives_what_all_scores_give(seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((1, 40, 2, 128), (1, 136, 1, 128), (1, 136, 1, 128))
+    operands = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+    out, lse = attention(*operands, is_causal=True, return_residuals=True, implementation="mosaic")
+    want, want_lse = attention_reference(*operands, is_causal=True, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
