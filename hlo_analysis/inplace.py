@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hlo_analysis.dataflow import VIEWS, Path
-from hlo_analysis.hlo import Computation, Instruction
+from hlo_analysis.hlo import Computation, Instruction, Module
 
 
 def scatter_inputs(instruction: Instruction) -> int:
@@ -44,3 +44,17 @@ def in_place_chain(body: Computation) -> frozenset[str]:
                 names.add(root.name)
                 root = body.instructions[root.operands[0]]
     return frozenset(names)
+
+
+def updated_operand(module: Module, instruction: Instruction, path: Path) -> int | None:
+    """The operand whose buffer holds this leaf of the result, and is updated there; None where the result is new."""
+    if instruction.opcode == "dynamic-update-slice" or (
+        instruction.opcode == "scatter" and scatter_inputs(instruction) == 1
+    ):
+        return 0
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.called[0]]
+        for place, root in roots(body):
+            if place == path and (base := in_place_base(body, root)):
+                return int(base[0].literal or 0)
+    return None

@@ -13,7 +13,9 @@ from hlo_analysis.records import Intermediate
 class Access:
     """One launch reading or writing one buffer of `size` bytes; `bytes` of it, each of `repeat` times.
 
-    `usual` is False for a buffer that the launch reads only now and then (a loop's first iteration).
+    `usual` is False for a buffer that the launch reads only now and then (a loop's first iteration). `own` is True
+    where a pass over an instruction's own result reads it. `updates` is True of a write into an argument of the
+    program: the rest of its buffer no launch wrote.
     """
 
     launch: int
@@ -23,6 +25,8 @@ class Access:
     bytes: int
     repeat: int
     usual: bool = True
+    own: bool = False
+    updates: bool = False
 
 
 @dataclass(slots=True)
@@ -35,15 +39,18 @@ def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tup
     """Pair what is written with who reads it, in the order of writing.
 
     A value that nobody reads (a result of the program) and one that nobody wrote (an argument) are left out, as is what
-    the passes of one instruction hand each other.
+    the passes of one instruction hand each other. What a loop's launch hands its next run counts.
     """
     values = {access.source: _Value(access) for access in writes}
-    steps = {(access.source.computation, access.source.instruction, access.launch) for access in writes}
     for access in reads:
         value = values.get(access.source)
-        own = (access.source.computation, access.source.instruction, access.launch) in steps
-        if value is not None and not own:
-            value.readers[access.launch] = value.readers.get(access.launch, 0) + access.bytes * access.repeat
+        if value is None or access.own:
+            continue
+        read = access.bytes * access.repeat
+        if value.written.updates:
+            read = min(read, value.written.bytes * max(value.written.repeat, access.repeat))
+        if read or access.launch != value.written.launch:
+            value.readers[access.launch] = value.readers.get(access.launch, 0) + read
     return tuple(
         Intermediate(
             name=source.name,

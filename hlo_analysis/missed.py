@@ -82,12 +82,15 @@ def _vertical(
         producer = launches[value.producer]
         readers = [launches[index] for index in value.consumers if index != value.producer]
         near = [reader for reader in readers if _could_join(producer, reader, value.name in scores)]
+        if not near and _is_carried(value):
+            near = readers = [producer]
         if near:
             stake = _Stake(
                 value=value,
                 kept_for=_kept_for(value, producer, near, len(readers), outputs),
                 written=_written(value, producer),
-                read=_read_by_each(value, producer),
+                # A reader of the whole buffer that was updated in place would read the rest of it anyway.
+                read=min(_read_by_each(value, producer), _written(value, producer)),
             )
             handed[value.producer, tuple(reader.index for reader in near)].append(stake)
     for (index, indices), stakes in handed.items():
@@ -101,9 +104,11 @@ def _vertical(
             time = _waits(producer, at_stake, device)
         decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
+        category = decision.category if decision else categories.UNRECORDED
+        if indices == (index,):
+            reason, category = "[a loop's launch hands it to its next run]", categories.BOUNDARY
         if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
             reason += f" [written in any case: {', '.join(kept)}]"
-        category = decision.category if decision else categories.UNRECORDED
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
         is_score = largest.name in scores
         yield _missed(
@@ -112,7 +117,7 @@ def _vertical(
             consumers=indices,
             stake=at_stake,
             time=time + device.launch_overhead_us * producer.repeat,
-            ends=[producer, *near],
+            ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
             remedy=vertical_remedy(launches, producer, near, category, is_score=is_score, donated=donated),
@@ -133,6 +138,8 @@ class _Stake:
 def _kept_for(
     value: Intermediate, producer: Launch, near: Sequence[Launch], readers: int, outputs: frozenset[str]
 ) -> str:
+    if producer.repeat > 1 and producer.bytes_written >= value.bytes:  # only a loop's last run leaves it to others
+        return ""
     if value.name in outputs:
         return "an output of the program"
     if producer.kind == "copy":  # what it copies is there already
@@ -140,6 +147,11 @@ def _kept_for(
     if len(near) < readers:
         return "the backward pass or another loop reads it"
     return "its reader updates it in place" if any(_updates_in_place(reader, value) for reader in near) else ""
+
+
+def _is_carried(value: Intermediate) -> bool:
+    """Whether a loop's launch reads in its next run what it wrote; a counter does not count."""
+    return value.producer in value.consumers and not value.shape.endswith("[]")
 
 
 def _written(value: Intermediate, producer: Launch) -> int:

@@ -88,7 +88,9 @@ _KEPT = Remedy(
     "is needed twice",
 )
 _CARRIED = Remedy(
-    kind="kernel", text="one kernel for the whole loop, which keeps on the chip what one iteration hands the next"
+    kind="rewrite",
+    text="unroll the loop (unroll= of lax.scan and lax.fori_loop), so that XLA sees several iterations at once; one "
+    "kernel for the whole loop keeps on the chip what one iteration hands the next",
 )
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
@@ -145,7 +147,7 @@ def vertical_remedy(
     if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
         if any(map(_normalizes, ends)):
             return _LAYER_NORM if any(_has(end, "subtract") for end in ends) else _RMS_NORM
-        if any(_has(end, "exponential") for end in ends):
+        if any(_has(end, "exponential") for end in ends) and not any(map(_is_softmax, ends)):
             return _SOFTMAX
     if category == categories.SLOWER and len(readers) > 1:
         return _RECOMPUTE
@@ -204,6 +206,11 @@ def _has(launch: Launch, opcode: str) -> bool:
 def _normalizes(launch: Launch) -> bool:
     """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
     return _has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
+
+
+def _is_softmax(launch: Launch) -> bool:
+    """Whether XLA made one kernel of a softmax already."""
+    return launch.kind == "triton" and _has(launch, "exponential") and _has(launch, "reduce")
 
 
 def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:

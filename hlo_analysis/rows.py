@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from hlo_analysis.dataflow import Dataflow, Source, leaf_shape
+from hlo_analysis.dataflow import Dataflow, Path, Source, leaf_shape
 from hlo_analysis.flops import Flops, flops_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
+from hlo_analysis.inplace import updated_operand
 from hlo_analysis.intermediates import Access
 from hlo_analysis.kinds import EMITTERS, kind_of, opcode_counts
 from hlo_analysis.launches import Site
@@ -75,6 +76,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
             size=leaf_shape(instruction.shape, path).byte_size,
             bytes=count,
             repeat=site.repeat,
+            updates=_updates_argument(site, instruction, path, context),
         )
         for path, count in usage.writes.items()
     )
@@ -133,11 +135,14 @@ def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Acce
     assert instruction is not None
     counts: dict[Source, int] = {}
     usual: set[Source] = set()
+    own: set[Source] = set()
     for (position, path), count in usage.reads.items():
         name = instruction.operands[position] if position >= 0 else instruction.name
         first, *others = context.flow.sources(computation.name, name, path)
         counts[first] = counts.get(first, 0) + count
         usual.add(first)
+        if position < 0:
+            own.add(first)
         for other in others:
             counts.setdefault(other, 0)
     accesses: list[Access] = []
@@ -153,9 +158,21 @@ def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Acce
                 bytes=min(count, shape.byte_size),
                 repeat=site.repeat,
                 usual=source in usual,
+                own=source in own,
             )
         )
     return tuple(accesses)
+
+
+def _updates_argument(site: Site, instruction: Instruction, path: Path, context: Context) -> bool:
+    """Whether a result is an argument's buffer that the launch updates in place."""
+    operand = updated_operand(context.module, instruction, path)
+    if operand is None:
+        return False
+    sources = context.flow.sources(site.computation.name, instruction.operands[operand])
+    # In a loop the buffer comes from the iteration before, too: from this very launch.
+    others = [source for source in sources if source.instruction != instruction.name]
+    return bool(others) and not any(source.instruction in context.launch_of for source in others)
 
 
 def _value(access: Access, context: Context) -> Value:

@@ -114,7 +114,7 @@ def shared_source(item: MissedFusion) -> str | None:
 
     The record then names the first reader for want of a producer.
     """
-    if item.producer not in item.consumers:
+    if len(item.consumers) < 2 or item.producer not in item.consumers:  # alone, a loop's launch that reads its own
         return None
     return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
 

@@ -96,6 +96,32 @@ def test_what_is_updated_in_place_is_in_the_result() -> None:
     assert "updates it in place" in missed.reason
 
 
+def test_of_a_buffer_updated_in_place_only_the_update_is_at_stake() -> None:
+    """A step of decoding writes one token into the cache that attention then reads whole: it would do so anyway."""
+    program = Program().launch("cache", {"token": 1}, 1, shape="f32[800]").launch("sum", {"cache": 800}, 1)
+    between = Intermediate(
+        name="cache", shape="f32[800]", bytes=800 * MIB, producer=0, consumers=(1,), bytes_moved=801 * MIB
+    )
+    assert rank(program.launches, [between], [], DEVICE) == ()  # 2 of 803 MiB
+    program.launches[1] = replace(program.launches[1], bytes_read=20 * MIB, roofline_us=23.0)
+    (missed,) = rank(program.launches, [between], [], DEVICE)
+    assert missed.bytes_at_stake == 2 * MIB
+
+
+def test_what_a_loops_launch_hands_its_next_run_is_at_stake() -> None:
+    program = Program().launch("a", {"a": 10}, 10, computation="body", repeat=5)
+
+    def carried(shape: str) -> Intermediate:
+        return Intermediate(name="a", shape=shape, bytes=10 * MIB, producer=0, consumers=(0,), bytes_moved=100 * MIB)
+
+    (missed,) = rank(program.launches, [carried("f32[10]")], [], DEVICE, outputs={"a"})
+    assert missed.bytes_at_stake == 100 * MIB  # what the last run returns is one of five
+    assert missed.time_at_stake_us == pytest.approx(100 + 5 * 2)
+    assert (missed.category, missed.share) == (categories.BOUNDARY, 1.0)
+    assert missed.remedy.startswith("unroll the loop")
+    assert rank(program.launches, [carried("s32[]")], [], DEVICE) == ()  # a counter
+
+
 def test_siblings_read_a_shared_argument_once() -> None:
     program = Program().launch("a", {"x": 100, "y": 100}, 10).launch("b", {"x": 100, "y": 100}, 10)
     found = program.launch("c", {"b": 10, "x": 100}, 1).rank()

@@ -104,7 +104,14 @@ def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
     program.launch("h", {"r": 10}, 10, computation="body", repeat=9)
     between = Intermediate(name="h", shape="f32[10]", bytes=10 * MIB, producer=1, consumers=(0,), bytes_moved=180 * MIB)
     (missed,) = rank(program.launches, [between], program.decide(1, 0, categories.BOUNDARY).decisions, DEVICE)
-    assert missed.remedy.startswith("one kernel for the whole loop")
+    assert missed.remedy.startswith("unroll the loop")
+
+
+def test_a_softmax_in_one_kernel_is_not_to_be_made_one() -> None:
+    program = Program().launch("mask", {"x": 100}, 100, opcodes=("select",))
+    program.launch("s", {"mask": 100}, 100, "triton", opcodes=("exponential", "reduce", "divide"))
+    (missed,) = program.rank()
+    assert missed.remedy.startswith("one kernel for both ends")
 
 
 def test_a_triangular_solve_is_no_product() -> None:

@@ -2,8 +2,8 @@
 
 function showMissed(name) {
   const { launches, missed, totals } = strategies.get(name);
-  // Of a value that no launch wrote, the first reader stands for the producer.
-  const source = (item) => item.to.includes(item.from)
+  // Of a value that no launch wrote, the first reader stands for the producer; alone, a loop's launch reads its own.
+  const source = (item) => item.to.length > 1 && item.to.includes(item.from)
     ? `${item.value.startsWith("constant") ? "constant" : "argument"} ${item.value}` : launchLink(name, item.from);
   const none = totals.between
     ? "None: what goes through HBM between launches is little beside their own traffic, or must be written anyway."

@@ -1,0 +1,81 @@
+"""Values that launches hand each other, on HLO written by hand: loops, and arguments updated in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hlo_analysis import analyze
+from hlo_analysis.capture import Capture
+
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%next (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %t = f32[1024]{0} tanh(%p)
+}
+
+%body (c: (f32[1024])) -> (f32[1024]) {
+  %c = (f32[1024]{0}) parameter(0)
+  %x = f32[1024]{0} get-tuple-element(%c), index=0
+  %tanh_fusion = f32[1024]{0} fusion(%x), kind=kLoop, calls=%next
+  ROOT %r = (f32[1024]{0}) tuple(%tanh_fusion)
+}
+
+%until (c: (f32[1024])) -> pred[] {
+  %c = (f32[1024]{0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %start = (f32[1024]{0}) tuple(%a)
+  %loop = (f32[1024]{0}) while(%start), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %end = f32[1024]{0} get-tuple-element(%loop), index=0
+}
+"""
+
+CACHE = """HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%write (p: f32[64,128], k: f32[1,128], i: s32[]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  %k = f32[1,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[64,128]{1,0} dynamic-update-slice(%p, %k, %i, %zero)
+}
+
+%read (p: f32[64,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  ROOT %n = f32[64,128]{1,0} negate(%p)
+}
+
+ENTRY %main (cache: f32[64,128], k: f32[1,128], i: s32[]) -> (f32[64,128], f32[64,128]) {
+  %cache = f32[64,128]{1,0} parameter(0)
+  %k = f32[1,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %update_fusion = f32[64,128]{1,0} fusion(BASE, %k, %i), kind=kLoop, calls=%write
+  %negate_fusion = f32[64,128]{1,0} fusion(%update_fusion), kind=kLoop, calls=%read
+  ROOT %both = (f32[64,128]{1,0}, f32[64,128]{1,0}) tuple(%update_fusion, %negate_fusion)
+}
+"""
+
+
+def between(folder: Path, text: str) -> dict[str, int]:
+    (folder / "module_0001.jit_f.sm_9.0a_gpu_after_optimizations.txt").write_text(text)
+    return {value.name: value.bytes_moved for value in analyze(Capture.load(folder)).intermediates}
+
+
+def test_a_loops_launch_hands_its_next_run_what_it_wrote(tmp_path):
+    assert between(tmp_path, LOOP) == {"tanh_fusion": 8 * 2 * 4096}
+
+
+def test_of_an_argument_updated_in_place_the_update_is_handed_on(tmp_path):
+    assert between(tmp_path, CACHE.replace("BASE", "%cache")) == {"update_fusion": 2 * 512}
+
+
+def test_of_a_copy_updated_in_place_all_is_handed_on(tmp_path):
+    copied = CACHE.replace("BASE", "%copy").replace(
+        "  %update_fusion", "  %copy = f32[64,128]{1,0} copy(%cache)\n  %update_fusion"
+    )
+    whole = 64 * 128 * 4
+    assert between(tmp_path, copied) == {"copy": whole, "update_fusion": 512 + whole}
