@@ -9,7 +9,7 @@ from dataclasses import replace
 from hlo_analysis.capture import Capture
 from hlo_analysis.dataflow import Dataflow, leaves
 from hlo_analysis.decisions import decide
-from hlo_analysis.errors import DumpError
+from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.intermediates import find_intermediates
 from hlo_analysis.kinds import EMITTERS
@@ -35,9 +35,13 @@ def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
       DumpError: the capture has no final module, or its thunk list is cut off.
       HloParseError: its HLO text is not well formed.
     """
-    module, notes = _final_module(capture)
-    table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
-    return _assemble(capture, module, table, label=label or capture.manifest.label, notes=notes)
+    try:
+        module, notes = _final_module(capture)
+        table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
+        return _assemble(capture, module, table, label=label or capture.manifest.label, notes=notes)
+    except HloParseError as error:
+        told = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
+        raise HloParseError(told, line=error.line, column=error.column) from error
 
 
 def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:

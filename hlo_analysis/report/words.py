@@ -79,6 +79,8 @@ def gemm_words(provenance: Provenance) -> str:
             return "attached (autotuned on this GPU)"
         case "default":
             return "default (no autotuning)"
+        case _ if provenance.mode == "unknown" and provenance.target != "cpu":
+            return "not known"  # a folder that somebody else dumped
         case _:
             return "none to choose"
 

@@ -43,7 +43,7 @@ def argument_shape(text: str) -> tuple[tuple[int, ...], str]:
     dtype = DTYPES.get(name, name)
     if dtype not in DTYPES.values():
         raise InputError(
-            f"unknown element type {name!r} in {text!r}{nearest_names(name, (*DTYPES, *DTYPES.values()))}. "
+            f"unknown element type {name!r} in {text!r}{nearest_names(name, (*DTYPES, *DTYPES.values())) or '.'} "
             f"Known: {', '.join(DTYPES)}"
         )
     sizes = [size.strip() for size in rest[:-1].split(",") if size.strip()]

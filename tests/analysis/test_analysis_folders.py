@@ -1,11 +1,14 @@
-"""Values that launches hand each other, on HLO written by hand: loops, and arguments updated in place."""
+"""Folders with HLO written by hand: what launches hand each other in loops and in place, and what is not known."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hlo_analysis import analyze
+import pytest
+
+from hlo_analysis import HloParseError, analyze
 from hlo_analysis.capture import Capture
+from hlo_analysis.report.words import gemm_words
 
 LOOP = """HloModule jit_f, is_scheduled=true
 
@@ -79,3 +82,13 @@ def test_of_a_copy_updated_in_place_all_is_handed_on(tmp_path):
     )
     whole = 64 * 128 * 4
     assert between(tmp_path, copied) == {"copy": whole, "update_fusion": 512 + whole}
+
+
+def test_of_a_folder_with_hlo_alone_the_choice_of_products_is_not_known(tmp_path):
+    between(tmp_path, LOOP)
+    assert gemm_words(Capture.load(tmp_path).provenance) == "not known"
+
+
+def test_hlo_that_was_cut_off_is_told_with_its_folder(tmp_path):
+    with pytest.raises(HloParseError, match=f"line .* {tmp_path}; was the dump cut off"):
+        between(tmp_path, LOOP[:400])
