@@ -1,4 +1,4 @@
-"""Which implementation attention takes unasked, and of how many warpgroups."""
+"""What attention takes unasked: implementation, warpgroups, and for a few queries the kernel of decoding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
+from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.config import default_forward, preferred
+from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import attention_reference
+from pallas_kernels.ops.attention.specs import ATTENTION
 
 NAMES = ("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")
 NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES), "is_causal": False, "dropout_rate": 0.0}
@@ -26,6 +29,39 @@ def described(batch=2, queries=1, keys=512, heads=8, key_heads=2, size=64, **giv
     query = jax.ShapeDtypeStruct((batch, queries, heads, size), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, keys, key_heads, size), jnp.bfloat16)
     return problem_of(query, key, **{**NOTHING, **given})[0]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_few_queries_are_heads_of_one_token(seed):
+    given: dict[str, Any] = {"softcap": 2.0, "scale": -0.2}
+    problem = described(queries=5, keys=136, heads=4, **given)
+
+    def draw(seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = ((2, 5, 4, 64), (2, 136, 2, 64), (2, 136, 2, 64))
+        operands = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        got = few_queries_forward(*operands, problem=problem)
+        baseline = cast(jax.Array, attention_reference(*operands, **given))
+        with jax.enable_x64(True):
+            expected = attention_reference(*(x.astype(jnp.float64) for x in operands), **given)
+            expected = np.asarray(expected)
+        return testing.error_reports({"out": got}, {"out": baseline}, {"out": expected}, ATTENTION.error_bound)
+
+    testing.assert_draws_within(draw, seed, "few queries")
+
+
+FEW = {"batch": 4, "queries": 16, "keys": 4096}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"queries": 17}, {"keys": 4095}, {"batch": 1}, {"is_causal": True}, {"window": 5}, {"dropout_rate": 0.1}],
+    ids=lambda given: next(iter(given)),
+)
+def test_the_kernel_of_decoding_takes_few_queries_that_see_all(given):
+    assert has_few_queries(described(**FEW))
+    assert has_few_queries(described(keys=8))
+    assert not has_few_queries(described(**{**FEW, **given}))
 
 
 def kernels(function, *shapes) -> set[str]:
@@ -49,6 +85,9 @@ def test_what_is_taken_unasked():
     for function in (forward, gradient):
         assert kernels(function, (16, 1, 4, 64), (16, 1, 2, 64), (16, 1, 2, 64)) == set()
         assert kernels(function, (16, 2, 4, 64), (16, 2, 2, 64), (16, 2, 2, 64)) == {"attention"}
+    many = ((2, 1, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
+    assert kernels(forward, *many) == {"decode_attention"}
+    assert kernels(gradient, *many) == {"attention"}
 
 
 @pytest.mark.parametrize(

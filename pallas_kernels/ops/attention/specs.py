@@ -111,7 +111,8 @@ _ARG_SPECS = (
     _call(1, 520, 640, 2, 1, 128, is_causal=True, dropout_rate=0.1, tags=_GPU),  # one feature: in pairs
     _call(1, 1000, 1000, 2, 1, 128, is_causal=True, window=(300, 0), tags=_GPU),  # one feature: dealt out
     _call(1, 512, 512, 2, 1, 128, deviation=4.0, is_causal=True, tags=(*_GPU, "extreme")),
-    _call(2, 5, 8192, 8, 2, 128, tags=_GPU),  # few queries
+    _call(2, 5, 8192, 8, 2, 128, tags=_GPU),  # few queries: forward by the kernel of decoding
+    _call(2, 1, 1000, 12, 12, 64, tags=_GPU),
     _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
