@@ -32,12 +32,15 @@ def choose(
         preferred: the order tried where nothing was requested, before `"xla"`.
 
     Raises:
+        TypeError: `requested` is no name and no sequence.
         ValueError: a name that no operation knows, or an empty sequence.
         NotImplementedError: nothing requested can run; the message says why, for each.
     """
     if requested is None:
         runnable = (name for name in preferred if support[name]() is None)
         return next(runnable, "xla")
+    if not isinstance(requested, str | Sequence):
+        raise TypeError(f"{operation}: implementation must be a name, a sequence of names or None, got {requested!r}.")
     names = (requested,) if isinstance(requested, str) else tuple(requested)
     if not names:
         raise ValueError(f"{operation}: implementation is an empty sequence; name one of {_listed(support)}, or None.")
@@ -57,7 +60,7 @@ def choose(
 def _check_known(operation: str, name: str, support: Mapping[str, Support]) -> None:
     if name in IMPLEMENTATIONS:
         return
-    close = difflib.get_close_matches(str(name), IMPLEMENTATIONS, n=2)
+    close = difflib.get_close_matches(str(name).lower(), IMPLEMENTATIONS, n=2)
     hint = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(f"{operation}: unknown implementation {name!r}. {hint}It has {_listed(support)}.")
 

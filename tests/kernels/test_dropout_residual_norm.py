@@ -88,7 +88,7 @@ def test_every_form_of_the_kernels_draws_the_same_mask(norm, seed):
         ({"norm": "batch_norm"}, r"unknown norm 'batch_norm'; it has 'rms_norm' and 'layer_norm'"),
         ({"bias": jnp.ones(256)}, "'rms_norm' has no bias"),
         ({"rate": 1.0}, r"dropout_residual_norm: .*0 <= rate < 1, got 1.0"),
-        ({"key": None}, "a rate of 0.1 needs a key"),
+        ({"key": None}, r"rate is 0.1; pass key=jax.random.key"),
         ({"residual": jnp.ones((2, 255))}, r"like x, float32\[2, 256\]"),
     ],
 )

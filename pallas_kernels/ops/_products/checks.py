@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.activations import Activation, get_activation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -12,6 +13,11 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 def optional_arrays(*values: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Each value as a JAX array, None as None."""
     return tuple(None if value is None else jnp.asarray(value) for value in values)
+
+
+def result_dtype(x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
+    """The dtype of a result that is to be of `out_dtype`, x's where that is None; of 32 bits where JAX has no 64."""
+    return x.dtype if out_dtype is None else jax.dtypes.canonicalize_dtype(out_dtype)
 
 
 def optional_activation(operation: str, name: str | None) -> Activation | None:

@@ -26,9 +26,11 @@ def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, 
         `norm` with `scale=None`, and the weights, rounded to their dtypes.
 
     Raises:
-        TypeError: a weight is not floating.
+        TypeError: norm is no `Norm`, or a weight is not floating.
         ValueError: a norm without scale or with a bias, or a weight of another number of rows.
     """
+    if not isinstance(norm, Norm):
+        raise TypeError(f"fold_scale: norm must be a pallas_kernels.Norm, got {type(norm).__name__}.")
     if norm.scale is None or norm.bias is not None:
         raise ValueError(f"fold_scale: the norm must have a scale and no bias, got {norm}.")
     scale = jnp.asarray(norm.scale)

@@ -19,6 +19,7 @@ from pallas_kernels.ops._norms import apply
 from pallas_kernels.ops._norms.norm import Norm as RowNorm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.checks import static_number
 from pallas_kernels.primitives.platform import varying_like
 
 
@@ -30,12 +31,15 @@ def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeS
         raise TypeError(f"{operation}: norm must be a pallas_kernels.Norm or None, got {type(norm).__name__}.")
     if norm.kind not in ("rms", "layer"):
         raise ValueError(f"{operation}: a norm's kind is 'rms' or 'layer', got {norm.kind!r}.")
-    for name, array in (("scale", norm.scale), ("bias", norm.bias)):
+    static_number(operation, "the norm's epsilon", norm.epsilon)
+    for name, array in (("scale", norm.scale), ("bias", norm.bias), ("mean_square", norm.mean_square)):
         if array is None:
             continue
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"{operation}: the norm's {name} must be an array, got {type(array).__name__}.")
         if not jnp.issubdtype(jnp.asarray(array).dtype, jnp.floating):
             raise TypeError(f"{operation}: the norm's {name} must be floating, got {jnp.asarray(array).dtype.name}.")
-        if jnp.shape(array) != x.shape[-1:]:
+        if name != "mean_square" and jnp.shape(array) != x.shape[-1:]:
             raise ValueError(
                 f"{operation}: the norm's {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got "
                 f"{jnp.shape(array)}."

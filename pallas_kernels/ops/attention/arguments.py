@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.primitives.random import check_rate, key_words
+from pallas_kernels.primitives.checks import dropout_words, static_number
+from pallas_kernels.primitives.random import key_words
 
 Window = int | tuple[int | None, int | None] | None
 """Keys seen before and after the query's own place; one number for both; None: all."""
@@ -21,7 +24,7 @@ Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
 def masking_of(queries: int, keys: int, is_causal: bool, window: Window, has_segments: bool) -> Masking:
     """The launch's mask: causal is a window that ends at the query."""
-    left, right = (window, window) if window is None or isinstance(window, int) else window
+    left, right = sides_of(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
     # What bounds nothing is left out.
@@ -30,10 +33,16 @@ def masking_of(queries: int, keys: int, is_causal: bool, window: Window, has_seg
     return Masking(queries=queries, keys=keys, left=left, right=right, has_segments=has_segments)
 
 
+def sides_of(window: Window) -> tuple[int | None, int | None]:
+    """Keys seen before and after, as Python's integers."""
+    left, right = window if isinstance(window, tuple) else (window, window)
+    return None if left is None else operator.index(left), None if right is None else operator.index(right)
+
+
 def segments_of(segment_ids: Segments) -> tuple[jax.Array, jax.Array]:
     """Of queries, of keys."""
-    assert segment_ids is not None
-    return segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    own, other = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    return jnp.asarray(own), jnp.asarray(other)
 
 
 def problem_of(
@@ -118,20 +127,27 @@ def check(
     for name, number in (("scale", scale), ("softcap", softcap)):
         if isinstance(number, jax.Array):
             raise TypeError(f"attention: {name} must be a Python number, got an array.")
+        if number is not None:
+            static_number("attention", name, number)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"attention: softcap must be positive, got {softcap}.")
     _check_window(window)
     _check_dense(bias, mask, (batch, heads, queries, keys))
     _check_segments(segment_ids, batch, queries, keys)
-    check_rate(dropout_rate)
-    if dropout_rate and dropout_key is None:
-        raise ValueError("attention: dropout_rate above zero needs dropout_key, a key of jax.random.key.")
+    dropout_words("attention", dropout_rate, dropout_key)
 
 
 def _check_window(window: Any) -> None:
-    sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2 or any(not isinstance(side, int | None) or (side is not None and side < 0) for side in sides):
-        raise ValueError(f"attention: window must be a number, (left, right), each 0 or more or None; got {window!r}.")
+    expected = "an integer or a tuple (left, right), each 0 or more or None"
+    if isinstance(window, tuple) and len(window) != 2:
+        raise ValueError(f"attention: window must be {expected}; got {window!r}.")
+    try:
+        sides = sides_of(window)
+    except TypeError as error:
+        hint = ", and not traced" if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(window)) else ""
+        raise ValueError(f"attention: window must be {expected}{hint}; got {window!r}.") from error
+    if any(side is not None and side < 0 for side in sides):
+        raise ValueError(f"attention: window must be {expected}; got {window!r}.")
 
 
 def _check_dense(bias: jax.Array | None, mask: jax.Array | None, scores: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.ops.attention.arguments import Segments, Window
+from pallas_kernels.ops.attention.arguments import Segments, Window, sides_of
 from pallas_kernels.primitives.platform import target_device
 
 
@@ -23,7 +23,7 @@ def cudnn_attention(
     """See `pallas_kernels.attention`."""
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    left, right = (window, window) if window is None or isinstance(window, int) else window
+    left, right = sides_of(window)
     if left is not None:
         # Its window reaches as far back as asked; ahead there is only the causal limit.
         is_causal, size = is_causal or right == 0, (left, 0)
@@ -65,7 +65,7 @@ def cudnn_unsupported(
     for name, wanted in absent.items():
         if wanted:
             return f"it has no {name}"
-    left, right = (window, window) if window is None or isinstance(window, int) else window
+    left, right = sides_of(window)
     if left is None and right is not None and not (is_causal or right == 0):
         return "it has no window that bounds the keys ahead alone"
     if left is not None and not (is_causal or right == 0):

@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
 from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
+from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
@@ -51,7 +52,8 @@ def batch_norm(
 
     Source: Ioffe and Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
     """
-    x, scale, bias = jnp.asarray(x), jnp.asarray(scale), jnp.asarray(bias)
+    x, scale, bias = as_arrays("batch_norm", x=x, scale=scale, bias=bias)
+    epsilon = static_number("batch_norm", "epsilon", epsilon)
     _check(x, scale, bias)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("batch_norm", implementation, support, preferred=("mosaic",))
@@ -60,7 +62,7 @@ def batch_norm(
     rows = x.reshape(-1, x.shape[-1])
     # Marked as varying like x, so that shard_map sums their gradients over the devices that x is spread over.
     scale, bias = varying_like(scale, rows), varying_like(bias, rows)
-    outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(float(epsilon), rows, scale, bias)  # pyright: ignore
+    outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(epsilon, rows, scale, bias)  # pyright: ignore
     y, mean, variance = outputs
     return y.reshape(x.shape), mean, variance
 

@@ -12,9 +12,9 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forwar
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.checks import as_arrays, dropout_words
 from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
-from pallas_kernels.primitives.random import check_rate, key_words
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -61,12 +61,12 @@ def bias_activation(
 
     Source of dropout: Srivastava et al., 2014, https://jmlr.org/papers/v15/srivastava14a.html
     """
-    x = jnp.asarray(x)
+    (x,) = as_arrays("bias_activation", x=x)
     bias = None if bias is None else jnp.asarray(bias)
     residual = None if residual is None else jnp.asarray(residual)
     get_activation("bias_activation", activation)
     _check(x, bias, residual)
-    words = _dropout_words(dropout_rate, dropout_key)
+    words = dropout_words("bias_activation", dropout_rate, dropout_key)
     support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
     chosen = choose("bias_activation", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
@@ -111,14 +111,6 @@ def _check(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> 
             f"bias_activation: residual must be like x, {x.dtype.name}{list(x.shape)}, got "
             f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
         )
-
-
-def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
-    """The key as the kernels take it, None where nothing is dropped."""
-    check_rate(rate)
-    if rate and key is None:
-        raise ValueError(f"bias_activation: dropout_rate is {rate}; pass dropout_key=jax.random.key(...) with it.")
-    return key_words(key) if rate and key is not None else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

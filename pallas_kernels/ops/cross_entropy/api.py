@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, gives_gradient
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
+from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -74,14 +75,13 @@ def cross_entropy(
     Source: online softmax as in Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; gradient in the forward
     pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989
     """
-    logits = jnp.asarray(logits)
+    logits, labels = as_arrays("cross_entropy", logits=logits, labels=labels)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"cross_entropy: logits must be floating, got {logits.dtype.name}; cast them first.")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
     labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
-    check_options("cross_entropy", label_smoothing, reduction)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    options = checked_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
     chosen = choose("cross_entropy", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or logits.size == 0:
@@ -95,16 +95,8 @@ def cross_entropy(
     if labels.dtype != jnp.int32:
         is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
         flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, -1, -2))
-        ignore_index = -1
-    call = _Call(
-        terms=Terms(
-            vocabulary=vocabulary,
-            label_smoothing=float(label_smoothing),
-            z_loss=float(z_loss),
-            ignore_index=int(ignore_index),
-        ),
-        is_reduced=reduction != "none",
-    )
+        options["ignore_index"] = -1
+    call = _Call(terms=Terms(vocabulary=vocabulary, **options), is_reduced=reduction != "none")
     loss: jax.Array = _cross_entropy_mosaic(call, rows, flat_labels, weights)  # pyright: ignore
     return loss.reshape(labels.shape) if reduction == "none" else loss
 
@@ -132,12 +124,18 @@ def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *,
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
-def check_options(operation: str, label_smoothing: float, reduction: str) -> None:
-    """Raises ValueError, in the operation's name, for a loss that there is not."""
+def checked_options(
+    operation: str, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+) -> dict[str, Any]:
+    """The numbers by their names. TypeError or ValueError, in the operation's name, for a loss that there is not."""
+    options: dict[str, Any] = {"ignore_index": static_integer(operation, "ignore_index", ignore_index)}
+    options["label_smoothing"] = static_number(operation, "label_smoothing", label_smoothing)
+    options["z_loss"] = static_number(operation, "z_loss", z_loss)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{operation}: label_smoothing must be from 0 to 1, got {label_smoothing}.")
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{operation}: reduction must be 'none', 'sum' or 'mean', got {reduction!r}.")
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)

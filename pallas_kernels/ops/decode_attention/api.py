@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
+from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -64,16 +65,20 @@ def decode_attention(
         TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
-    query, key_cache, value_cache = (jnp.asarray(array) for array in (query, key_cache, value_cache))
-    lengths = jnp.asarray(lengths)
+    query, key_cache, value_cache, lengths = as_arrays(
+        "decode_attention", query=query, key_cache=key_cache, value_cache=value_cache, lengths=lengths
+    )
+    scale = None if scale is None else static_number("decode_attention", "scale", scale)
+    window = None if window is None else static_integer("decode_attention", "window", window)
+    softcap = None if softcap is None else static_number("decode_attention", "softcap", softcap)
     page_table = None if page_table is None else jnp.asarray(page_table)
     _check(query, key_cache, value_cache, lengths, page_table, window, softcap)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
     rule = Scores(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=None if window is None else int(window),
-        softcap=None if softcap is None else float(softcap),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
     )
     support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))

@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
-from pallas_kernels.primitives.random import check_rate, key_words
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -62,31 +62,26 @@ def dropout_residual_norm(
     Source: Srivastava et al., "Dropout", 2014, https://jmlr.org/papers/v15/srivastava14a.html; the mask's generator is
     that of `pallas_kernels.primitives.random`.
     """
-    x, residual = jnp.asarray(x), jnp.asarray(residual)
+    x, residual = as_arrays("dropout_residual_norm", x=x, residual=residual)
     scale, bias = (None if a is None else jnp.asarray(a) for a in (scale, bias))
     check_arguments("dropout_residual_norm", x, scale, bias, residual)
-    _check(norm, bias, rate, key)
-    words = None if key is None or not rate else key_words(key)
+    _check(norm, bias)
+    words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
+    epsilon = static_number("dropout_residual_norm", "epsilon", epsilon)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return dropout_residual_norm_reference(
             x, scale, bias, residual=residual, rate=rate, key=words, norm=norm, epsilon=epsilon
         )
-    settings = Norm(name=norm, epsilon=float(epsilon), rate=float(rate))
+    settings = Norm(name=norm, epsilon=epsilon, rate=float(rate))
     y, total = apply_norm(settings, x, scale=scale, bias=bias, residual=residual, words=words)
     assert total is not None
     return y, total
 
 
-def _check(norm: str, bias: jax.Array | None, rate: float, key: jax.Array | None) -> None:
+def _check(norm: str, bias: jax.Array | None) -> None:
     if norm not in _NORMS:
         raise ValueError(f"dropout_residual_norm: unknown norm {norm!r}; it has {' and '.join(map(repr, _NORMS))}.")
     if norm == "rms_norm" and bias is not None:
         raise ValueError("dropout_residual_norm: 'rms_norm' has no bias; pass bias=None, or norm='layer_norm'.")
-    try:
-        check_rate(rate)
-    except ValueError as error:
-        raise ValueError(f"dropout_residual_norm: {error}") from error
-    if rate and key is None:
-        raise ValueError(f"dropout_residual_norm: a rate of {rate} needs a key; pass key=jax.random.key(...).")

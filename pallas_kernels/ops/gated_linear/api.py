@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
@@ -16,6 +15,7 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.settings import usual_promotion
@@ -65,7 +65,7 @@ def gated_linear(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
-    x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
+    x, w_gate, w_up = as_arrays("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
     get_activation("gated_linear", activation)
     check_operands("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
     check_weight("gated_linear", "w_gate", w_gate.shape, x)

@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -53,9 +54,10 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
     """
-    x = jnp.asarray(x)
+    (x,) = as_arrays("layer_norm", x=x)
     scale, bias, residual = (None if a is None else jnp.asarray(a) for a in (scale, bias, residual))
     check_arguments("layer_norm", x, scale, bias, residual)
+    epsilon = static_number("layer_norm", "epsilon", epsilon)
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale, bias),
         "triton": partial(triton_unsupported, x),
@@ -64,7 +66,7 @@ def layer_norm(
     chosen = choose("layer_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return layer_norm_reference(x, scale, bias, residual=residual, epsilon=epsilon)
-    norm = Norm(name="layer_norm", epsilon=float(epsilon))
+    norm = Norm(name="layer_norm", epsilon=epsilon)
     if chosen == "triton":
         from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
 

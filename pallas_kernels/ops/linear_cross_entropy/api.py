@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
 from pallas_kernels.ops._products.prologue import varying_alike
-from pallas_kernels.ops.cross_entropy.api import Reduction, check_options, checked_labels
+from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import label_kinds
@@ -21,6 +21,7 @@ from pallas_kernels.ops.linear_cross_entropy.config import LossConfig, default_c
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import RowSlopes, gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.settings import usual_promotion
@@ -88,14 +89,13 @@ def linear_cross_entropy(
     Source: gradients in the forward pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989; losses from
     tiles as in Wijmans et al., 2024, https://arxiv.org/abs/2411.09009
     """
-    hidden, w = jnp.asarray(hidden), jnp.asarray(w)
+    hidden, w, labels = as_arrays("linear_cross_entropy", hidden=hidden, w=w, labels=labels)
     check_operands("linear_cross_entropy", hidden=hidden, w=w)
     check_weight("linear_cross_entropy", "w", w.shape, hidden, of="hidden", columns="vocabulary")
     if not w.size:
         raise ValueError(f"linear_cross_entropy: w must have at least one feature and one token, got {w.shape}.")
     labels = checked_labels("linear_cross_entropy", labels, hidden.shape[:-1], each="hidden state")
-    check_options("linear_cross_entropy", label_smoothing, reduction)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    options = checked_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     rows = math.prod(hidden.shape[:-1])
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
     keeps_gradients = _keeps_gradients(reduction, hidden.dtype)
@@ -106,15 +106,13 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(hidden, w, labels, **options, reduction=reduction)
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
     hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
-    is_ignored, is_valid = label_kinds(flat_labels, w.shape[1], ignore_index)
+    is_ignored, is_valid = label_kinds(flat_labels, w.shape[1], options["ignore_index"])
     flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, _IGNORED, -2))
     padding = -rows % _ROWS
     if padding:
         hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
         flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=_IGNORED)
-    terms = Terms(
-        vocabulary=w.shape[1], label_smoothing=float(label_smoothing), z_loss=float(z_loss), ignore_index=_IGNORED
-    )
+    terms = Terms(vocabulary=w.shape[1], **{**options, "ignore_index": _IGNORED})
     call = Call(terms=terms, reduction=reduction, config=default_config(rows, w.shape[1], w.shape[0]))
     loss: jax.Array = _loss_mosaic(call, hidden, w, flat_labels)  # pyright: ignore
     return loss[:rows].reshape(labels.shape) if reduction == "none" else loss

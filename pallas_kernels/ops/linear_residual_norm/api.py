@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays
@@ -15,6 +14,7 @@ from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu_vjp import linear_residual_norm_backward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -58,7 +58,7 @@ def linear_residual_norm(
     Source: the norm's division left to the layer behind, as in Graef et al., "FlashNorm", 2024,
     https://arxiv.org/abs/2407.09577
     """
-    x, w, residual = jnp.asarray(x), jnp.asarray(w), jnp.asarray(residual)
+    x, w, residual = as_arrays("linear_residual_norm", x=x, w=w, residual=residual)
     (bias,) = optional_arrays(bias)
     check_operands("linear_residual_norm", x=x, w=w)
     check_linear("linear_residual_norm", x, w.shape, bias=bias, residual=residual, dtype=x.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import (
@@ -20,6 +19,7 @@ from pallas_kernels.ops.lora_linear.config import default_gradient_config, is_pr
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
+from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -68,10 +68,10 @@ def lora_linear(
     Source: Hu et al., 2021, https://arxiv.org/abs/2106.09685; in one launch as in Zhu et al., 2025,
     https://arxiv.org/abs/2510.00206
     """
-    x, w, a, b = (jnp.asarray(value) for value in (x, w, a, b))
+    x, w, a, b = as_arrays("lora_linear", x=x, w=w, a=a, b=b)
     (bias,) = optional_arrays(bias)
     _check(x, w, a, b, bias)
-    alpha = float(alpha)
+    alpha = static_number("lora_linear", "alpha", alpha)
     rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
     preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else ()

@@ -10,11 +10,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays
+from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays, result_dtype
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -60,9 +61,9 @@ def norm_linear(
 
     Source: division behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = as_arrays("norm_linear", x=x, w=w)
     bias, residual = optional_arrays(bias, residual)
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    dtype = result_dtype(x, out_dtype)
     check_operands("norm_linear", x=x, w=w)
     check_linear("norm_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
     if norm is None:

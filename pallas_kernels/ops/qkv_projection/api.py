@@ -23,6 +23,7 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
 )
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
+from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
 from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -87,8 +88,10 @@ def qkv_projection(
     et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; division
     behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
-    x, weights = jnp.asarray(x), tuple(jnp.asarray(w) for w in (w_q, w_k, w_v))
+    x, *weights = as_arrays("qkv_projection", x=x, w_q=w_q, w_k=w_k, w_v=w_v)
+    weights = tuple(weights)
     biases = None if bias is None else tuple(jnp.asarray(b) for b in bias)
+    head_size = None if head_size is None else static_integer("qkv_projection", "head_size", head_size)
     _check(x, weights, biases, head_size, norm, rope, {"q_norm": q_norm, "k_norm": k_norm})
     support = {
         "mosaic": partial(mosaic_unsupported, x, weights, biases, head_size, norm, rope, (q_norm, k_norm)),
@@ -175,6 +178,7 @@ def _check(
         raise TypeError(f"qkv_projection: rope must be a pallas_kernels.Rope or None, got {type(rope).__name__}.")
     if head_size % 2:
         raise ValueError(f"qkv_projection: pairs need an even head_size, got {head_size}.")
+    static_number("qkv_projection", "the rope's theta", rope.theta)
     positions = jnp.asarray(rope.positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"qkv_projection: positions must be integers, got {positions.dtype.name}.")

@@ -48,7 +48,7 @@ def qkv_projection_reference(
 
 def row_positions(rope: Rope, x: jax.Array) -> jax.Array:
     """The position of each of x's rows."""
-    return jnp.broadcast_to(rope.positions, x.shape[:-1]).reshape(-1)
+    return jnp.broadcast_to(jnp.asarray(rope.positions), x.shape[:-1]).reshape(-1)
 
 
 def _head_norm(norm: Norm | None, y: jax.Array) -> jax.Array:

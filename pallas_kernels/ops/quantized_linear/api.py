@@ -16,6 +16,7 @@ from pallas_kernels.ops._products.checks import (
     linear_unsupported,
     optional_activation,
     optional_arrays,
+    result_dtype,
 )
 from pallas_kernels.ops._products.prologue import as_rows, varying_alike
 from pallas_kernels.ops.quantized_linear.config import is_preferred
@@ -24,6 +25,7 @@ from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.integer_gemm.lanes import SPAN, is_in_lanes
@@ -74,9 +76,9 @@ def quantized_linear(
         TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
-    x = jnp.asarray(x)
+    (x,) = as_arrays("quantized_linear", x=x)
     bias, residual = optional_arrays(bias, residual)
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    dtype = result_dtype(x, out_dtype)
     _check_weights(w)
     check_operands("quantized_linear", x=x)
     check_linear("quantized_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)

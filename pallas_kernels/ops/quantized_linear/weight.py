@@ -86,7 +86,7 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
         raise ValueError(f"quantize: w must be (features, outputs), got shape {w.shape}.")
     if bits not in DTYPES:
         raise ValueError(f"quantize: bits must be 8 or 4, got {bits}.")
-    if group_size is not None and (group_size not in GROUP_SIZES or w.shape[0] % group_size):
+    if group_size is not None and (group_size not in GROUP_SIZES or not w.shape[0] or w.shape[0] % group_size):
         raise ValueError(
             f"quantize: group_size must be None, 64 or 128 and divide the {w.shape[0]} features, got {group_size}."
         )

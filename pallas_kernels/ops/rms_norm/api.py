@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -51,9 +52,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467
     """
-    x, scale = jnp.asarray(x), jnp.asarray(scale)
+    x, scale = as_arrays("rms_norm", x=x, scale=scale)
     residual = None if residual is None else jnp.asarray(residual)
     check_arguments("rms_norm", x, scale, None, residual)
+    epsilon = static_number("rms_norm", "epsilon", epsilon)
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale),
         "triton": partial(triton_unsupported, x),
@@ -62,7 +64,7 @@ def rms_norm(
     chosen = choose("rms_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return rms_norm_reference(x, scale, residual=residual, epsilon=epsilon)
-    norm = Norm(name="rms_norm", epsilon=float(epsilon))
+    norm = Norm(name="rms_norm", epsilon=epsilon)
     if chosen == "triton":
         from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
 

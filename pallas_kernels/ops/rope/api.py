@@ -12,6 +12,7 @@ from pallas_kernels.ops.rope.config import head_tile
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
+from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -57,14 +58,15 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
     https://arxiv.org/abs/2104.09864
     """
-    query, key, positions = jnp.asarray(query), jnp.asarray(key), jnp.asarray(positions)
+    query, key, positions = as_arrays("rope", query=query, key=key, positions=positions)
+    theta = static_number("rope", "theta", theta)
     _check(query, key, positions)
     support = {"mosaic": partial(mosaic_unsupported, query, key, interleaved=interleaved), "xla": lambda: None}
     chosen = choose("rope", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key.size == 0:
         return rope_reference(query, key, positions, theta=theta, interleaved=interleaved)
     query, key = varying_like(query, key, positions), varying_like(key, query, positions)
-    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(float(theta), bool(interleaved), query, key, positions)  # pyright: ignore
+    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(theta, bool(interleaved), query, key, positions)  # pyright: ignore
     return rotated
 
 

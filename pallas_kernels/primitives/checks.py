@@ -1,0 +1,67 @@
+"""Checks of arguments that operations share. Messages begin with the operation's name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from pallas_kernels.primitives.random import check_rate, key_words
+
+
+def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
+    """The values as JAX arrays. TypeError, with the argument's name, for what is none."""
+    arrays = []
+    for name, value in values.items():
+        if value is None:
+            raise TypeError(f"{operation}: {name} must be an array, got None.")
+        arrays.append(jnp.asarray(value))
+    return tuple(arrays)
+
+
+def static_number(operation: str, name: str, value: Any) -> float:
+    """The value as a float. TypeError for what is no number, and for one that is traced."""
+    if isinstance(value, Tracer):
+        raise TypeError(_static(operation, name, "number"))
+    if value is None or isinstance(value, str):
+        raise TypeError(f"{operation}: {name} must be a number, got {value!r}.")
+    return float(value)
+
+
+def static_integer(operation: str, name: str, value: Any) -> int:
+    """The value as an int. TypeError for what is no integer, and for one that is traced."""
+    if isinstance(value, Tracer):
+        raise TypeError(_static(operation, name, "integer"))
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{operation}: {name} must be an integer, got {value!r}.") from error
+
+
+def dropout_words(
+    operation: str, rate: Any, key: jax.Array | None, *, rate_name: str = "dropout_rate", key_name: str = "dropout_key"
+) -> jax.Array | None:
+    """The key as kernels take it, None where nothing is dropped. TypeError or ValueError for what is no rate or key."""
+    number = static_number(operation, rate_name, rate)
+    try:
+        check_rate(number)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {rate_name} is {rate}; {error}") from error
+    if not number:
+        return None
+    if key is None:
+        raise ValueError(f"{operation}: {rate_name} is {rate}; pass {key_name}=jax.random.key(...) with it.")
+    try:
+        return key_words(key)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: {key_name}: {error}") from error
+
+
+def _static(operation: str, name: str, kind: str) -> str:
+    return (
+        f"{operation}: {name} must be a Python {kind}, got a traced array. Kernels are compiled for one value: close "
+        "over it, or name it in jax.jit's static_argnames."
+    )

@@ -1,0 +1,93 @@
+"""What is said of arguments that no operation takes, in the words that all share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+
+OPS: Any = pallas_kernels
+"""Not typed: the arguments are wrong on purpose."""
+X, W, SCALE = jnp.ones((2, 8)), jnp.ones((8, 8)), jnp.ones(8)
+HEADS, LENGTHS = jnp.ones((1, 2, 1, 8)), jnp.ones(1, "int32")
+POSITIONS, LABELS = jnp.arange(2), jnp.zeros(2, "int32")
+KEY = jax.random.key(0)
+
+STATIC = {
+    "epsilon": lambda value: OPS.rms_norm(X, SCALE, epsilon=value),
+    "the norm's epsilon": lambda value: OPS.norm_linear(X, W, norm=OPS.Norm(SCALE, epsilon=value)),
+    "theta": lambda value: OPS.rope(HEADS, HEADS, POSITIONS, theta=value),
+    "alpha": lambda value: OPS.lora_linear(X, W, W, W, alpha=value),
+    "label_smoothing": lambda value: OPS.cross_entropy(X, LABELS, label_smoothing=value),
+    "z_loss": lambda value: OPS.cross_entropy(X, LABELS, z_loss=value),
+    "dropout_rate": lambda value: OPS.attention(HEADS, HEADS, HEADS, dropout_rate=value, dropout_key=KEY),
+    "softcap": lambda value: OPS.decode_attention(HEADS, HEADS, HEADS, LENGTHS, softcap=value),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_numbers_are_not_traced(name):
+    with pytest.raises(TypeError, match=f"{name} must be a Python number, got a traced array. .* static_argnames"):
+        jax.eval_shape(STATIC[name], 0.5)
+    with pytest.raises(TypeError, match=f"{name} must be a number, got 'small'"):
+        STATIC[name]("small")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (partial(OPS.rms_norm, X, None), TypeError, "rms_norm: scale must be an array, got None"),
+        (partial(OPS.batch_norm, X, SCALE, None), TypeError, "batch_norm: bias must be an array, got None"),
+        (partial(OPS.softmax, X, axis=(0, 1)), TypeError, r"axis must be an integer, got \(0, 1\)"),
+        (
+            partial(OPS.cross_entropy, X, LABELS, ignore_index=None),
+            TypeError,
+            "ignore_index must be an integer, got None",
+        ),
+        (partial(OPS.qkv_projection, X, W, W, W, head_size=8 / 2), TypeError, "head_size must be an integer, got 4.0"),
+        (
+            partial(OPS.decode_attention, HEADS, HEADS, HEADS, LENGTHS, window=2.5),
+            TypeError,
+            "window must be an integer, got 2.5",
+        ),
+        (
+            partial(OPS.bias_activation, X, None, dropout_rate=0.1, dropout_key=jax.random.split(KEY)),
+            ValueError,
+            "bias_activation: dropout_key: expected one key",
+        ),
+        (
+            partial(OPS.attention, HEADS, HEADS, HEADS, dropout_rate=2),
+            ValueError,
+            "attention: dropout_rate is 2; .* < 1",
+        ),
+        (
+            partial(OPS.norm_linear, X, W, norm=OPS.Norm([1.0] * 8)),
+            TypeError,
+            "the norm's scale must be an array, got list",
+        ),
+        (partial(OPS.fold_scale, SCALE, W), TypeError, "must be a pallas_kernels.Norm"),
+        (partial(OPS.quantize, jnp.ones((0, 8)), group_size=64), ValueError, "divide the 0 features"),
+        (partial(OPS.rms_norm, X, SCALE, implementation=1), TypeError, "a name, a sequence of names or None, got 1"),
+        (partial(OPS.rms_norm, X, SCALE, implementation="XLA"), ValueError, "Did you mean 'xla'"),
+    ],
+)
+def test_what_is_wrong_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_integers_and_arrays_of_numpy_are_taken():
+    window, ids = np.int64(1), np.zeros((1, 2), np.int32)
+    got = OPS.attention(HEADS, HEADS, HEADS, window=window, segment_ids=ids.tolist())
+    assert jnp.array_equal(got, OPS.attention(HEADS, HEADS, HEADS, window=1, segment_ids=ids))
+    assert OPS.softmax(X, axis=np.int64(0), scale=np.float32(2)).shape == X.shape
+
+
+def test_a_result_of_64_bits_has_32_where_there_are_no_others():
+    assert OPS.linear(X, W, residual=X, out_dtype=float).dtype == jnp.float32
