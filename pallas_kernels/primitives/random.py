@@ -113,7 +113,7 @@ def array_keep_mask(key: jax.Array, shape: tuple[int, ...], *, rate: float) -> j
 
     Leading dimensions are flattened to rows, in order.
     """
-    *leading, features = shape
+    *leading, features = shape or (1,)
     row = jnp.arange(math.prod(leading), dtype=jnp.uint32)[:, None]
     column = jnp.arange(features, dtype=jnp.uint32)
     return keep_mask(mixed_words(key_words(key)), row, column, features=features, rate=rate).reshape(shape)

@@ -89,5 +89,10 @@ def test_integers_and_arrays_of_numpy_are_taken():
     assert OPS.softmax(X, axis=np.int64(0), scale=np.float32(2)).shape == X.shape
 
 
+def test_a_single_number_may_be_dropped():
+    y = OPS.bias_activation(jnp.float32(1), None, activation="relu", dropout_rate=0.5, dropout_key=KEY)
+    assert float(y) in (0.0, 2.0)
+
+
 def test_a_result_of_64_bits_has_32_where_there_are_no_others():
     assert OPS.linear(X, W, residual=X, out_dtype=float).dtype == jnp.float32
