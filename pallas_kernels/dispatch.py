@@ -14,7 +14,10 @@ IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """Every implementation name that some operation has or may have."""
 
 Implementation = str | Sequence[str] | None
-"""What callers pass: one name, several in order of preference, or None for the best known."""
+"""What callers pass: one name, several in order of preference, or None for the best known.
+
+Kernels have first derivatives, backward. Second ones, and `jax.jvp`, are those of "xla" alone: on a GPU ask for it.
+"""
 
 Support = Callable[[], str | None]
 """Says why an implementation cannot run on the arguments at hand, or None where it can."""
