@@ -92,6 +92,10 @@ _CARRIED = Remedy(
     text="unroll the loop (unroll= of lax.scan and lax.fori_loop), so that XLA sees several iterations at once; one "
     "kernel for the whole loop keeps on the chip what one iteration hands the next",
 )
+_OVERLAP = Remedy(
+    kind="rewrite",
+    text="cut the work into parts, so that the collective of one part runs beside the work on the next",
+)
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
@@ -136,6 +140,8 @@ def vertical_remedy(
     if is_score:
         return _ATTENTION
     ends = (producer, *readers)
+    if any(end.kind == "collective" for end in ends):
+        return _OVERLAP
     if any(map(_only_casts, ends)):
         return _KEEP_TRITON
     if moves := [end for end in ends if _only_moves(end)]:

@@ -99,6 +99,11 @@ def capture(
         with Worker(folder, _environment(goal)) as worker:
             program = lower(fn, shapes, target=goal, mode=mode, lower_context=lower_context)
             notes += program.notes
+            if program.devices > 1 and goal.kind != "cuda":
+                raise CaptureError(
+                    f"{program.function} is spread over {program.devices} devices, which only a named GPU target "
+                    f"compiles for, not {goal.name}"
+                )
             options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
             result = worker.ask(_request(goal, program, options, folder), timeout)
             if not result["ok"]:
@@ -206,6 +211,7 @@ def _request(target: Target, program: Lowered, options: Mapping[str, Any], folde
         "kind": target.kind,
         "target_config": target.config_text,
         "module": MODULE,
+        "devices": program.devices,
         "options": list(options.items()),
         "environment": environment,
     }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,9 @@ from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
+
+# The mesh of one device under which a function is traced, so that kernels know what they are lowered for.
+_AXIS = "_device"
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
@@ -44,16 +49,24 @@ class Lowered:
     function: str
     arguments: tuple[str, ...]
     """'name: dtype[shape]' of each array argument."""
+    devices: int = 1
+    """How many the program is spread over, by a mesh of its own."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a report of this program should say of it."""
-        if len(self.bytecode) < _LARGE_BYTECODE:
-            return ()
-        return (
-            f"The function closes over {len(self.bytecode) >> 20} MiB of arrays, which are compiled in as constants: "
-            "pass them as arguments to compile faster and to have XLA treat them as data.",
-        )
+        notes: list[str] = []
+        if len(self.bytecode) >= _LARGE_BYTECODE:
+            notes.append(
+                f"The function closes over {len(self.bytecode) >> 20} MiB of arrays, which are compiled in as "
+                "constants: pass them as arguments to compile faster and to have XLA treat them as data."
+            )
+        if self.devices > 1:
+            notes.append(
+                f"The program is spread over {self.devices} devices: all numbers are those of one, and the roofline "
+                "counts a collective's bytes in memory, not its time between devices."
+            )
+        return tuple(notes)
 
 
 def lower(
@@ -65,6 +78,8 @@ def lower(
     lower_context: AbstractContextManager[Any] | None = None,
 ) -> Lowered:
     """Traces `fn` and lowers it for the target, under an abstract mesh of one such device.
+
+    A function that brings a mesh of its own (`shard_map`) is traced without ours.
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or does not lower for the target.
@@ -78,17 +93,17 @@ def lower(
     try:
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
-                stack.enter_context(jax.sharding.use_abstract_mesh(_mesh(target)))
                 stack.enter_context(answer_cudnn_checks(target))
             if lower_context is not None:
                 stack.enter_context(lower_context)
-            if mode == "grad":
-                program, cotangents = gradient(fn, arguments)
-                traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
-            else:
-                jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-                traced = jitted.trace(*arguments)
-            module: Any = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+            try:
+                with jax.sharding.use_abstract_mesh(_mesh(target)) if platform == "cuda" else contextlib.nullcontext():
+                    module = _module(fn, arguments, mode, platform)
+            except ValueError as error:
+                if f"'{_AXIS}'" not in str(error):
+                    raise
+                module = _module(fn, arguments, mode, platform)
+            devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
             if platform == "cuda":
                 bytecode = in_post_order(bytecode)
@@ -102,7 +117,30 @@ def lower(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
             f"mode {mode!r}: {type(error).__name__}: {reason}"
         ) from error
-    return Lowered(bytecode=bytecode, function=name, arguments=described)
+    return Lowered(bytecode=bytecode, function=name, arguments=described, devices=devices)
+
+
+def _module(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:
+    """The StableHLO module of the function, or of its gradient."""
+    if mode == "grad":
+        program, cotangents = gradient(fn, arguments)
+        traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
+    else:
+        jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+        traced = jitted.trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+
+
+def _spread_over(module: Any) -> int:
+    """Devices of the largest mesh; of an abstract one JAX does not write the number into the module itself."""
+    from jaxlib.mlir import ir
+
+    meshes = [str(operation) for operation in module.body.operations if operation.operation.name == "sdy.mesh"]
+    sizes = [prod(int(size) for size in re.findall(r'"=(\d+)', mesh.partition("{")[0])) for mesh in meshes]
+    count = max([int(module.operation.attributes["mhlo.num_partitions"]), *sizes])
+    with module.context:
+        module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
+    return count
 
 
 def gradient(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
@@ -181,7 +219,7 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
 
 def _mesh(target: Target) -> AbstractMesh:
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.core_count, platform="gpu")
-    return AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return AbstractMesh((1,), (_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -49,13 +49,17 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
-    device = find_device(request)
+    devices = find_devices(request)
+    device, count = devices[0], len(devices)
     options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=1, env_options_overrides=dict(request["options"])
+        num_replicas=1,
+        num_partitions=count,
+        device_assignment=[[device.id for device in devices]] if count > 1 else None,
+        env_options_overrides=dict(request["options"]),
     )
     with mlir.make_ir_context():
         module = ir.Module.parse((folder / request["module"]).read_bytes())
-        where = {"executable_devices": _jax.DeviceList((device,)), "compile_options": options}
+        where = {"executable_devices": _jax.DeviceList(tuple(devices)), "compile_options": options}
         if request["kind"] == "attached":
             # Loading is what makes XLA tune on the GPU and link as it would for a run.
             executable = device.client.compile_and_load(module, **where)
@@ -91,17 +95,17 @@ def describe_gpu() -> dict[str, Any]:
     }
 
 
-def find_device(request: dict[str, Any]) -> Any:
-    """The device to compile for: a described GPU, the attached one, or the CPU."""
+def find_devices(request: dict[str, Any]) -> list[Any]:
+    """The devices to compile for: described GPUs, the attached one, or the CPU."""
     import jax
     from jax.experimental import topologies
 
     if request["kind"] == "cuda":
         topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=request["target_config"]
+            platform="cuda", topology=f"1x1x{request['devices']}", target_config=request["target_config"]
         )
-        return topology.devices[0]
-    return jax.devices("cpu" if request["kind"] == "cpu" else "cuda")[0]
+        return list(topology.devices)
+    return jax.devices("cpu" if request["kind"] == "cpu" else "cuda")[:1]
 
 
 def versions() -> dict[str, str]:

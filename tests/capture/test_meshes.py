@@ -1,0 +1,56 @@
+"""Functions that bring a mesh of their own: lowered without ours, and compiled for as many devices as it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from hlo_analysis.capture import capture
+from hlo_analysis.capture.lowering import lower
+from hlo_analysis.errors import CaptureError
+from hlo_analysis.hlo import parse_module
+from hlo_analysis.targets import load_target
+
+ROWS = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+
+def column_sums(devices: int, **given: Any):
+    """The sum over rows that lie on several devices."""
+
+    def on_each(rows: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.sin(rows), "rows")
+
+    if devices:
+        given["mesh"] = AbstractMesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(on_each, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec(), **given)
+
+
+def test_collectives_are_compiled_for_all_devices_of_the_mesh(compiler: None) -> None:
+    captured = capture(column_sums(4), ROWS)
+    module = parse_module(captured.require("final_hlo"))
+    opcodes = {
+        found.opcode for computation in module.computations.values() for found in computation.instructions.values()
+    }
+    assert opcodes & {"all-reduce", "all-reduce-start"}
+    assert str(module.entry.parameters[0].shape) == "f32[16,128]"
+    assert any("spread over 4 devices" in note for note in captured.provenance.notes)
+
+
+def test_a_mesh_of_one_device_says_nothing() -> None:
+    lowered = lower(column_sums(1), (ROWS,), target=load_target("h200"))
+    assert (lowered.devices, lowered.notes) == (1, ())
+
+
+def test_without_a_mesh_the_error_is_jaxs_own() -> None:
+    with pytest.raises(CaptureError, match="mesh cannot be empty") as error:
+        lower(column_sums(0), (ROWS,), target=load_target("h200"))
+    assert "_device" not in str(error.value)
+
+
+def test_the_cpu_is_one_device() -> None:
+    with pytest.raises(CaptureError, match="spread over 4 devices, which only a named GPU target compiles for"):
+        capture(column_sums(4), ROWS, target="cpu")
