@@ -41,9 +41,8 @@ FUSED = {
 }
 
 FORMS = {
-    "three tiles of queries": FusedConfig(
-        waves=0, finishers=True, dquery_first=True, loads_apart=True, tiled_sums=True
-    ),
+    "causal, more queries": FusedConfig(heads_inside=True, warps_apart=True),
+    "three tiles of queries": FusedConfig(waves=0, finishers=True, dquery_first=True, warps_apart=True),
     "causal, head size 64": FusedConfig(heads_inside=True, dquery_first=True, halves=True),
     "head size 64": FusedConfig(waves=0, finishers=True, dquery_first=True),
 }

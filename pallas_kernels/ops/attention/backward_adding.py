@@ -26,18 +26,19 @@ class Adding:
         plgpu.copy_gmem_to_smem(block.inputs.key.at[own], scratch.k, scratch.held)
         plgpu.copy_gmem_to_smem(block.inputs.value.at[own], scratch.v, scratch.held)
 
-        def add_all():
-            lax.fori_loop(0, block.steps, lambda n, _: self._step(n), None)
-
-        if not config.loads_apart:
+        if not config.warps_apart:
             lax.fori_loop(0, jnp.minimum(block.steps, config.stages), lambda n, _: self._bring(n), None)
-            add_all()
+            lax.fori_loop(0, block.steps, lambda n, _: self._step(n), None)
             return
+
+        def add_own(slot):
+            count = lax.div(block.steps - slot + config.shares - 1, config.shares)
+            lax.fori_loop(0, count, lambda i, _: self._step(slot + i * config.shares), None)
 
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == 0)(self._bring_all)
-            pl.when(warp == 1)(add_all)
+            pl.when((warp > 0) & (warp <= config.shares))(lambda: add_own(warp - 1))
 
     def _bring(self, n) -> None:
         """The queries of a step."""
@@ -72,7 +73,7 @@ class Adding:
         stage, slot = lax.rem(n, config.stages), lax.rem(n, config.shares)
         head, query_tile = block.walk.place(n)
         turn = (block.b * launch.heads + head) * launch.query_tiles + query_tile
-        sums = [launch.sum_of(block.outputs.sums, block.b, head, query_tile, i) for i in range(WARPGROUPS)]
+        sums = [launch.part_of(block.outputs.sums, block.b, head, query_tile, i) for i in range(WARPGROUPS)]
         is_last = jnp.asarray(block.is_last_of(query_tile, n >= block.full_steps))
 
         def await_turn():
@@ -83,11 +84,11 @@ class Adding:
             # While this step's products are under way.
             await_turn()
             for i in range(WARPGROUPS):
-                plgpu.copy_gmem_to_smem(sums[i], scratch.share.at[slot, i], scratch.fetched)
+                plgpu.copy_gmem_to_smem(sums[i], scratch.share.at[slot, i], launch.fetched_of(scratch, slot))
 
         if not config.finishers:
             pl.when(is_last & (block.tile > 0))(fetch)
-        if not config.loads_apart:
+        if not config.warps_apart:
             plgpu.barrier_wait(scratch.empty.at[stage])
             pl.when(n + config.stages < block.steps)(lambda: self._bring(n + config.stages))
         plgpu.barrier_wait(scratch.made.at[slot])

@@ -34,7 +34,7 @@ def _fused(problem: Problem) -> FusedConfig:
         return FusedConfig(waves=0, finishers=True, dquery_first=True)
     if padded_head(problem.head_size) == 64:
         return FusedConfig(heads_inside=True, dquery_first=True, halves=True)
-    return FusedConfig(heads_inside=True)
+    return FusedConfig(heads_inside=True, warps_apart=True)
 
 
 def default_backward(problem: Problem) -> BackwardConfig:
@@ -67,12 +67,7 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, other order of heads": replace(base, heads_inside=not base.heads_inside),
             "one kernel, other product first": replace(base, dquery_first=not base.dquery_first),
             "one kernel, others finish": replace(base, finishers=not base.finishers),
-            "one kernel, loads apart": replace(base, loads_apart=True),
-            "one kernel, tiled sums": replace(base, tiled_sums=True),
-            "one kernel, loads apart, tiled sums": replace(base, loads_apart=True, tiled_sums=True),
-            "one kernel, loads apart, tiled sums, dquery first": replace(
-                base, loads_apart=True, tiled_sums=True, dquery_first=True
-            ),
+            "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }
         found |= {name: replace(two, fused=fused) for name, fused in one.items()}
     return found

@@ -152,7 +152,7 @@ class Computing:
             pl.when(block.tile > 0)(lambda: store(with_others(values)))
 
         def with_others(values):
-            plgpu.barrier_wait(scratch.fetched)
+            plgpu.barrier_wait(launch.fetched_of(scratch, slot))
             return values + scratch.share.at[slot, self.warpgroup][...]
 
         def store(total):

@@ -88,9 +88,8 @@ class FusedConfig:
         product is under way; else the other way round.
     halves: with a head size of 64, whether scores are computed of half of a step's 128 queries after the other: it
         takes fewer registers, and masked steps are taken so at any rate.
-    loads_apart: whether one warp brings queries and another adds shares, so that queries come while a share waits for
-        its turn; else one does both.
-    tiled_sums: whether what a warpgroup adds to lies in one piece in device memory; else as in query.
+    warps_apart: whether one warp brings queries, and for each of the shares there is another one that adds it: queries
+        come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it all.
     """
 
     stages: int = 2
@@ -100,8 +99,7 @@ class FusedConfig:
     finishers: bool = False
     dquery_first: bool = False
     halves: bool = False
-    loads_apart: bool = False
-    tiled_sums: bool = False
+    warps_apart: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True

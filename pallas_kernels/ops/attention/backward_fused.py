@@ -108,7 +108,7 @@ def _fetch(launch: Launch, block: Block, finishers, number: jax.Array) -> None:
     scratch = block.scratch
     finishers.bring(
         number - launch.adders,
-        launch.sum_of,
+        launch.part_of,
         block.outputs.sums,
         scratch.share,
         block.turns,

@@ -105,7 +105,7 @@ class Launch:
     @property
     def keeps_apart(self) -> bool:
         """Whether places are hidden from the compiler, without which ptxas spills."""
-        return self.config.loads_apart and self.size == 128
+        return self.config.warps_apart and (self.size == 128 or not self.masking.has_band)
 
     @cached_property
     def finishers(self) -> Finishers | None:
@@ -122,25 +122,28 @@ class Launch:
             slots=self.config.shares,
         )
 
+    @property
+    def fetches_apart(self) -> bool:
+        """Whether more than one sum may be on its way to a block."""
+        return self.config.finishers or self.config.warps_apart
+
+    def fetched_of(self, scratch: Scratch, slot: Any) -> Any:
+        """The barrier of the sum that is brought to where a share was."""
+        return scratch.fetched.at[slot] if self.fetches_apart else scratch.fetched
+
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
-        """What warpgroup i makes of a tile of queries' dquery."""
+        """What warpgroup i makes of a tile of queries' dquery, and where it is summed."""
         row, column = (i * PART, 0) if self.splits_rows else (0, i * PART)
         return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, PART)]
-
-    def sum_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
-        """Where that is summed."""
-        is_tiled = self.config.tiled_sums
-        return ref.at[b, head, query_tile, i] if is_tiled else self.part_of(ref, b, head, query_tile, i)
 
     def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
         """dquery, dkey, dvalue and the sums."""
         # Whole tiles of dquery: threads store them, who do not stop at the last query as TMA does.
         whole = (self.batch, self.query_tiles * self.rows, self.heads, self.size)
-        tiled = (self.batch, self.heads, self.query_tiles, WARPGROUPS, PART, PART)
         return [
             jax.ShapeDtypeStruct(whole, self.problem.dtype),
             *(jax.ShapeDtypeStruct(array.shape, self.problem.dtype) for array in (key, value)),
-            jax.ShapeDtypeStruct(tiled if self.config.tiled_sums else query.shape, jnp.float32),
+            jax.ShapeDtypeStruct(query.shape, jnp.float32),
         ]
 
     def scratch_types(self) -> Scratch:
@@ -160,5 +163,5 @@ class Launch:
             met=barrier(num_arrivals=WARPGROUPS),
             made=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares),
             taken=barrier(num_barriers=config.shares),
-            fetched=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares if config.finishers else 1),
+            fetched=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares if self.fetches_apart else 1),
         )
