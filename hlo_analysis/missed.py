@@ -4,8 +4,8 @@
 set against the traffic of the launches on both ends (`share`), and time counts only where a launch waits for memory: a
 matrix product that is bound by arithmetic runs no faster for reading less.
 
-Two kinds are found. *Vertical*: a launch writes what another reads. *Horizontal*: several launches read one input
-that a single launch could read once.
+Three kinds are found. *Vertical*: a launch writes what another reads. *Horizontal*: several launches read one input
+that a single launch could read once. *Read again*: an argument is read for a sum over its rows, and again with the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
-from hlo_analysis.remedies import PRODUCTS, Remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.remedies import PRODUCTS, Remedy, rows_remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.rereads import find_ancestors, find_rereads
 from hlo_analysis.scores import attention_scores
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
@@ -49,6 +50,7 @@ def rank(
     missed = [
         *_vertical(launches, intermediates, decisions, device, frozenset(outputs), frozenset(donated)),
         *_horizontal(launches, intermediates, device),
+        *_read_again(launches, device),
     ]
     missed = [found for found in missed if _passes(found, launches)]
     missed.sort(key=lambda found: (-found.time_at_stake_us, -found.bytes_at_stake, found.producer, found.value))
@@ -180,7 +182,7 @@ def _horizontal(
             readers[value.name].append(launch)
             values[value.name] = value
     handed = {value.name: _read_by_each(value, launches[value.producer]) for value in intermediates}
-    ancestors = _ancestors(launches)
+    ancestors = find_ancestors(launches)
     groups: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for name, found in readers.items():
         for group in _siblings(found, ancestors):
@@ -209,6 +211,26 @@ def _horizontal(
             reason=f"[{len(group)} launches each read {what} anew]",
             category=categories.SHARED_INPUT,
             remedy=remedy,
+        )
+
+
+def _read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFusion]:
+    """Arguments of which one kernel could have read each row once, with its sum and with what needs the sum."""
+    for found in find_rereads(launches):
+        first, *later = found.readers
+        again = found.value.bytes * first.repeat
+        gone = [*later, *found.between]
+        waited = sum(_waits(launch, again, device) for launch in later)
+        yield _missed(
+            found.value,
+            producer=first.index,
+            consumers=tuple(launch.index for launch in found.readers),
+            stake=again * len(later),
+            time=waited + sum(device.launch_overhead_us * launch.repeat for launch in gone),
+            ends=[*found.readers, *found.between],
+            reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
+            category=categories.SHARED_INPUT,
+            remedy=rows_remedy([*found.readers, *found.between]),
         )
 
 
@@ -254,18 +276,6 @@ def _could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
     # What XLA put in itself bears no name, and so belongs to no pass.
     same_pass = producer.phase == reader.phase or is_score or not (producer.op_name and reader.op_name)
     return same_pass and producer.computation == reader.computation
-
-
-def _ancestors(launches: Sequence[Launch]) -> list[int]:
-    """For each launch, the launches that it depends on, as bits of an integer."""
-    ancestors: list[int] = []
-    for launch in launches:
-        bits = 0
-        for value in launch.inputs:
-            if value.producer is not None and value.producer < launch.index:
-                bits |= ancestors[value.producer] | (1 << value.producer)
-        ancestors.append(bits)
-    return ancestors
 
 
 def _siblings(readers: Sequence[Launch], ancestors: Sequence[int]) -> list[list[Launch]]:

@@ -150,13 +150,17 @@ def vertical_remedy(
         return _after_product(launches, producer, readers)
     if any(map(is_product, readers)):
         return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
-    if _has(producer, "reduce") or any(_has(reader, "reduce") for reader in readers):
+    rows = rows_remedy(ends)
+    return _RECOMPUTE if rows is _ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
+
+
+def rows_remedy(ends: Sequence[Launch]) -> Remedy:
+    """The remedy for launches of which some may reduce rows: by what they make of the sums."""
+    if any(_has(end, "reduce") for end in ends):
         if any(map(_normalizes, ends)):
             return _LAYER_NORM if any(_has(end, "subtract") for end in ends) else _RMS_NORM
         if any(_has(end, "exponential") for end in ends) and not any(map(_is_softmax, ends)):
             return _SOFTMAX
-    if category == categories.SLOWER and len(readers) > 1:
-        return _RECOMPUTE
     return _ONE_KERNEL
 
 

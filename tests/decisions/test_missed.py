@@ -171,3 +171,35 @@ def test_the_block(analyzed: Callable[..., Analysis]) -> None:
             assert missed.time_at_stake_us <= analysis.roofline_us
     merged = {missed.remedy for missed in analyzed("forward").missed}
     assert any(remedy.startswith(("norm_linear:", "linear:")) for remedy in merged)
+
+
+def norm(size: int, sums: str, mib: int = 1) -> Program:
+    """An argument, its sums, what is made of them, and both put together."""
+    program = Program().launch("sum", {"x": size}, mib, "reduction", opcodes=("reduce",), shape=sums)
+    program.launch("scale", {"sum": mib}, mib, opcodes=("rsqrt",), shape=sums)
+    program.launch("y", {"x": size, "scale": mib}, size, opcodes=("multiply",))
+    for index, launch in enumerate(program.launches):
+        inputs = tuple(
+            replace(value, shape=f"f32[{size},512,512]" if value.name == "x" else sums) for value in launch.inputs
+        )
+        program.launches[index] = replace(launch, inputs=inputs)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("sums", "mib", "is_missed"),
+    [
+        ("f32[100,512]", 1, True),  # of the last axis: 2 KiB a row
+        ("f32[100]", 1, False),  # 1 MiB a row is more than a block's shared memory
+        ("f32[512,512]", 1, True),  # of the first: 400 B a column, eight of which lie together
+        ("f32[100,512]", 50, False),  # half of what is read is handed on: no sum
+    ],
+)
+def test_an_argument_is_read_again_after_sums_over_its_rows(sums: str, mib: int, is_missed: bool) -> None:
+    found = [missed for missed in norm(100, sums, mib).rank() if missed.value == "x"]
+    assert bool(found) == is_missed
+    for missed in found:
+        assert missed.consumers == (0, 2)
+        assert missed.bytes_at_stake == 100 * MIB
+        assert missed.time_at_stake_us == pytest.approx(100 + 2 * 2)
+        assert missed.remedy.startswith("rms_norm")

@@ -1,0 +1,92 @@
+"""Arguments that are read again after sums over their rows: a normalization or a softmax in several launches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hlo_analysis.records import Launch, Value
+from hlo_analysis.scores import elements
+
+_KINDS = frozenset({"loop", "reduction", "transpose", "triton"})
+
+# A kernel that reads a row once keeps it on the chip: so much shared memory a block has on Hopper and Blackwell.
+_LARGEST_ROW = 227 << 10
+_SECTOR = 32
+"""Bytes that HBM hands out together."""
+
+# What the launches hand each other is the sums, not another array of the argument's size.
+_SMALLEST_RATIO = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reread:
+    """An argument, the launches that read all of it, and those between them that finish the sums."""
+
+    value: Value
+    readers: tuple[Launch, ...]
+    between: tuple[Launch, ...]
+
+
+def find_ancestors(launches: Sequence[Launch]) -> list[int]:
+    """For each launch, the launches that it depends on, as bits of an integer."""
+    ancestors: list[int] = []
+    for launch in launches:
+        bits = 0
+        for value in launch.inputs:
+            if value.producer is not None and value.producer < launch.index:
+                bits |= ancestors[value.producer] | (1 << value.producer)
+        ancestors.append(bits)
+    return ancestors
+
+
+def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
+    """Arguments whose later readers need of the first nothing but sums over rows that fit on the chip."""
+    ancestors = find_ancestors(launches)
+    readers: dict[str, list[Launch]] = defaultdict(list)
+    values: dict[str, Value] = {}
+    for launch in launches:
+        for value in launch.inputs:
+            if value.producer is None and launch.kind in _KINDS and launch.bytes_read >= value.bytes:
+                readers[value.name].append(launch)
+                values[value.name] = value
+    for name, found in readers.items():
+        first = next((launch for launch in found if any(opcode == "reduce" for opcode, _ in launch.opcodes)), None)
+        if first is None:
+            continue
+        group, between = [first], {}
+        for launch in found:
+            path = _path(launches, ancestors, first, launch)
+            alike = (launch.computation, launch.phase) == (first.computation, first.phase)
+            if path is not None and alike and _hands_sums(path, first, launch, values[name]):
+                group.append(launch)
+                between |= {inner.index: inner for inner in path}
+        if len(group) > 1:
+            rest = tuple(inner for index, inner in between.items() if inner not in group)
+            yield Reread(value=values[name], readers=tuple(group), between=rest)
+
+
+def _path(launches: Sequence[Launch], ancestors: Sequence[int], first: Launch, last: Launch) -> list[Launch] | None:
+    """The launches that need the first and that the last needs; None where it does not need the first."""
+    if not ancestors[last.index] >> first.index & 1:
+        return None
+    return [
+        launch
+        for launch in launches[first.index + 1 : last.index]
+        if ancestors[launch.index] >> first.index & 1 and ancestors[last.index] >> launch.index & 1
+    ]
+
+
+def _hands_sums(path: Sequence[Launch], first: Launch, last: Launch, value: Value) -> bool:
+    makers = {first.index, *(launch.index for launch in path)}
+    handed = [given for launch in (*path, last) for given in launch.inputs if given.producer in makers]
+    sums = min((given for given in last.inputs if given.producer in makers), key=elements)
+    row = value.bytes / elements(sums)
+    if _last_size(sums) == _last_size(value):  # sums over columns: as many at a time as memory hands out together
+        row *= _SECTOR * elements(value) / value.bytes
+    return row <= _LARGEST_ROW and all(given.bytes * _SMALLEST_RATIO <= value.bytes for given in handed)
+
+
+def _last_size(value: Value) -> str:
+    return value.shape.rstrip("]").rpartition("[")[2].rpartition(",")[2]
