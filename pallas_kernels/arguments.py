@@ -17,8 +17,8 @@ class Norm:
         scale into the weights: done once, before decoding, that saves the pass over x which would multiply it.
     bias: (features,), any floating dtype, or None. Only for "layer".
     kind: "rms" (see `pallas_kernels.rms_norm`) or "layer" (see `pallas_kernels.layer_norm`).
-    epsilon: added to the mean square, or variance.
-    mean_square: (...), float32, of each row of x where that is known, as `pallas_kernels.linear_residual_norm` gives
+    epsilon: added to the mean square, or variance; a Python number.
+    mean_square: (...), floating, of each row of x where that is known, as `pallas_kernels.linear_residual_norm` gives
         it; None: it is computed. Only for "rms".
     """
 
@@ -35,7 +35,7 @@ class Rope:
     """A rotary position embedding of a product's heads; see `pallas_kernels.rope`.
 
     positions: integers, of the shape that rows of x have, or one that broadcasts to it: (tokens,) or (batch, tokens).
-    theta: the base of the frequencies.
+    theta: the base of the frequencies, a Python number.
     interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
     """
 

@@ -62,13 +62,15 @@ def attention(
         mask: boolean (True keeps), likewise.
         is_causal: query i sees keys j <= i, also where there are more keys than queries.
         scale: a Python number; None: 1 / sqrt(head size).
-        window: query i sees keys i - left <= j <= i + right; a number for both, or (left, right), None: no bound.
+        window: query i sees keys i - left <= j <= i + right; an integer for both, or a tuple (left, right), None: no
+            bound.
         segment_ids: integers (batch, length), or a pair, (batch, queries) and (batch, keys): queries see keys of their
             own segment. Where tiles of keys have other segments, "mosaic" does not compute them.
         softcap: a positive Python number, or None.
-        dropout_rate: 0 <= rate < 1; what is dropped is its nearest multiple of 2**-15. The mask depends on the key and
-            the element's place alone.
-        dropout_key: one key of `jax.random.key`; needed where the rate is above zero.
+        dropout_rate: a Python number, 0 <= rate < 1; what is dropped is its nearest multiple of 2**-15. The mask
+            depends on the key and the element's place alone.
+        dropout_key: one key of `jax.random.key` or `jax.random.PRNGKey`; needed where the rate is above zero. Members
+            of a `jax.vmap` and devices of a shard_map that share a key have the same mask.
         return_residuals: whether to return the scores' log-sum-exp too.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 and
             float16, head sizes 64, 96, 128, 192 and 256), "cudnn" (through `jax.nn.dot_product_attention`; NVIDIA GPUs;

@@ -38,7 +38,7 @@ def batch_norm(
     Args:
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype.
-        epsilon: added to the variance.
+        epsilon: added to the variance; a Python number.
         implementation: "mosaic" (Mosaic GPU kernels: one for up to 64 rows, else three; Hopper GPUs, or
             `plgpu.force_gpu_interpret_mode`; at least 128 features), "xla", a sequence of them in order of preference,
             or None: "mosaic" where it runs, else "xla".

@@ -45,12 +45,13 @@ def bias_activation(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         bias: (features,), any floating dtype, or None.
         activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
-        dropout_rate: the share of elements set to zero, 0 <= rate < 1.
-        dropout_key: one key of `jax.random.key`; needed for a rate above 0. Under shard_map give each device its own.
+        dropout_rate: the share of elements set to zero, a Python number, 0 <= rate < 1.
+        dropout_key: one key of `jax.random.key` or `jax.random.PRNGKey`; needed for a rate above 0. Members of a
+            `jax.vmap` and devices of a shard_map that share a key have the same mask: give each its own.
         residual: like x, or None.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; for which
-            shapes, `config` says), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs,
-            else "xla".
+        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
+            features, or a power of two that divides the rows and has as many in so many rows; without a bias 128
+            values), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
 
     Returns:
         y like x.

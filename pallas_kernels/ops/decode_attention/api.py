@@ -48,9 +48,9 @@ def decode_attention(
         key_cache, value_cache: (B, S, K, D) of query's dtype, with K a divisor of N. What is in them behind a
             sequence's length does not matter, as long as it is finite.
         lengths: (B,) integers: keys of each sequence, its newest tokens' included. Values outside 0 to S count as 0, S.
-        scale: None: D ** -0.5.
-        window: a token at position p sees keys p - window to p only. None: all before it.
-        softcap: scores are capped to this, softly, before anything is masked. None: not.
+        scale: a Python number; None: D ** -0.5.
+        window: an integer from 0 on: a token at position p sees keys p - window to p only. None: all before it.
+        softcap: a positive Python number: scores are capped to it, softly, before anything is masked. None: not.
         page_table: (B, P) integers, for caches in pages: key_cache and value_cache are then (pages, page size, K, D),
             and key j of sequence b is number j % page size of page page_table[b, j // page size]; S is P times the page
             size. Entries behind a sequence's end may be anything. None: the caches are (B, S, K, D).

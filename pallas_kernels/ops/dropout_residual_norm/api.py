@@ -48,7 +48,7 @@ def dropout_residual_norm(
         rate: the share of x that is set to zero, 0 <= rate < 1; static.
         key: of `jax.random.key` or `jax.random.PRNGKey`; None only with a rate of 0, for evaluation.
         norm: "rms_norm" or "layer_norm".
-        epsilon: added to the mean square.
+        epsilon: added to the mean square, or variance; a Python number.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
 

@@ -40,7 +40,7 @@ def layer_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype, or None.
         residual: like x, or None.
-        epsilon: added to the variance.
+        epsilon: added to the variance; a Python number.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs, 128 to 32768
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".

@@ -69,7 +69,7 @@ def linear_cross_entropy(
         w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`, which
             XLA makes a copy of.
         labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
-        ignore_index: the label of tokens that do not count.
+        ignore_index: the label of tokens that do not count; it and the next two are Python numbers.
         label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
         z_loss: weight of the squared lse, which keeps logits from drifting.
         reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).

@@ -43,7 +43,7 @@ def linear_residual_norm(
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: (features, outputs), of x's dtype.
         residual: (..., outputs), of x's dtype.
-        bias: (outputs,), any floating dtype, or None.
+        bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
         implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`),
             "xla", a sequence of them in order of preference, or None: "mosaic" for 512 rows or more whose tiles keep
             the GPU busy, where it can run; "xla" elsewhere.

@@ -50,7 +50,7 @@ def lora_linear(
         w: (features, outputs), of x's dtype, as a and b are.
         a: (features, rank).
         b: (rank, outputs).
-        alpha: a number, not traced; LoRA's alpha / rank.
+        alpha: a Python number; LoRA's alpha / rank.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
         implementation: "mosaic" (one Mosaic GPU kernel for less than 2048 rows with a rank of at most 64, and XLA's
             product x @ a before it otherwise; from 512 rows on, blocks of the one kernel wait for each other, and a

@@ -40,8 +40,8 @@ def rope(
     Args:
         query: (batch, tokens, query heads, head size), bfloat16, float16 or float32 (float64 with "xla").
         key: (batch, tokens, key heads, head size), of query's dtype.
-        positions: (tokens,) or (batch, tokens), int32.
-        theta: the base of the frequencies.
+        positions: (tokens,) or (batch, tokens), integers that fit into int32.
+        theta: the base of the frequencies, a Python number.
         interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
         implementation: "mosaic" (one Mosaic GPU kernel, whose angles are exact for all positions; Hopper GPUs, or
             `plgpu.force_gpu_interpret_mode`; head sizes that are powers of two from 16 on, heads in multiples of 4),

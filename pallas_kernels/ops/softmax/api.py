@@ -43,7 +43,7 @@ def softmax(
     except that a row whose scores are all -inf gives zeros, and not NaN.
 
     Args:
-        x: floating, of any shape.
+        x: floating, of any shape with an axis.
         axis: the axis along which the weights sum to one.
         scale: a Python number, or None for 1.
         mask: broadcastable to x: boolean (True keeps) or floating (added), or None. "mosaic" reads a boolean mask as
