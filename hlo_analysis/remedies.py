@@ -64,6 +64,11 @@ _JOINED = Remedy(
     text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
     "each run",
 )
+_INDEXED = Remedy(
+    kind="rewrite",
+    text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
+    "it, and multiplies by its zeros",
+)
 _LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
 )
@@ -149,6 +154,8 @@ def vertical_remedy(
     if is_product(producer):
         return _after_product(launches, producer, readers)
     if any(map(is_product, readers)):
+        if _is_one_hot(producer, readers):
+            return _INDEXED
         return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
     rows = rows_remedy(ends)
     return _RECOMPUTE if rows is _ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
@@ -216,6 +223,12 @@ def _has(launch: Launch, opcode: str) -> bool:
 def _normalizes(launch: Launch) -> bool:
     """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
     return _has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
+
+
+def _is_one_hot(producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether a launch makes a matrix of a count and of little else, which is compared with indices."""
+    compares = any(_has(end, "compare") for end in (producer, *readers))
+    return _has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
 
 
 def _is_softmax(launch: Launch) -> bool:

@@ -107,6 +107,16 @@ def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
     assert missed.remedy.startswith("unroll the loop")
 
 
+def test_a_one_hot_matrix_is_an_index() -> None:
+    def remedy(read: int) -> str:
+        program = Program().launch("hot", {"ids": read}, 800, opcodes=("iota", "compare", "select"))
+        program.launch("p", {"hot": 800, "w": 80}, 8, "triton_gemm", opcodes=("dot",))
+        return program.rank()[0].remedy
+
+    assert remedy(1).startswith("take the rows by their indices")
+    assert remedy(800).startswith("linear:")  # the lower triangle of an array
+
+
 def test_a_softmax_in_one_kernel_is_not_to_be_made_one() -> None:
     program = Program().launch("mask", {"x": 100}, 100, opcodes=("select",))
     program.launch("s", {"mask": 100}, 100, "triton", opcodes=("exponential", "reduce", "divide"))
