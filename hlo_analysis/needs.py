@@ -42,10 +42,14 @@ def needed_elements(module: Module, body: Computation) -> dict[str, int]:
     None of a chain of in-place updates that ends in a result: what it does not replace stays where it is.
     """
     needs = _needs(module, body, None, in_place_chain(body))
-    return {
-        name: min(sum(map(prod, ways.values())), body.instructions[name].shape.element_count)
-        for name, ways in needs.items()
-    }
+    return {name: _count(body.instructions[name], ways) for name, ways in needs.items()}
+
+
+def _count(value: Instruction, ways: Needs) -> int:
+    whole = value.shape.element_count
+    if value.shape.is_tuple:  # several results of one walk
+        return whole if ways else 0
+    return min(sum(map(prod, ways.values())), whole)
 
 
 def _needs(module: Module, body: Computation, result: Needs | None, in_place: Collection[str]) -> dict[str, Needs]:

@@ -351,3 +351,36 @@ def test_a_slice_needs_less_arithmetic():
     module = parse_module(text)
     # Of eight rows: a square, a sum, two products a value, and a root a row.
     assert flops_of(module, module.entry, module.entry.root_instruction).total == 8 * (4 * 128 + 1)
+
+
+def test_several_results_of_one_walk_are_made_whole():
+    text = """HloModule m
+
+%larger {
+  %v = f32[] parameter(0)
+  %i = s32[] parameter(1)
+  %w = f32[] parameter(2)
+  %j = s32[] parameter(3)
+  %c = pred[] compare(%v, %w), direction=GT
+  %a = f32[] select(%c, %v, %w)
+  %b = s32[] select(%c, %i, %j)
+  ROOT %t = (f32[], s32[]) tuple(%a, %b)
+}
+
+%body {
+  %x = f32[64,128]{1,0} parameter(0)
+  %i = s32[64,128]{1,0} iota(), iota_dimension=1
+  %zero = f32[] constant(0)
+  %none = s32[] constant(0)
+  %most = (f32[64]{0}, s32[64]{0}) reduce(%x, %i, %zero, %none), dimensions={1}, to_apply=%larger
+  ROOT %index = s32[64]{0} get-tuple-element(%most), index=1
+}
+
+ENTRY %main {
+  %x = f32[64,128]{1,0} parameter(0)
+  ROOT %f = s32[64]{0} fusion(%x), kind=kLoop, calls=%body
+}
+"""
+    module = parse_module(text)
+    assert usage_of(module, module.entry, module.entry.root_instruction).bytes_read == 64 * 128 * 4
+    assert flops_of(module, module.entry, module.entry.root_instruction).total == 2 * 64 * 128
