@@ -12,7 +12,7 @@ from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import MIXED, choose_config, fills
+from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_ROWS = 512
@@ -40,7 +40,8 @@ def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False) -> Config:
     """The forward kernel's measured best for a problem, else the untuned choice; it has two accumulators."""
     outputs, features = int(known["outputs"]), int(known["features"])
-    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=True)
+    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # with one buffer a result it has not been measured
+    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
     config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)

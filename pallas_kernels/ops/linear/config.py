@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import MIXED, choose_config, fills
+from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_MANY_ROWS = 512
@@ -60,7 +60,8 @@ def preferred(
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
     """The measured best for a problem, else the untuned choice."""
     outputs = int(known["outputs"])
-    untuned: Config = choose_config(rows, outputs, is_mixed=True)
+    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
+    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, int(known["features"]))
     config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
@@ -78,8 +79,10 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) 
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096 and features >= 2048
-    is_mixed = features >= FEWEST_FEATURES and bool(choose_config(rows, outputs, is_mixed=True).passes)
-    return rows >= FEWEST_MANY_ROWS and fills(rows, outputs) and (has_epilogue or is_mixed)
+    if rows < FEWEST_MANY_ROWS or not fills(rows, outputs):
+        return False
+    is_known = rows <= MOST_MIXED_ROWS and features >= FEWEST_FEATURES
+    return has_epilogue or (is_known and bool(choose_config(rows, outputs, is_mixed=True).passes))
 
 
 def candidates(rows: int) -> dict[str, Config]:

@@ -14,6 +14,8 @@ MIXED = {
     2: GemmConfig(passes=(256, 256, 256, 128), skew=3, in_flight=0),
 }
 """For 512 rows and 14336 columns of each accumulator, by their number: as many columns for every block."""
+MOST_MIXED_ROWS = 512
+"""With more rows, plain and gated products by tiles of several widths have been counted, but not measured."""
 WORTH = 0.8
 """Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
 
