@@ -78,6 +78,20 @@ def test_json_is_all_there_is_on_stdout(invoke, compared, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_module_prints_is_no_json(invoke, compared, tmp_path: Path):
+    (tmp_path / "loud.py").write_text("print('hello')\ndef f(x): return x\n")
+    result = invoke("report", "--json", "--fn", "loud.py:f", "--shape", "f32[4]")
+    assert json.loads(result.stdout)["baseline"] == "xla"
+    assert "hello" in result.stderr
+
+
+def test_a_script_that_leaves_while_it_is_imported_is_told(invoke, compared, tmp_path: Path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n")
+    result = invoke("report", "--fn", "script.py:f", "--shape", "f32[4]")
+    assert (result.exit_code, compared) == (2, [])
+    assert "running script.py failed: SystemExit: 3" in result.stderr
+
+
 def test_json_with_a_folder_writes_the_files_too(invoke, compared, tmp_path: Path):
     result = invoke("report", "--json", "-o", "out")
     assert json.loads(result.stdout) == json.loads((tmp_path / "out/report.json").read_text())

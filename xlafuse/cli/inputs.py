@@ -69,7 +69,7 @@ def load_arguments(name: str) -> tuple[Any, ...]:
     if callable(found):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"--args {name}: calling it failed: {_first_line(error)}") from error
     if not isinstance(found, tuple | list):
         raise InputError(f"expected a tuple of arguments from --args {name}, got a {type(found).__name__}")
@@ -143,7 +143,7 @@ def _load_module(name: str, option: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise InputError(f"{option}: no module {error.name!r} here or among the installed packages") from None
         raise InputError(f"{option}: importing {name} failed: {_first_line(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
         raise InputError(f"{option}: importing {name} failed: {_first_line(error)}") from error
 
 
@@ -158,7 +158,7 @@ def _load_file(path: Path, option: str) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{option}: running {path} failed: {_first_line(error)}") from error
     return module
 

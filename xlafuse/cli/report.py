@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import webbrowser
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +53,16 @@ def run(request: Request) -> None:
     """
     use_cpu_without_gpu()
     _check(request)
+    # What the function prints while it is imported and traced must not stand before the JSON.
+    with redirect_stdout(sys.stderr) if request.json else nullcontext():
+        comparison, written = _made(request)
+    _show(comparison, written, as_json=request.json)
+    if request.open_page and written:
+        webbrowser.open(written[0].resolve().as_uri())
+
+
+def _made(request: Request) -> tuple[Comparison, list[Path]]:
+    """The comparison, and the files that hold it."""
     program, shapes = _program(request) if not request.captures else (None, ())
     folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
     with output_folder(folder) if folder else nullcontext():
@@ -62,10 +72,7 @@ def run(request: Request) -> None:
             comparison = compare_captures(request.captures, request.baseline)
         else:
             comparison = _compare(request, program, shapes)
-        written = _write(comparison, folder) if folder else []
-    _show(comparison, written, as_json=request.json)
-    if request.open_page and written:
-        webbrowser.open(written[0].resolve().as_uri())
+        return comparison, _write(comparison, folder) if folder else []
 
 
 def use_cpu_without_gpu() -> None:
