@@ -30,6 +30,8 @@ class FewRowsConfig:
         not one before it.
     in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
         each.
+    in_flight: steps whose products are still under way when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
+    direct: whether results go from registers to device memory where they can, not through shared memory.
     """
 
     columns: int = 128
@@ -41,6 +43,8 @@ class FewRowsConfig:
     persistent: bool = True
     norm_inside: bool = False
     in_parts: bool = False
+    in_flight: int = 0
+    direct: bool = False
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""

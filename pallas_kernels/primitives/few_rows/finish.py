@@ -17,10 +17,11 @@ from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
+from pallas_kernels.primitives.few_rows.store import store_from_registers, store_through_shared
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.lanes import unit
-from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+from pallas_kernels.primitives.transposed import load_transposed
 
 _EARLY_TOKENS = 32
 """Up to here angles are computed while the first weights are on their way; of more, registers do not hold them."""
@@ -29,9 +30,9 @@ _EARLY_TOKENS = 32
 def finish_types(problem: Problem) -> dict[str, Any]:
     """Scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
-    types: dict[str, Any] = {
-        "results": [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
-    }
+    types: dict[str, Any] = {}
+    if not problem.stores_directly:
+        types["results"] = [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
     if others:
         shape = (bundles, others, GROUP, problem.tokens)
         types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(problem.parts)]
@@ -74,7 +75,8 @@ class Finish:
 
     extras: what there is of bias, scale (of rows), scales (of columns, for each of the weights; all of these vectors in
         device memory, long enough for whole tiles) and residual.
-    outputs: of each of the problem's `widths`, or of one product several.
+    outputs: of each of the problem's `widths`, or of one product several. squares: of 64 columns' first result, a line
+        each, or None.
     rank: of the block in its cluster. warpgroup: in the block.
     results: of each output, (own groups, tokens, 64) in shared memory. residual, brought: likewise, and its barriers.
     arriving: of each product and member of a bundle, and of squares, (own bundles, other warpgroups, 64, tokens)
@@ -88,7 +90,8 @@ class Finish:
     outputs: Sequence[Any]
     rank: jax.Array
     warpgroup: jax.Array
-    results: Sequence[Any]
+    squares: Any = None
+    results: Sequence[Any] = ()
     arriving: Sequence[Any] = ()
     arrived: Any = None
     taken: Any = None
@@ -138,7 +141,7 @@ class Finish:
         """The block and warpgroup that finish a bundle of groups of columns."""
         config = self.problem.config
         # Sums over columns take scratch that a block's warpgroups share: a norm is finished by one of them.
-        warpgroups = 1 if self.norm is not None else config.warpgroups
+        warpgroups = 1 if self.norm is not None or self.squares is not None else config.warpgroups
         return bundle % config.splits, bundle // config.splits % warpgroups
 
     def _owns(self, bundle: int) -> jax.Array:
@@ -200,16 +203,17 @@ class Finish:
             for i, (slot, own) in enumerate(zip(slots, ready, strict=True))
         ]
         if self.rotation is not None:
-            angles = ready[0].angles or self._angles(self.problem.bundles[number][0])
+            cosine, sine = ready[0].angles or self._angles(self.problem.bundles[number][0])
             end = self.problem.spans[-1][0]
-            values = [(half,) for half in rotated([half for (half,) in values], *angles, columns[0], end)]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for slot, results in zip(slots, values, strict=True):
-            for value, buffer in zip(results, self.results, strict=True):
-                store_transposed(value, buffer.at[slot])
-        plgpu.commit_smem()
-        for slot, column in zip(slots, columns, strict=True):
-            self._store(slot, column)
+            values = [(half,) for half in rotated([half for (half,) in values], cosine, sine, columns[0], end)]
+        if self.squares is not None:
+            for (first, *_), column in zip(values, columns, strict=True):
+                rounded = first.astype(self.outputs[0].dtype).astype(jnp.float32)
+                self.squares[lax.div(column, GROUP)] = jnp.sum(rounded * rounded, axis=0)
+        if self.problem.stores_directly:
+            store_from_registers(self.problem, self.outputs, values, columns)
+        else:
+            store_through_shared(self.problem, self.outputs, values, columns, self.results, slots)
 
     def _epilogue(
         self, products: Sequence[jax.Array], slot: int, ready: Ready, scale: jax.Array | None
@@ -229,18 +233,6 @@ class Finish:
             residual=residual,
             dtype=self.outputs[0].dtype,
         )
-
-    def _store(self, slot: int, column: jax.Array) -> None:
-        def store(buffer, output, column):
-            place = output.at[pl.ds(0 * column, self.problem.tokens), pl.ds(column, GROUP)]
-            plgpu.copy_smem_to_gmem(buffer.at[slot], place)
-
-        if len(self.problem.widths) == 1:
-            for buffer, output in zip(self.results, self.outputs, strict=True):
-                store(buffer, output, column)
-            return
-        for output, (is_own, start) in zip(self.outputs, self.problem.owners(column), strict=True):
-            pl.when(is_own)(partial(store, self.results[0], output, column - start))
 
     def _angles(self, group: int) -> tuple[jax.Array, jax.Array]:
         assert self.rotation is not None

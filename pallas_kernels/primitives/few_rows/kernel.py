@@ -42,13 +42,15 @@ def few_rows_product(
     norm: RowNorm | None = None,
     rotation: Rotation | None = None,
     is_beside: bool = False,
+    row_squares: bool = False,
     out_dtype: jnp.dtype | None = None,
     config: FewRowsConfig | None = None,
     name: str = "few_rows_product",
 ) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
 
-    Weights that lie beside each other have a result each, (rows, N of its own).
+    Weights that lie beside each other have a result each, (rows, N of its own). With `row_squares`, which is for one
+    result, its squares' sums follow: (N / 64, rows) float32, of 64 columns each, as they are rounded.
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
@@ -95,6 +97,7 @@ def few_rows_product(
         products=products,
         out_dtypes=(out_dtype,) * (count - kept) + (x.dtype,) * kept,
         residual_dtype=None if residual is None else out_dtype,
+        has_squares=row_squares,
         config=config or choose_few_rows(rows, width, x.shape[1], weight_bits=bits, products=products),
         head_size=0 if rotation is None else rotation.size,
         is_normed=norm is not None,
@@ -114,7 +117,9 @@ def few_rows_product(
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
     outputs = _launch(problem, epilogue, norm, rotation, x, tiled, extras, name)
-    return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
+    cut = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
+    cut += [outputs[-1][:, :rows]] if row_squares else []
+    return tuple(varying_like(output, *jax.tree.leaves((x, tiled, extras))) for output in cut)
 
 
 def _launch(
@@ -131,6 +136,9 @@ def _launch(
     out_type = [
         jax.ShapeDtypeStruct((problem.rows, width), dtype) for width in problem.widths for dtype in problem.out_dtypes
     ]
+    if problem.has_squares:
+        lines = problem.tiles * problem.groups
+        out_type.append(jax.ShapeDtypeStruct((lines, problem.tokens), jnp.float32))
     clusters = problem.tiles
     if config.persistent and config.splits == 1:
         clusters = min(clusters, target_device().core_count * config.blocks_per_core)
@@ -141,6 +149,7 @@ def _launch(
         rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else jnp.int32(0)
         first_stage = warpgroup * config.stages
+        in_flight = 0 if problem.is_quantized else config.in_flight
         tiles = (problem.tiles - first_tile + clusters - 1) // clusters
         own_steps = lax.div(problem.steps + config.warpgroups - 1 - warpgroup, config.warpgroups)
         if problem.steps % config.warpgroups == 0:
@@ -154,19 +163,28 @@ def _launch(
             stage = first_stage + lax.rem(number, config.stages)
             step = step_of(number)
             column = (first_tile + lax.div(number, own_steps) * clusters) * config.columns
-            send_for_weights(problem, w_refs, ring, stage, step, column)
-            place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
-            arrived = ring["full" if norm is None else "x_full"].at[stage]
-            plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], arrived)
 
-        lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
-        if norm is not None:
+            def send_for_x():
+                place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
+                arrived = ring["full" if norm is None else "x_full"].at[stage]
+                plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], arrived)
+
+            # A norm's part is done while the weights, which are sent for behind x then, are still on their way.
+            if norm is not None:
+                send_for_x()
+            send_for_weights(problem, w_refs, ring, stage, step, column)
+            if norm is None:
+                send_for_x()
+
+        if norm is not None:  # what comes behind all the weights that are sent for at first comes after them
             norm.bring(extra_refs, norming, rank, warpgroup)
+        lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
         finish = Finish(
             problem=problem,
             epilogue=epilogue,
             extras=extra_refs,
-            outputs=outputs,
+            outputs=outputs[: len(out_type) - problem.has_squares],
+            squares=outputs[-1] if problem.has_squares else None,
             rank=rank,
             warpgroup=warpgroup,
             rotation=rotation,
@@ -179,20 +197,22 @@ def _launch(
 
             def step(i, both):
                 carry, squares = both
-                stage = first_stage + lax.rem(before + i, config.stages)
+                number = before + i
+                stage = first_stage + lax.rem(number, config.stages)
                 scales = None if norm is None else norm.scales(problem, norming, step_of(i) - rank * problem.steps)
                 if norm is not None:
                     plgpu.barrier_wait(ring["x_full"].at[stage])
                     squares = scaled(problem, ring["x"].at[stage], scales, squares)
                 plgpu.barrier_wait(ring["full"].at[stage])
                 carry = work(stage, carry)
-                plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(in_flight * problem.products * problem.groups)
+                done = number - in_flight
 
-                @pl.when(before + i + config.stages < total)
+                @pl.when((done >= 0) & (done + config.stages < total))
                 def _():
                     if problem.is_quantized or (norm is not None and scales is None):
                         plgpu.commit_smem()  # what TMA may overwrite has been read
-                    send_for(before + i + config.stages)
+                    send_for(done + config.stages)
 
                 return carry, squares
 
@@ -220,7 +240,8 @@ def _launch(
                 pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
 
         lax.fori_loop(0, tiles, tile, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if not problem.stores_directly:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     body.__name__ = name
     kernel = settings.kernel(

@@ -27,6 +27,7 @@ class Problem:
     residual_dtype: None where there is no residual.
     is_normed: whether sums of x's squares go with the products of every bundle of columns.
     norm_itemsize: of a value of that norm's scale; 0 where it has none.
+    has_squares: whether the sums of the first result's squares over each 64 columns are a result, too.
     head_size: of heads, whose columns meet in pairs, half a head apart; 0 where columns are finished alone.
     """
 
@@ -43,6 +44,7 @@ class Problem:
     head_size: int = 0
     is_normed: bool = False
     norm_itemsize: int = 0
+    has_squares: bool = False
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:
@@ -119,6 +121,11 @@ class Problem:
         return pl.cdiv(len(self.bundles), self.config.splits)
 
     @property
+    def stores_directly(self) -> bool:
+        """Whether results go from registers to device memory: of one row, or of whole groups, which no TMA clips."""
+        return self.config.direct and self.rows in (1, self.tokens)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether weights are integers with scales."""
         return self.scale_groups > 0
@@ -159,7 +166,7 @@ class Problem:
     def finish_bytes(self) -> int:
         """Of what arrives from other blocks, of results, of the residual and of a norm's scale."""
         arriving = self.others * self.parts * GROUP * self.tokens * 4
-        itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
+        itemsizes = [] if self.stores_directly else [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:
             itemsizes.append(self.residual_dtype.itemsize)
         own = self.own_bundles * (arriving + self.members * sum(itemsizes) * GROUP * self.tokens)
