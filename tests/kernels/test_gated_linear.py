@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_linear
+from pallas_kernels import Norm, gated_linear
+from pallas_kernels.ops.gated_linear import api
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 
 def arrays(rows=8, features=64, outputs=128, dtype=jnp.bfloat16):
@@ -47,3 +49,20 @@ def test_gate_and_linear_branch_are_not_exchanged():
     wide = [np.asarray(array, np.float64) for array in (x, w_gate, w_up)]
     exact = np.maximum(wide[0] @ wide[1], 0) * (wide[0] @ wide[2])
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-7, atol=1e-4 * np.abs(exact).max())
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
+    """The gradient goes by the norm's own launch."""
+    x, w_gate, w_up = arrays(features=128)
+    norm = Norm(1 + 0.1 * jnp.arange(128.0) / 128, epsilon=0.1)
+
+    def function(x, implementation):
+        return gated_linear(x, w_gate, w_up, activation="relu", norm=norm, implementation=implementation)
+
+    config = FewRowsConfig(columns=64, norm_inside=True)
+    monkeypatch.setattr(api, "tuned_config", lambda *_, **__: config)
+    got, expected = (jax.vjp(lambda x, i=i: function(x, i), x) for i in ("mosaic", "xla"))
+    for one, other in ((function(x, "mosaic"), expected[0]), (got[1](got[0])[0], expected[1](got[0])[0])):
+        other = np.asarray(other, np.float64)
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0.05, atol=0.02 * np.abs(other).max())

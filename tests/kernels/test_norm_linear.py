@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
+from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
+from pallas_kernels.ops.norm_linear import api
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 
 def arrays(rows=8, features=128, outputs=128, dtype=jnp.bfloat16):
@@ -62,3 +65,24 @@ def test_far_means_do_not_cancel_in_a_layer_norm():
     centered = wide - wide.mean(-1, keepdims=True)
     exact = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6) @ np.asarray(w, np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=0.02 * np.abs(exact).max())
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
+    x, w, residual = arrays()
+    norm = Norm(1 + 0.1 * jnp.arange(128.0) / 128, epsilon=0.1)
+    config = FewRowsConfig(columns=64, warpgroups=2, norm_inside=True)
+    monkeypatch.setattr(api, "tuned_config", lambda *_, **__: config)
+    got, expected = (
+        norm_linear(x, w, norm=norm, residual=residual, activation="relu", implementation=i) for i in ("mosaic", "xla")
+    )
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_mean_squares_of_few_rows():
+    x, w, residual = arrays()
+    got = linear_residual_norm_forward(x, w, None, residual, config=FewRowsConfig(columns=64))
+    for one, other in zip(got, linear_residual_norm(x, w, residual=residual, implementation="xla"), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2**-7, atol=0.05)

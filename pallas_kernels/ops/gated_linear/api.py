@@ -9,8 +9,9 @@ import jax
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
+from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
-from pallas_kernels.ops.gated_linear.config import preferred
+from pallas_kernels.ops.gated_linear.config import Config, preferred, problem, tuned_config
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
@@ -77,14 +78,37 @@ def gated_linear(
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))
-    normed, row_scale = prologue(norm, rows)
-    y: jax.Array = _gated_linear_mosaic(activation, normed, w_gate, w_up, row_scale)  # pyright: ignore
+    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0])
+    product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
+    y: jax.Array = product(activation, rows, norm, w_gate, w_up)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 
 def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
     return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
+
+
+def _with_norm_before(activation: str, x, norm, w_gate, w_up):
+    normed, row_scale = prologue(norm, x)
+    return _gated_linear_mosaic(activation, normed, w_gate, w_up, row_scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_norm_inside(config: Config, activation: str, x, norm, w_gate, w_up):
+    function = get_activation("gated_linear", activation)
+    return gated_linear_forward(x, w_gate, w_up, activation=function, norm=row_norm(norm), config=config)[0]
+
+
+def _inside_fwd(config, activation, *operands):
+    return jax.vjp(partial(_with_norm_before, activation), *operands)
+
+
+def _inside_bwd(config, activation, pullback, cotangent):
+    return pullback(cotangent)
+
+
+_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,6 +8,7 @@ from pallas_kernels.ops.gated_linear.config import Config, problem, tuned_config
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
+from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -22,13 +23,15 @@ def gated_linear_forward(
     *,
     activation: Activation,
     row_scale: jax.Array | None = None,
+    norm: RowNorm | None = None,
     keeps_products: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns (activation(x @ w_gate) * (x @ w_up),) and, where asked for, x @ w_gate and x @ w_up behind it.
 
     x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so are the results.
-    row_scale: (rows,) float32, multiplies the products' rows first.
+    row_scale: (rows,) float32, multiplies the products' rows first. norm: of x's rows, in the same launch, with a
+    configuration of few rows.
     """
     if config is None:
         known = problem(x, w_gate, activation.name)
@@ -36,5 +39,7 @@ def gated_linear_forward(
     epilogue = Epilogue(activation=activation, gated=True, keeps_products=keeps_products)
     behind = {"epilogue": epilogue, "row_scale": row_scale, "name": "gated_linear"}
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, [w_gate, w_up], config=config, **behind)
+        return few_rows_product(x, [w_gate, w_up], norm=norm, config=config, **behind)
+    if norm is not None:
+        raise ValueError("gated_linear_forward: only a product of few rows has a norm in it.")
     return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **behind)

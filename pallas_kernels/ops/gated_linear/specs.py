@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
 from pallas_kernels.ops._products.prologue import as_rows, prologue
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
@@ -112,9 +113,13 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 def _forward_variant(*, config=None, **arguments):
     called = with_norm(arguments)
     x, function = called["x"], get_activation("gated_linear", called["activation"])
-    normed, row_scale = prologue(called.get("norm"), as_rows(x))
+    norm, normed, row_scale, inside = called.get("norm"), as_rows(x), None, None
+    if norm is not None and has_norm_inside(config, norm, normed):
+        inside = row_norm(norm)
+    else:
+        normed, row_scale = prologue(norm, normed)
     (y,) = gated_linear_forward(
-        normed, called["w_gate"], called["w_up"], activation=function, row_scale=row_scale, config=config
+        normed, called["w_gate"], called["w_up"], activation=function, row_scale=row_scale, norm=inside, config=config
     )
     return (y.reshape(*x.shape[:-1], -1),)
 

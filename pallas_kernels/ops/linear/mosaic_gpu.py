@@ -9,6 +9,7 @@ from pallas_kernels.ops.linear.config import Config, problem, tuned_config
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
+from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
 
@@ -21,6 +22,7 @@ def linear_forward(
     *,
     activation: Activation | None,
     row_scale: jax.Array | None = None,
+    norm: RowNorm | None = None,
     out_dtype: jnp.dtype,
     keeps_product: bool = False,
     config: Config | None = None,
@@ -30,7 +32,7 @@ def linear_forward(
     row_scale the products' rows are multiplied by it first.
 
     x: (rows, features), w: (features, outputs), of one 16-bit dtype. bias: (outputs,). residual: (rows, outputs) of
-    out_dtype. row_scale: (rows,) float32.
+    out_dtype. row_scale: (rows,) float32. norm: of x's rows, in the same launch, with a configuration of few rows.
     """
     if config is None:
         known = problem(x, w, bias, None if activation is None else activation.name, residual, jnp.dtype(out_dtype))
@@ -44,7 +46,9 @@ def linear_forward(
         "name": name,
     }
     if isinstance(config, FewRowsConfig):
-        results = few_rows_product(x, [w], config=config, **behind)
+        results = few_rows_product(x, [w], norm=norm, config=config, **behind)
+    elif norm is not None:
+        raise ValueError("linear_forward: only a product of few rows has a norm in it.")
     else:
         results = gemm([x], [w], config=config, **behind)
     return results[0], results[1] if keeps_product else None

@@ -6,10 +6,14 @@ for 512. The parts, one a tile, are added up in a fixed order by XLA, which fuse
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 
-from pallas_kernels.ops.linear_residual_norm.config import default_config
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.ops.linear_residual_norm.config import Config, default_config
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 
@@ -19,19 +23,17 @@ def linear_residual_norm_forward(
     bias: jax.Array | None,
     residual: jax.Array,
     *,
-    config: GemmConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x @ w + bias + residual and the mean of its squares over each row, (rows,) float32.
 
     x: (rows, features), w: (features, outputs), residual: (rows, outputs), of one 16-bit dtype. bias: (outputs,).
     """
-    total, squares = gemm(
-        [x],
-        [w],
-        bias=bias,
-        residual=residual,
-        row_squares=True,
-        config=config or default_config(x.shape[0], w.shape[1]),
-        name="linear_residual_norm",
-    )
+    config = config or default_config(x.shape[0], w.shape[1], w.shape[0])
+    behind = {"bias": bias, "residual": residual, "row_squares": True, "name": "linear_residual_norm"}
+    if isinstance(config, FewRowsConfig):
+        total, lines = few_rows_product(x, [w], config=config, **behind)
+        squares = functools.reduce(operator.add, list(lines))
+    else:
+        total, squares = gemm([x], [w], config=config, **behind)
     return total, squares * (1.0 / w.shape[1])

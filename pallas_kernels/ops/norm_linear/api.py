@@ -10,9 +10,18 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays, result_dtype
+from pallas_kernels.ops._products.checks import (
+    check_linear,
+    check_operands,
+    optional_activation,
+    optional_arrays,
+    result_dtype,
+)
+from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.linear import api as linear_api
+from pallas_kernels.ops.linear.config import Config, problem, tuned_config
+from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays
@@ -88,9 +97,32 @@ def norm_linear(
         weights, *behind = others
         y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *behind)  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
-    normed, row_scale = prologue(norm, rows)
-    y: jax.Array = linear_api.linear_mosaic(activation, dtype, normed, *others, row_scale)  # pyright: ignore
+    config = tuned_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
+    product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
+    y: jax.Array = product(activation, dtype, rows, norm, *others)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+def _with_norm_before(activation: str | None, out_dtype: jnp.dtype, x, norm, w, bias, residual):
+    normed, row_scale = prologue(norm, x)
+    return linear_api.linear_mosaic(activation, out_dtype, normed, w, bias, residual, row_scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_norm_inside(config: Config, activation: str | None, out_dtype: jnp.dtype, x, norm, w, bias, residual):
+    forms = {"activation": optional_activation("norm_linear", activation), "out_dtype": out_dtype, "config": config}
+    return linear_forward(x, w, bias, residual, norm=row_norm(norm), **forms)[0]
+
+
+def _inside_fwd(config, activation, out_dtype, *operands):
+    return jax.vjp(partial(_with_norm_before, activation, out_dtype), *operands)
+
+
+def _inside_bwd(config, activation, out_dtype, pullback, cotangent):
+    return pullback(cotangent)
+
+
+_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
 
 
 def mosaic_unsupported(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
 from pallas_kernels.ops._products.prologue import as_rows, prologue
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
@@ -99,7 +100,11 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 def _forward_variant(*, config, **arguments):
     called = with_norm(arguments)
     x, w = called["x"], called["w"]
-    normed, row_scale = prologue(called["norm"], as_rows(x))
+    norm, normed, row_scale, inside = called["norm"], as_rows(x), None, None
+    if has_norm_inside(config, norm, normed):
+        inside = row_norm(norm)
+    else:
+        normed, row_scale = prologue(norm, normed)
     y, _ = linear_forward(
         normed,
         w,
@@ -107,6 +112,7 @@ def _forward_variant(*, config, **arguments):
         flat(called.get("residual")),
         activation=optional_activation("norm_linear", called.get("activation")),
         row_scale=row_scale,
+        norm=inside,
         out_dtype=x.dtype,
         config=config,
     )

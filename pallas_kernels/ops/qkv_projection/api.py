@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
+from pallas_kernels.ops._products.norm_inside import row_norm
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     Config,
     HeadForm,
+    can_norm_inside,
     chosen_config,
-    has_norm_inside,
     qkv_projection_forward,
-    row_norm,
 )
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
@@ -114,7 +114,7 @@ def qkv_projection(
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
-    project = _with_norm_inside if has_norm_inside(config, norm, rows, form) else _with_norm_before
+    project = _with_norm_inside if can_norm_inside(config, norm, rows, form) else _with_norm_before
     results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))

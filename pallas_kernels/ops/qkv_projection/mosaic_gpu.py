@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
+from pallas_kernels.ops._products.norm_inside import has_norm_inside
 from pallas_kernels.ops.qkv_projection.config import Config, gemm_config, problem, tuned_config
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
@@ -61,18 +62,9 @@ def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) ->
     return tuned_config(known, x.shape[0], head_size=form.size)
 
 
-def has_norm_inside(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
-    """Whether the projections' launch does the norm of x: where the configuration says so, and the kernel of few rows
-    can, an RMS norm whose mean squares are not known, of bfloat16, without norms of heads behind it."""
-    if norm is None or not isinstance(config, FewRowsConfig) or not config.norm_inside:
-        return False
-    is_plain = norm.kind == "rms" and norm.mean_square is None
-    return is_plain and x.dtype == jnp.bfloat16 and form.epsilons == (None, None)
-
-
-def row_norm(norm: Norm) -> RowNorm:
-    """That norm, as the kernel takes it."""
-    return RowNorm(epsilon=float(norm.epsilon), scale=None if norm.scale is None else jnp.asarray(norm.scale))
+def can_norm_inside(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
+    """Whether the projections' launch does the norm of x; not with norms of heads behind it."""
+    return has_norm_inside(config, norm, x) and form.epsilons == (None, None)
 
 
 def qkv_projection_forward(
