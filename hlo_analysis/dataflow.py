@@ -14,6 +14,8 @@ VIEWS = frozenset({"bitcast", "reshape", "optimization-barrier", "add-dependency
 CONTROL_FLOW = frozenset({"while", "conditional", "call", "async-start", "async-update", "async-done"})
 """Opcodes that only say which computation runs: its own instructions are what is launched."""
 
+_WRAPPERS = frozenset({"call", "async-start", "async-update", "async-done"})
+
 Path = tuple[int, ...]
 """Index into a nested tuple, outermost first; () for a value that is no tuple."""
 
@@ -79,6 +81,12 @@ class Dataflow:
                     for name in instruction.called:
                         callers.setdefault(name, []).append((computation, instruction))
         return callers
+
+    def home(self, computation: str) -> str:
+        """The entry, body of a loop or branch in whose order a computation runs: what only wraps a launch is left."""
+        while callers := [caller for caller, by in self._callers.get(computation, ()) if by.opcode in _WRAPPERS]:
+            computation = callers[0].name
+        return computation
 
     def sources(self, computation: str, instruction: str, path: Path = ()) -> tuple[Source, ...]:
         """The instructions that may have written this leaf, the usual one first.

@@ -74,7 +74,7 @@ class Launch:
     """The HLO instruction."""
     kind: LaunchKind
     computation: str
-    """The HLO computation that holds the instruction: the entry, or the body of a loop or branch."""
+    """The HLO computation in whose order it runs: the entry, or the body of a loop or branch."""
     repeat: int = 1
     """How often one run of the program launches it: the product of the known trip counts of enclosing loops."""
     grid: tuple[int, int, int] | None = None

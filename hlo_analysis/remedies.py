@@ -59,6 +59,11 @@ _PARTS = Remedy(
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
     "that it is not moved first",
 )
+_UNSTACKED = Remedy(
+    kind="rewrite",
+    text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
+    "is copied out of the stack",
+)
 _JOINED = Remedy(
     kind="rewrite",
     text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
@@ -149,6 +154,8 @@ def vertical_remedy(
         return _OVERLAP
     if any(map(_only_casts, ends)):
         return _KEEP_TRITON
+    if producer.repeat > 1 and _only_moves(producer) and _has(producer, "dynamic-slice"):
+        return _UNSTACKED
     if moves := [end for end in ends if _only_moves(end)]:
         return _LAYOUT if any(map(_relays, moves)) else _JOINED if _has(moves[0], "concatenate") else _PARTS
     if is_product(producer):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hlo_analysis import Capture, DumpError, analyze
+from hlo_analysis.dataflow import Dataflow
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.launches import find_launches
 from hlo_analysis.records import Memory
@@ -66,7 +67,7 @@ def test_every_entry_instruction_launches_or_has_a_reason(corpus, analyses):
     for name, capture in corpus.items():
         module = parse_module(capture.require("final_hlo"))
         entry = {instruction for instruction in module.entry.instructions if "#" not in instruction}
-        launched = {launch.name for launch in analyses[name].launches if launch.computation == module.entry_name}
+        launched = {launch.name for launch in analyses[name].launches} & entry
         silent = dict(analyses[name].silent)
         assert launched | set(silent) == entry, name
         assert not launched & set(silent), name
@@ -81,8 +82,10 @@ def test_every_instruction_of_a_loop_or_branch_launches_or_is_silent(corpus, ana
             for computation in module.computations.values()
             for instruction in computation.instructions
         }
+        flow = Dataflow(module)
         for launch in analyses[name].launches:
-            assert homes[launch.name] == launch.computation, (name, launch.name)
+            assert flow.home(homes[launch.name]) == launch.computation, (name, launch.name)
+            assert "async" not in launch.computation
 
 
 def test_fused_traffic_is_at_most_unfused(analyses):
