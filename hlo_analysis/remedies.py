@@ -154,7 +154,8 @@ def vertical_remedy(
         return _OVERLAP
     if any(map(_only_casts, ends)):
         return _KEEP_TRITON
-    if producer.repeat > 1 and _only_moves(producer) and _has(producer, "dynamic-slice"):
+    # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
+    if producer.repeat > 1 and _has(producer, "dynamic-slice") and (producer.kind == "copy" or _only_moves(producer)):
         return _UNSTACKED
     if moves := [end for end in ends if _only_moves(end)]:
         return _LAYOUT if any(map(_relays, moves)) else _JOINED if _has(moves[0], "concatenate") else _PARTS

@@ -108,7 +108,7 @@ def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
 
 
 def test_what_a_loop_copies_out_of_a_stack_is_to_be_kept_apart() -> None:
-    program = Program().launch("w", {"stack": 10}, 10, "copy", opcodes=("dynamic-slice",), repeat=9)
+    program = Program().launch("w", {"stack": 10}, 10, "copy", opcodes=("dynamic-slice", "subtract"), repeat=9)
     (missed,) = program.launch("p", {"w": 10}, 10, "triton_gemm", opcodes=("dot",), repeat=9).rank()
     assert missed.remedy.startswith("keep the parts apart")
 
