@@ -13,12 +13,16 @@ from pallas_kernels.primitives.random import check_rate, key_words
 
 
 def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
-    """The values as JAX arrays. TypeError, with the argument's name, for what is none."""
+    """The values as JAX arrays. TypeError, with the argument's name, for what is none, and for floats of 8 bits,
+    which JAX promotes to nothing."""
     arrays = []
     for name, value in values.items():
         if value is None:
             raise TypeError(f"{operation}: {name} must be an array, got None.")
-        arrays.append(jnp.asarray(value))
+        array = jnp.asarray(value)
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 2:
+            raise TypeError(f"{operation}: {name} is {array.dtype.name}; cast it to a float of 16 bits or more first.")
+        arrays.append(array)
     return tuple(arrays)
 
 

@@ -43,6 +43,7 @@ def test_numbers_are_not_traced(name):
     ("call", "error", "message"),
     [
         (partial(OPS.rms_norm, X, None), TypeError, "rms_norm: scale must be an array, got None"),
+        (partial(OPS.softmax, X.astype("float8_e4m3fn")), TypeError, "softmax: x is float8_e4m3fn; cast it to a float"),
         (partial(OPS.batch_norm, X, SCALE, None), TypeError, "batch_norm: bias must be an array, got None"),
         (partial(OPS.softmax, X, axis=(0, 1)), TypeError, r"axis must be an integer, got \(0, 1\)"),
         (

@@ -18,6 +18,7 @@ from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forwar
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.reference import attention_reference
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -88,7 +89,7 @@ def attention(
         TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = as_arrays("attention", query=query, key=key, value=value)
     bias = None if bias is None else jnp.asarray(bias)
     mask = None if mask is None else jnp.asarray(mask)
     masked = {"bias": bias, "mask": mask, "window": window, "segment_ids": segment_ids, "softcap": softcap}
