@@ -22,7 +22,7 @@ _COLLECTIVE_THUNKS = (
     "kReduceScatter",
     "kSend",
 )
-_COLLECTIVE_OPCODES = (
+COLLECTIVE_OPCODES = (
     "all-gather",
     "all-reduce",
     "all-to-all",
@@ -107,7 +107,7 @@ def kind_of(module: Module, instruction: Instruction | None, thunk_kind: str) ->
         target = custom_call_target(instruction)
         named: list[LaunchKind] = [kind for prefix, kind in _BY_TARGET if target.startswith(prefix)]
         return named[0] if named else "custom_call"
-    if instruction.opcode in _COLLECTIVE_OPCODES:
+    if instruction.opcode in COLLECTIVE_OPCODES:
         return "collective"
     return _BY_OPCODE.get(instruction.opcode, "other")
 

@@ -106,6 +106,11 @@ _OVERLAP = Remedy(
     kind="rewrite",
     text="cut the work into parts, so that the collective of one part runs beside the work on the next",
 )
+_SEPARATE_SUMS = Remedy(
+    kind="option",
+    text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
+    "one and takes the result apart again; measure both",
+)
 _BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 _RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
@@ -143,13 +148,16 @@ def vertical_remedy(
     """
     if category == categories.SWITCHED_OFF:
         return _LEAVE_ON
-    if category == categories.INSERTED and (copies := [end for end in (producer, *readers) if end.kind == "copy"]):
-        return _copied(copies[0], donated)
+    ends = (producer, *readers)
+    if category == categories.INSERTED:
+        if any(_has(end, "all-reduce") for end in ends) and any(map(_only_moves, ends)):
+            return _SEPARATE_SUMS
+        if copies := [end for end in ends if end.kind == "copy"]:
+            return _copied(copies[0], donated)
     if category == categories.BOUNDARY:
         return _CARRIED if any(reader.index <= producer.index for reader in readers) else _BOUNDARY
     if is_score:
         return _ATTENTION
-    ends = (producer, *readers)
     if any(end.kind == "collective" for end in ends):
         return _OVERLAP
     if any(map(_only_casts, ends)):

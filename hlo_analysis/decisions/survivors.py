@@ -13,6 +13,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import Folded, Word
 from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
 from hlo_analysis.hlo import Computation, Instruction, Module
+from hlo_analysis.kinds import COLLECTIVE_OPCODES
 from hlo_analysis.records import Verdict
 
 PRIORITY_PASS = "priority-fusion"
@@ -230,9 +231,18 @@ class Survivors:
         text, category = "no pass left a word about this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
+        elif moving := next(filter(self._is_old_collective, (edge.producer, edge.consumer)), None):
+            text = f"{moving} moves data between devices, and takes no fusion"
+            return _ours(text, categories.PRODUCER if moving == edge.producer else categories.CONSUMER)
         elif late := self._late(edge):
             text, category = f"{late[0]} was put in after fusion", categories.INSERTED
         return _unspoken(text, category)
+
+    def _is_old_collective(self, name: str) -> bool:
+        """Whether a collective was there when XLA fused: a later pass makes it asynchronous, under another name."""
+        opcode = self._final[name].opcode
+        same = (found for found in self._early.values() if stem(found.name) == stem(name))
+        return opcode in COLLECTIVE_OPCODES and any(found.opcode == opcode for found in same)
 
     def _late(self, edge: Edge) -> list[str]:
         """The ends of an edge that came from nothing which was there when XLA fused."""

@@ -234,6 +234,7 @@ def test_products_of_other_rows_and_columns_cannot_be_merged() -> None:
         (("loop", ("pad",)), ("cudnn", ()), categories.LIBRARY_CALL, "rewrite", "have the operation work on the part"),
         (("copy", ("copy",)), ("loop", ("add",)), categories.INSERTED, "rewrite", "donate"),
         (("triton_gemm", ("dot",)), ("collective", ("all-reduce",)), categories.TILING, "rewrite", "cut the work"),
+        (("collective", ("all-reduce",)), ("copy", ("slice",)), categories.INSERTED, "option", "xla_gpu_all_reduce"),
         (("loop", ("convert",)), ("cublaslt", ()), categories.LIBRARY_CALL, "option", "xla_gpu_cublas_fallback"),
         (("loop", ("add",)), ("loop", ("add",)), categories.SWITCHED_OFF, "option", "leave XLA's fusion passes on"),
         (("loop", ("add",)), ("loop", ("add",)), categories.OTHER_RULE, "kernel", "one kernel"),
