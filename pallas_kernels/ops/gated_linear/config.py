@@ -9,7 +9,7 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.few_rows.choice import MOST_NORM_INSIDE, MOST_ROWS, choose_few_rows, with_norms_inside
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
@@ -62,7 +62,7 @@ def is_preferred(rows: int, outputs: int) -> bool:
 def candidates(rows: int) -> dict[str, Config]:
     """The configurations of the forward kernel worth measuring, by name."""
     if rows <= MOST_ROWS:
-        return {**few_rows_candidates()}
+        return {**few_rows_candidates(), **(with_norms_inside() if rows <= MOST_NORM_INSIDE else {})}
     return {
         "128x256": GemmConfig(),
         "128x(256+256+256+128)": MIXED[2],

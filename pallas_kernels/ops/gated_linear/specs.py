@@ -104,7 +104,12 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     rows = rows_of(arguments)
     found = candidates(rows)
     if phase == "forward":
-        return {name: partial(_forward_variant, config=config) for name, config in found.items()}
+        norm, x = with_norm(arguments).get("norm"), arguments["x"]
+        return {
+            name: partial(_forward_variant, config=config)
+            for name, config in found.items()
+            if has_norm_inside(config, norm, x) == getattr(config, "norm_inside", False)
+        }
     if rows <= 64 or "norm" in arguments:
         return {}
     return {name: partial(_backward_variant, dx_config=c, dw_config=c) for name, c in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
@@ -13,9 +14,8 @@ FEWEST_ROWS = 512
 Config = GemmConfig | FewRowsConfig
 
 
-def default_config(rows: int, outputs: int, features: int) -> Config:
+def default_config(rows: int, outputs: int) -> Config:
     """The untuned choice."""
-    del features
     return choose_config(rows, outputs)
 
 
@@ -27,13 +27,14 @@ def is_preferred(rows: int, outputs: int) -> bool:
     return rows >= FEWEST_ROWS and fills(rows, outputs)
 
 
-def candidates(rows: int) -> dict[str, GemmConfig]:
+def candidates(rows: int) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
     if rows <= 64:
-        return {
+        whole = {
             f"{n} columns, 128 deep": GemmConfig(tile_m=64, tile_n=n, tile_k=128, warpgroups=1, stages=16)
             for n in (64, 128)
         }
+        return {**whole, **few_rows_candidates()}
     return {
         "128x256": GemmConfig(),
         "128x128": GemmConfig(tile_n=128, stages=6),

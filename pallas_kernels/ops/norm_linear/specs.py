@@ -28,6 +28,7 @@ from pallas_kernels.ops.linear.config import candidates
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.api import norm_linear
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
+from pallas_kernels.primitives.few_rows.choice import MOST_NORM_INSIDE, with_norms_inside
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 
@@ -94,7 +95,14 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
-    return {name: partial(_forward_variant, config=c) for name, c in candidates(rows_of(arguments)).items()}
+    rows = rows_of(arguments)
+    found = {**candidates(rows), **(with_norms_inside() if rows <= MOST_NORM_INSIDE else {})}
+    norm, x = with_norm(arguments)["norm"], arguments["x"]
+    return {
+        name: partial(_forward_variant, config=config)
+        for name, config in found.items()
+        if has_norm_inside(config, norm, x) == getattr(config, "norm_inside", False)
+    }
 
 
 def _forward_variant(*, config, **arguments):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.platform import target_device
 
 MOST_ROWS = 64
 """Up to here reading the weights is all that takes time."""
+MOST_NORM_INSIDE = 16
+"""Up to here a norm in the launch was measured; of 64 rows its squares take most of the registers."""
 _FEW_TOKENS = 16
 """Up to here x takes little of the shared memory."""
+_FEWEST_TOKENS = 8
+"""Up to here they are one group, and nothing but four warpgroups was measured where tiles are nearly enough."""
 _SOME_TOKENS = 24
 """Up to here not much."""
 _DEEP = 8192
@@ -17,7 +23,7 @@ _LINE_BITS = 1024
 _WORTH = 0.7
 """Of the multiprocessors, that are enough to read memory at its rate."""
 _NEARLY = 0.45
-"""Of them, that are enough where several warpgroups of a block share the depth, and it is not `_DEEP`."""
+"""Of them, that are enough where the depth is not `_DEEP`."""
 _MOST_STAGES = 64
 
 
@@ -34,6 +40,8 @@ def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16, product
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
     is_nearly = groups >= _NEARLY * device.core_count and products == 1
     if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
+        if rows > _FEWEST_TOKENS:
+            return FewRowsConfig(columns=GROUP, depth=256, stages=4)
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=4, stages=2)
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
@@ -58,9 +66,24 @@ def candidates() -> dict[str, FewRowsConfig]:
         *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
         *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
     )
-    return {
+    found = {
         f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES
         )
         for columns, depth, splits, warpgroups in cuts
+    }
+    one = FewRowsConfig(columns=GROUP, depth=256, stages=4)
+    for forms in ({}, {"direct": True}, {"direct": True, "in_flight": 1}):
+        found[", ".join(("64 columns, 256 deep, 4 stages", *forms))] = replace(one, **forms)
+    return found
+
+
+def with_norms_inside() -> dict[str, FewRowsConfig]:
+    """Cuts that normalise x's rows in the launch, worth measuring, by name."""
+    cuts = ((128, 64, 1, _MOST_STAGES), (128, 64, 2, _MOST_STAGES), (64, 128, 2, 4), (64, 256, 1, 4))
+    return {
+        f"{columns} columns, {depth} deep, {warpgroups} warpgroups, norm inside": FewRowsConfig(
+            columns=columns, depth=depth, warpgroups=warpgroups, stages=stages, norm_inside=True, direct=True
+        )
+        for columns, depth, warpgroups, stages in cuts
     }

@@ -208,7 +208,9 @@ def _launch(
                 plgpu.wgmma_wait(in_flight * problem.products * problem.groups)
                 done = number - in_flight
 
-                @pl.when((done >= 0) & (done + config.stages < total))
+                is_wanted = done + config.stages < total
+
+                @pl.when(is_wanted & (done >= 0) if in_flight else is_wanted)
                 def _():
                     if problem.is_quantized or (norm is not None and scales is None):
                         plgpu.commit_smem()  # what TMA may overwrite has been read
