@@ -82,7 +82,10 @@ def details(results: Results) -> str:
 
 
 def _cases(results: Results) -> list[ShapeResult]:
-    return sorted(results.shapes, key=lambda case: (case.op, list(_MODES).index(case.phase)))
+    def order(case: ShapeResult) -> tuple[str, int, int]:
+        return case.op, list(_MODES).index(case.phase), -math.prod(block.batch_and_length(case.spec))
+
+    return sorted(results.shapes, key=order)
 
 
 def _columns(results: Results) -> list[str]:

@@ -6,6 +6,7 @@ installed.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,11 +48,12 @@ def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
 
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
-    with (
-        mock.patch.object(sys.modules[op.function.__module__], "choose", choose),
-        mock.patch.object(triton_calls, "find_spec", lambda _: True),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
+    asking = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels.ops.") and hasattr(m, "choose")]
+    with contextlib.ExitStack() as stack:
+        for module in asking:
+            stack.enter_context(mock.patch.object(module, "choose", choose))
+        stack.enter_context(mock.patch.object(triton_calls, "find_spec", lambda _: True))
+        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         try:
             jax.eval_shape(lambda arguments: op.function(**plain(arguments)), spec.structs())
         except _Chosen as chosen:
