@@ -91,7 +91,7 @@ def test_attention_looks_up_both_passes(own):
             tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
         assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
         fused = backward_choice.tuned_backward(problem).fused
-        assert fused == FusedConfig(heads_inside=True, waves=4)
+        assert fused == FusedConfig(heads_inside=True, waves=4, warps_apart=True)
         assert backward_choice.default_backward(problem).fused != fused
 
 
