@@ -9,6 +9,7 @@ around them is left out: of lora_linear it took 15 of 26 seconds, and the kernel
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -79,8 +80,9 @@ def compile_kernels(function: Callable[..., Any], *structs: Any) -> list[dict[st
     """What ptxas says of each kernel in a call of `function`.
 
     `kernel`, `registers`, `spill_store_bytes` and others of `parse_ptxas`; `wgmmas`: how many such instructions there
-    are; `waits`: what `assembler.waits` finds; `fused_sums`: sums over lanes in which a lane's own product is not
-    rounded, so that lanes disagree on the result (see `pallas_kernels.primitives.rows.sum_of`).
+    are; `waits`: what `assembler.waits` finds; `code`: a digest of the PTX, by which two commits' kernels of the same
+    call compare; `fused_sums`: sums over lanes in which a lane's own product is not rounded, so that lanes disagree on
+    the result (see `pallas_kernels.primitives.rows.sum_of`).
 
     Raises:
         RuntimeError: ptxas did not say one thing of each kernel.
@@ -157,8 +159,16 @@ def described(part: str) -> dict[str, Any]:
         **said[0],
         "wgmmas": part.count("wgmma.mma_async.sync"),
         "waits": assembler.waits(part),
+        "code": digest(part),
         "fused_sums": len({*SHUFFLED.findall(part)} & {*ADDED_TO_A_PRODUCT.findall(part)}),
     }
+
+
+def digest(part: str) -> str:
+    """Of a kernel's PTX without what tells its place in the source."""
+    lines = part.partition("\t.section")[0].splitlines()
+    kept = [line for line in lines if not re.match(r"\s*(\.loc|\.file|//|\$L__tmp|\$L__func)", line)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

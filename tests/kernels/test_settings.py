@@ -49,8 +49,13 @@ def test_every_kernel_is_made_with_the_package_s_settings():
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
 def test_strict_promotion_is_for_the_caller_s_own_expressions(op):
     structs = op.tagged("test")[0].structs()
+
+    def results():  # a function of its own each time: JAX keeps what it traced
+        return jax.eval_shape(lambda arguments: op.function(**plain(arguments)), structs)
+
+    usual = results()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(lambda arguments: op.function(**plain(arguments)), structs)
+        assert results() == usual
 
 
 def test_strict_promotion_does_not_reach_gradients():
@@ -61,7 +66,8 @@ def test_strict_promotion_does_not_reach_gradients():
 
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.sharding.use_abstract_mesh(HOPPER), strict[0], strict[1]:
-        jax.eval_shape(jax.grad(function), query)
+        gradient = jax.eval_shape(jax.grad(function), query)
+    assert (gradient.shape, gradient.dtype) == (query.shape, query.dtype)
 
 
 def test_labels_alone_make_no_nan():

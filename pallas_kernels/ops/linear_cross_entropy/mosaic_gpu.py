@@ -23,7 +23,6 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.formula import LOG2_E, LOWEST_LOGIT, Exponential, Slope, Terms, Token
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
@@ -88,14 +87,9 @@ def logits_statistics(
     def make_store(extras, outputs, buffer, arrived, warpgroup):
         store = None
         if kept_rows:
-            store = Store(
-                pieces=pieces,
-                epilogue=Epilogue(),
-                extras={},
-                outputs=[outputs[-1].at[pl.ds(0, kept_rows)]],
-                buffers=[buffer],
-                arrived=arrived,
-                first_barrier=warpgroup * pieces.slots,
+            kept = outputs[-1].at[pl.ds(0, kept_rows)]
+            store = Store.of_one_result(
+                pieces, extras={}, output=kept, buffer=buffer, arrived=arrived, warpgroup=warpgroup
             )
         return StatisticsStore(
             rows=rows,

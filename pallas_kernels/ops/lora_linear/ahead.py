@@ -17,7 +17,6 @@ from jax import lax
 from pallas_kernels.ops.lora_linear.ahead_loop import AheadLoop
 from pallas_kernels.ops.lora_linear.config import DEPTH, LoraConfig
 from pallas_kernels.ops.lora_linear.sharing import Sharing
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
@@ -96,14 +95,13 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         given = pl.get_global(plgpu.SemaphoreType.REGULAR((sharing.rows,)))
 
         def multiply(warpgroup):
-            store = Store(
-                pieces=pieces,
-                epilogue=Epilogue(),
+            store = Store.of_one_result(
+                pieces,
                 extras=extra_refs,
-                outputs=[y_ref],
-                buffers=[buffers.at[warpgroup]],
+                output=y_ref,
+                buffer=buffers.at[warpgroup],
                 arrived=arrived,
-                first_barrier=warpgroup * pieces.slots,
+                warpgroup=warpgroup,
             )
             loop.compute(low_ref, given, ring, buffers, emptied, met, store, warpgroup)
 

@@ -21,7 +21,6 @@ from jax import lax
 from pallas_kernels.ops.lora_linear.ahead import lora_linear_ahead
 from pallas_kernels.ops.lora_linear.config import DEPTH, LoraConfig, default_config, joint_rank
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.mainloop import Ring, drain, for_each_tile, give_back_last, ring_types, run_steps
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
@@ -114,14 +113,13 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
         ring = Ring(problem=problem, **ring_refs)
 
         def multiply(warpgroup):
-            store = Store(
-                pieces=pieces,
-                epilogue=Epilogue(),
+            store = Store.of_one_result(
+                pieces,
                 extras=extra_refs,
-                outputs=[y_ref],
-                buffers=[buffers.at[warpgroup]],
+                output=y_ref,
+                buffer=buffers.at[warpgroup],
                 arrived=arrived,
-                first_barrier=warpgroup * pieces.slots,
+                warpgroup=warpgroup,
             )
             loop.compute(ring, low_buffers, store, warpgroup)
 

@@ -73,6 +73,21 @@ class Store:
     squares: Any = None
     line: Callable[[jax.Array], jax.Array] | None = None
 
+    @classmethod
+    def of_one_result(
+        cls, pieces: Pieces, *, extras: Mapping[str, Any], output: Any, buffer: Any, arrived: Any, warpgroup: jax.Array
+    ) -> Store:
+        """That of a product with one result, which nothing but the extras changes. buffer: this warpgroup's."""
+        return cls(
+            pieces=pieces,
+            epilogue=Epilogue(),
+            extras=extras,
+            outputs=[output],
+            buffers=[buffer],
+            arrived=arrived,
+            first_barrier=warpgroup * pieces.slots,
+        )
+
     def narrowed(self, columns: int) -> Store:
         """Of the tiles of so many columns."""
         return replace(self, pieces=replace(self.pieces, width=columns))
