@@ -78,7 +78,7 @@ def gated_linear(
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))
-    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0])
+    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0], is_normed=norm is not None)
     product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
     y: jax.Array = product(activation, rows, norm, w_gate, w_up)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w_gate.shape[1])

@@ -9,7 +9,13 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.choice import MOST_NORM_INSIDE, MOST_ROWS, choose_few_rows, with_norms_inside
+from pallas_kernels.primitives.few_rows.choice import (
+    MOST_NORM_INSIDE,
+    MOST_ROWS,
+    choose_few_rows,
+    with_norm_inside,
+    with_norms_inside,
+)
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
@@ -37,13 +43,17 @@ def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
     return tuning.implementations("gated_linear", problem(x, w, activation), untuned=untuned)
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False) -> Config:
-    """The forward kernel's measured best for a problem, else the untuned choice; it has two accumulators."""
+def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False, is_normed: bool = False) -> Config:
+    """The forward kernel's measured best for a problem, else the untuned choice; it has two accumulators.
+
+    is_normed: whether a norm of x stands before the products, which the launch may have inside.
+    """
     outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # with one buffer a result it has not been measured
     untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
+        untuned = with_norm_inside(untuned, rows) if is_normed else untuned
     config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of three results, so that three stages still fit.
     return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config

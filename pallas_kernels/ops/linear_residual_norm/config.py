@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.choice import choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_ROWS = 512
-"""Below, nothing has been measured."""
+"""Below, nothing has been measured beside XLA."""
+MOST_FEW_ROWS, FEWEST_FEATURES = 16, 8192
+"""Of the product of few rows, as far as it was measured here."""
 
 
 Config = GemmConfig | FewRowsConfig
 
 
-def default_config(rows: int, outputs: int) -> Config:
+def default_config(rows: int, outputs: int, features: int) -> Config:
     """The untuned choice."""
+    if rows <= MOST_FEW_ROWS and features >= FEWEST_FEATURES:
+        return choose_few_rows(rows, outputs, features)
     return choose_config(rows, outputs)
 
 
@@ -29,7 +34,7 @@ def is_preferred(rows: int, outputs: int) -> bool:
 
 def candidates(rows: int) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
-    if rows <= 64:
+    if rows <= MOST_ROWS:
         whole = {
             f"{n} columns, 128 deep": GemmConfig(tile_m=64, tile_n=n, tile_k=128, warpgroups=1, stages=16)
             for n in (64, 128)

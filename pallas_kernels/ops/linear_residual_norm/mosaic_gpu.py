@@ -29,7 +29,7 @@ def linear_residual_norm_forward(
 
     x: (rows, features), w: (features, outputs), residual: (rows, outputs), of one 16-bit dtype. bias: (outputs,).
     """
-    config = config or default_config(x.shape[0], w.shape[1])
+    config = config or default_config(x.shape[0], w.shape[1], x.shape[1])
     behind = {"bias": bias, "residual": residual, "row_squares": True, "name": "linear_residual_norm"}
     if isinstance(config, FewRowsConfig):
         total, lines = few_rows_product(x, [w], config=config, **behind)

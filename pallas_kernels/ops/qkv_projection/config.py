@@ -50,7 +50,8 @@ def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> 
 def default_config(rows: int, *, head_size: int | None) -> Config:
     """The untuned choice: of few rows the transposed product, where its tiles hold whole heads."""
     if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
-        return _transposed(head_size, splits=1, depth=64, warpgroups=4)
+        cut = _transposed(head_size, splits=1, depth=64, warpgroups=4)
+        return replace(cut, norm_inside=True, direct=True)
     return gemm_config(rows, head_size=head_size)
 
 
