@@ -4,8 +4,9 @@
 set against the traffic of the launches on both ends (`share`), and time counts only where a launch waits for memory: a
 matrix product that is bound by arithmetic runs no faster for reading less.
 
-Three kinds are found. *Vertical*: a launch writes what another reads. *Horizontal*: several launches read one input
-that a single launch could read once. *Read again*: an argument is read for a sum over its rows, and again with the sum.
+Four kinds are found. *Vertical*: a launch writes what another reads. *Through an update*: what it writes is read when
+a third has updated a part of it in place. *Horizontal*: several launches read one input that a single launch could read
+once. *Read again*: an argument is read for a sum over its rows, and again with the sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from hlo_analysis.decisions import categories
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
 from hlo_analysis.remedies import PRODUCTS, Remedy, rows_remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.remedy_texts import MASKED
 from hlo_analysis.rereads import find_ancestors, find_rereads
 from hlo_analysis.scores import attention_scores
 
@@ -49,6 +51,7 @@ def rank(
     """
     missed = [
         *_vertical(launches, intermediates, decisions, device, frozenset(outputs), frozenset(donated)),
+        *_through_updates(launches, intermediates, device, frozenset(outputs)),
         *_horizontal(launches, intermediates, device),
         *_read_again(launches, device),
     ]
@@ -124,6 +127,42 @@ def _vertical(
             category=category,
             remedy=vertical_remedy(launches, producer, near, category, is_score=is_score, donated=donated),
         )
+
+
+def _through_updates(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
+) -> Iterator[MissedFusion]:
+    """Arrays that a launch makes, that another updates in part, in place, and that a third reads whole."""
+    updated = {(value.producer, value.bytes): value for value in intermediates}
+    for value in intermediates:
+        maker, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
+        if len(value.consumers) > 1 or after is None or value.name in outputs or after.name in outputs:
+            continue
+        update, indices = launches[after.producer], [index for index in after.consumers if index != after.producer]
+        readers = [launches[index] for index in indices]
+        row = (maker.computation, maker.repeat)
+        if (
+            maker is not update
+            and _updates_in_place(update, value)
+            and maker.kind in _ELEMENT_WISE
+            and _SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written >= value.bytes
+            and readers
+            and all(reader.kind in _ELEMENT_WISE and reader.bytes_read >= value.bytes for reader in readers)
+            and all((found.computation, found.repeat) == row for found in (update, *readers))
+            and all(_could_join(maker, reader, False) for reader in readers)
+        ):
+            once = value.bytes * maker.repeat
+            yield _missed(
+                value,
+                producer=maker.index,
+                consumers=tuple(indices),
+                stake=once * (1 + len(readers)),
+                time=sum(_waits(end, once, device) for end in (maker, *readers)),
+                ends=[maker, update, *readers],
+                reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
+                category=categories.IN_PLACE,
+                remedy=MASKED,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +269,7 @@ def _read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFu
             ends=[*found.readers, *found.between],
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,
-            remedy=rows_remedy([*found.readers, *found.between]),
+            remedy=rows_remedy(launches, [*found.readers, *found.between]),
         )
 
 
@@ -295,4 +334,7 @@ def _siblings(readers: Sequence[Launch], ancestors: Sequence[int]) -> list[list[
     return groups
 
 
+_ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
+# What is made of (almost) nothing, as zeros to add to, is no work that could wait for its reader.
+_SMALLEST_INPUT = 8
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}

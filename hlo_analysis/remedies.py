@@ -4,127 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
+from hlo_analysis import remedy_texts as texts
 from hlo_analysis.decisions import categories
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
+from hlo_analysis.remedy_texts import Remedy
 
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
 """Kinds of launch that are matrix products."""
 
+_LIBRARIES = frozenset(("cublas", "cublaslt"))
 _LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
 _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """`kind` and `text` are `remedy_kind` and `remedy` of `records.MissedFusion`."""
-
-    kind: Literal["option", "rewrite", "kernel"]
-    text: str
-
-
-_ATTENTION = Remedy(
-    kind="kernel",
-    text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
-    "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16",
-)
-_GATED_LINEAR = Remedy(
-    kind="kernel",
-    text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
-)
-_LINEAR_EPILOGUE = Remedy(
-    kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
-)
-_LINEAR_PROLOGUE = Remedy(kind="kernel", text="linear: the work before the product done as its operand is loaded")
-_NORM_LINEAR = Remedy(
-    kind="kernel", text="norm_linear: the product normalises its rows as it loads them, or scales its result afterwards"
-)
-_RMS_NORM = Remedy(
-    kind="kernel", text="rms_norm: the reduction and all that follows it in one kernel, the row read once"
-)
-_LAYER_NORM = Remedy(
-    kind="kernel", text="layer_norm: mean, variance and all that follows in one kernel, the row read once"
-)
-_SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
-_LAYOUT = Remedy(
-    kind="rewrite",
-    text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
-    "that nothing is moved",
-)
-_PARTS = Remedy(
-    kind="rewrite",
-    text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
-    "that it is not moved first",
-)
-_UNSTACKED = Remedy(
-    kind="rewrite",
-    text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
-    "is copied out of the stack",
-)
-_JOINED = Remedy(
-    kind="rewrite",
-    text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
-    "each run",
-)
-_INDEXED = Remedy(
-    kind="rewrite",
-    text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
-    "it, and multiplies by its zeros",
-)
-_LINEAR_CROSS_ENTROPY = Remedy(
-    kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
-)
-_WHOLE_SUM = Remedy(
-    kind="option",
-    text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
-    "this launch adds up; measure both",
-)
-_LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
-_DONATE = Remedy(
-    kind="rewrite",
-    text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
-)
-_DONATED = Remedy(
-    kind="rewrite",
-    text="the argument is donated, and overwritten while it is still to be read, so that XLA copies it first: update "
-    "it after its last reader, or do not donate it",
-)
-_KEPT = Remedy(
-    kind="rewrite",
-    text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
-    "is needed twice",
-)
-_CARRIED = Remedy(
-    kind="rewrite",
-    text="unroll the loop (unroll= of lax.scan and lax.fori_loop), so that XLA sees several iterations at once; one "
-    "kernel for the whole loop keeps on the chip what one iteration hands the next",
-)
-_OVERLAP = Remedy(
-    kind="rewrite",
-    text="cut the work into parts, so that the collective of one part runs beside the work on the next",
-)
-_SEPARATE_SUMS = Remedy(
-    kind="option",
-    text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
-    "one and takes the result apart again; measure both",
-)
-_BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
-_RECOMPUTE = Remedy(
-    kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
-)
-_ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends")
-_KEEP_TRITON = Remedy(
-    kind="option",
-    text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",
-)
-_MERGE_PRODUCTS = Remedy(
-    kind="option",
-    text="xla_gpu_dot_merger_threshold_mb=1024 makes one product of those that share an input",
-)
-_MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, which reads the shared values once")
 
 
 def vertical_remedy(
@@ -147,44 +39,51 @@ def vertical_remedy(
         donated: names of arguments whose buffers the program may overwrite.
     """
     if category == categories.SWITCHED_OFF:
-        return _LEAVE_ON
+        return texts.LEAVE_ON
     ends = (producer, *readers)
     if category == categories.INSERTED:
         if any(_has(end, "all-reduce") for end in ends) and any(map(_only_moves, ends)):
-            return _SEPARATE_SUMS
-        if copies := [end for end in ends if end.kind == "copy"]:
-            return _copied(copies[0], donated)
+            return texts.SEPARATE_SUMS
+        if copies := [end for end in ends if _has(end, "copy")]:
+            return texts.STATE if _is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
-        return _CARRIED if any(reader.index <= producer.index for reader in readers) else _BOUNDARY
+        return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
     if is_score:
-        return _ATTENTION
+        return texts.ATTENTION
     if any(end.kind == "collective" for end in ends):
-        return _OVERLAP
-    if any(map(_only_casts, ends)):
-        return _KEEP_TRITON
+        return texts.OVERLAP
+    if any(_joins_sums(launches, end) for end in ends):
+        return texts.SEPARATE_SUMS
+    if any(map(_only_casts, ends)) and any(end.kind in _LIBRARIES for end in ends):
+        return texts.KEEP_TRITON
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and _has(producer, "dynamic-slice") and (producer.kind == "copy" or _only_moves(producer)):
-        return _UNSTACKED
+        return texts.UNSTACKED
     if moves := [end for end in ends if _only_moves(end)]:
-        return _LAYOUT if any(map(_relays, moves)) else _JOINED if _has(moves[0], "concatenate") else _PARTS
+        return (
+            texts.LAYOUT if any(map(_relays, moves)) else texts.JOINED if _has(moves[0], "concatenate") else texts.PARTS
+        )
     if is_product(producer):
         return _after_product(launches, producer, readers)
     if any(map(is_product, readers)):
         if _is_one_hot(producer, readers):
-            return _INDEXED
-        return _NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else _LINEAR_PROLOGUE
-    rows = rows_remedy(ends)
-    return _RECOMPUTE if rows is _ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
+            return texts.INDEXED
+        return texts.NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else texts.LINEAR_PROLOGUE
+    rows = rows_remedy(launches, ends)
+    return texts.RECOMPUTE if rows is texts.ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
 
 
-def rows_remedy(ends: Sequence[Launch]) -> Remedy:
+def rows_remedy(launches: Sequence[Launch], ends: Sequence[Launch]) -> Remedy:
     """The remedy for launches of which some may reduce rows: by what they make of the sums."""
-    if any(_has(end, "reduce") for end in ends):
+    if sums := [end for end in ends if _has(end, "reduce")]:
         if any(map(_normalizes, ends)):
-            return _LAYER_NORM if any(_has(end, "subtract") for end in ends) else _RMS_NORM
+            centred = any(_has(end, "subtract") for end in ends)
+            if all(map(_sums_columns, sums)):
+                return texts.BATCH_NORM if centred else texts.ONE_KERNEL
+            return texts.LAYER_NORM if centred else texts.RMS_NORM
         if any(_has(end, "exponential") for end in ends) and not any(map(_is_softmax, ends)):
-            return _SOFTMAX
-    return _ONE_KERNEL
+            return texts.LOG_SOFTMAX if _takes_logarithms(launches, ends) else texts.SOFTMAX
+    return texts.ONE_KERNEL
 
 
 def is_product(launch: Launch) -> bool:
@@ -192,29 +91,47 @@ def is_product(launch: Launch) -> bool:
     return launch.kind in PRODUCTS and "triangularSolve" not in launch.hlo
 
 
+def _is_next_state(producer: Launch, copy: Launch) -> bool:
+    """Whether a loop's launch reads in its next run what is copied of its result."""
+    return copy.index > producer.index and any(value.producer == copy.index for value in producer.inputs)
+
+
+def _joins_sums(launches: Sequence[Launch], move: Launch) -> bool:
+    """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
+    if not _only_moves(move):
+        return False
+    near = [launches[value.producer] for value in move.inputs if value.producer is not None]
+    if _has(move, "concatenate"):
+        near += [launch for launch in launches if any(value.producer == move.index for value in launch.inputs)]
+    return any(_has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
+
+
 def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
     """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
     source = copy.inputs[0] if copy.inputs else None
     if source is None or source.producer is not None or source.name.startswith("constant"):
-        return _KEPT
-    return _DONATED if source.name in donated else _DONATE
+        return texts.KEPT
+    return texts.DONATED if source.name in donated else texts.DONATE
 
 
 def _after_product(launches: Sequence[Launch], product: Launch, readers: Sequence[Launch]) -> Remedy:
     if any(_adds_parts(product, reader) for reader in readers):
-        return _WHOLE_SUM
+        return texts.WHOLE_SUM
     if any(_gates(reader, launches) for reader in readers):
-        return _GATED_LINEAR
+        return texts.GATED_LINEAR
     is_softmax = all(any(_has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
     if is_softmax and product.phase == "forward" and _takes_logarithms(launches, readers):
-        return _LINEAR_CROSS_ENTROPY
-    return _LINEAR_EPILOGUE
+        return texts.LINEAR_CROSS_ENTROPY
+    return texts.LINEAR_EPILOGUE
 
 
 def _adds_parts(product: Launch, reader: Launch) -> bool:
-    """Whether a launch adds up the batches of a product: so XLA makes several short sums of a long one."""
-    is_batched = re.search(r" dot\(.*lhs_batch_dims=\{\d", product.hlo)
-    return bool(is_batched and re.search(r" reduce\(.*dimensions=\{0\}", reader.hlo))
+    """Whether a launch adds up the batches of a product: so XLA makes several short sums of a long one.
+
+    Both then bear the name of the one product that the program has; batches that the program adds up itself do not.
+    """
+    batched = re.search(r' dot\(.*lhs_batch_dims=\{\d.*op_name="([^"]+)"', product.hlo)
+    return bool(batched) and batched[1] in re.findall(r' reduce\(.*dimensions=\{0\}.*op_name="([^"]+)"', reader.hlo)
 
 
 def _takes_logarithms(launches: Sequence[Launch], readers: Sequence[Launch]) -> bool:
@@ -228,8 +145,15 @@ def _takes_logarithms(launches: Sequence[Launch], readers: Sequence[Launch]) -> 
 def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
     """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
     if not all(map(is_product, readers)):
-        return _MERGE_LOOPS
-    return _MERGE_PRODUCTS if can_merge(readers, shared) else None
+        return texts.MERGE_LOOPS
+    return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
+
+
+def _sums_columns(launch: Launch) -> bool:
+    """Whether no sum of a launch is over the axis that is the last in memory: so are those of a batch normalization."""
+    found = re.findall(r" reduce\(%([\w.\-]+)[^)]*\), dimensions=\{([\d,]*)\}", launch.hlo)
+    last = [re.search(rf"%{re.escape(name)} = \w+\[[\d,]*\]\{{(\d+)", launch.hlo) for name, _ in found]
+    return bool(found) and all(at and at[1] not in axes.split(",") for at, (_, axes) in zip(last, found, strict=True))
 
 
 def _has(launch: Launch, opcode: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from launch_programs import DEVICE, MIB, Program
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed import rank
-from hlo_analysis.records import Intermediate
+from hlo_analysis.records import Intermediate, Value
 
 
 def attention(phase: Any = "forward") -> Program:
@@ -90,13 +91,77 @@ def test_a_copy_costs_its_own_traffic_and_has_a_remedy_by_whose_buffer_it_is() -
     assert missed.remedy.startswith("the argument is donated")
 
 
-def test_parts_of_a_split_sum_are_an_option_away() -> None:
-    dot = "ROOT %dot = f32[8,64,64] dot(%a, %b), lhs_batch_dims={1}, lhs_contracting_dims={2}"
-    add = "%r = f32[64,64] reduce(%p, %zero), dimensions={0}, to_apply=%add"
+@pytest.mark.parametrize(
+    ("sums", "remedy"),
+    [("te,edf->tf", "xla_gpu_experimental_force_split_k=1"), ("reduce_sum", "linear: the work after the product")],
+    ids=["XLA's", "the program's"],
+)
+def test_parts_of_a_split_sum_are_an_option_away_and_batches_that_the_program_sums_are_not(
+    sums: str, remedy: str
+) -> None:
+    dot = (
+        '%dot = f32[8,64,64] dot(%a, %b), lhs_batch_dims={1}, lhs_contracting_dims={2}, metadata={op_name="te,edf->tf"}'
+    )
+    add = f'%r = f32[64,64] reduce(%p, %z), dimensions={{0}}, to_apply=%add, metadata={{op_name="{sums}"}}'
     program = Program().launch("p", {"x": 10, "w": 10}, 80, "triton_gemm", hlo=dot)
     (missed,) = program.launch("r", {"p": 80}, 10, opcodes=("reduce",), hlo=add).rank()
-    assert missed.remedy_kind == "option"
-    assert missed.remedy.startswith("xla_gpu_experimental_force_split_k=1")
+    assert missed.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(("axis", "remedy"), [(0, "batch_norm:"), (1, "layer_norm:")])
+def test_a_normalization_over_columns_is_of_the_batch(axis: int, remedy: str) -> None:
+    sums = (
+        f"%x = f32[64,128]{{1,0}} parameter(0)\n %r = f32[64] reduce(%x, %zero), dimensions={{{axis}}}, to_apply=%add"
+    )
+    program = Program().launch("c", {"x": 100}, 100, "cudnn").launch("s", {"c": 100}, 1, opcodes=("reduce",), hlo=sums)
+    program.launch("y", {"c": 100, "s": 1}, 100, opcodes=("subtract", "rsqrt"))
+    (missed,) = (missed for missed in program.rank() if missed.value == "c")
+    assert missed.remedy.startswith(remedy)
+
+
+def test_a_loss_takes_the_logarithm_of_its_sum() -> None:
+    program = Program().launch("max", {"x": 100}, 100, "reduction", opcodes=("reduce",))
+    program.launch("sum", {"max": 100}, 1, "reduction", opcodes=("exponential", "reduce"))
+    assert program.rank()[0].remedy.startswith("softmax:")
+    assert program.launch("loss", {"sum": 1}, 1, opcodes=("log",)).rank()[0].remedy.startswith("cross_entropy:")
+
+
+def test_what_makes_a_loops_next_state_from_the_last_is_copied_in_place() -> None:
+    program = Program().launch("p", {"w": 10}, 10, "triton_gemm", computation="body", repeat=9)
+    program.launch("c", {"p": 10}, 10, "copy", opcodes=("copy",), computation="body", repeat=9)
+    state = Value(name="c", shape="f32[10]", bytes=10 * MIB, producer=1)
+    program.launches[0] = replace(program.launches[0], inputs=(*program.launches[0].inputs, state))
+    (missed,) = program.decide(0, 1, categories.INSERTED).rank()
+    assert missed.remedy.startswith("unroll the loop by two")
+
+
+def test_what_xla_joins_for_one_sum_over_devices_is_an_option_away() -> None:
+    program = Program().launch("a", {"x": 10}, 10).launch("b", {"y": 10}, 10)
+    program.launch("j", {"a": 10, "b": 10}, 20, opcodes=("concatenate",), op_name="")
+    program.launch("sum", {"j": 20}, 20, "collective", opcodes=("all-reduce",), op_name="psum")
+    program.launch("s", {"sum": 20}, 10, "copy", opcodes=("slice",), op_name="psum")
+    program.launch("z", {"s": 10}, 10).decide(4, 5, categories.INSERTED)
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert all(remedies[value].startswith("xla_gpu_all_reduce_combine") for value in ("a", "b", "s"))
+
+
+def test_a_cast_far_from_a_librarys_product_is_no_fallback() -> None:
+    (missed,) = Program().launch("c", {"x": 50}, 100, opcodes=("convert",)).launch("a", {"c": 100}, 100).rank()
+    assert missed.remedy.startswith("one kernel")
+
+
+@pytest.mark.parametrize("read", [800, 1])
+def test_an_array_that_is_made_updated_in_place_and_read_need_not_be_written_before(read: int) -> None:
+    """As the gradient of a loss by take_along_axis. Zeros that a sum is made in are no such array."""
+    program = Program().launch("d", {"x": read}, 800).launch("u", {"d": 1, "i": 1}, 800, "scatter")
+    program.launch("y", {"u": 800}, 400, opcodes=("convert",))
+    program.launches[1] = replace(program.launches[1], bytes_written=MIB)
+    found = [missed for missed in program.rank() if missed.remedy.startswith("make the update a part")]
+    assert len(found) == (read == 800)
+    for missed in found:
+        assert (missed.value, missed.producer, missed.consumers) == ("d", 0, (2,))
+        assert missed.bytes_at_stake == 1600 * MIB
+        assert "in place" in missed.reason
 
 
 def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:

@@ -1,0 +1,134 @@
+"""What a report says to do about a missed fusion. Which of these fits is decided in `remedies.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """`kind` and `text` are `remedy_kind` and `remedy` of `records.MissedFusion`."""
+
+    kind: Literal["option", "rewrite", "kernel"]
+    text: str
+
+
+ATTENTION = Remedy(
+    kind="kernel",
+    text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
+    "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16",
+)
+GATED_LINEAR = Remedy(
+    kind="kernel",
+    text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
+)
+LINEAR_EPILOGUE = Remedy(
+    kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
+)
+LINEAR_PROLOGUE = Remedy(kind="kernel", text="linear: the work before the product done as its operand is loaded")
+NORM_LINEAR = Remedy(
+    kind="kernel", text="norm_linear: the product normalises its rows as it loads them, or scales its result afterwards"
+)
+RMS_NORM = Remedy(
+    kind="kernel", text="rms_norm: the reduction and all that follows it in one kernel, the row read once"
+)
+LAYER_NORM = Remedy(
+    kind="kernel", text="layer_norm: mean, variance and all that follows in one kernel, the row read once"
+)
+BATCH_NORM = Remedy(
+    kind="kernel",
+    text="batch_norm: mean and variance of a feature in one pass over the rows, and what follows in a second",
+)
+SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
+LOG_SOFTMAX = Remedy(
+    kind="kernel",
+    text="cross_entropy: maximum, sum and logarithm in one kernel, the row read once (where a loss is what is made of "
+    "them)",
+)
+LAYOUT = Remedy(
+    kind="rewrite",
+    text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
+    "that nothing is moved",
+)
+PARTS = Remedy(
+    kind="rewrite",
+    text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
+    "that it is not moved first",
+)
+UNSTACKED = Remedy(
+    kind="rewrite",
+    text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
+    "is copied out of the stack",
+)
+JOINED = Remedy(
+    kind="rewrite",
+    text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
+    "each run",
+)
+INDEXED = Remedy(
+    kind="rewrite",
+    text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
+    "it, and multiplies by its zeros",
+)
+LINEAR_CROSS_ENTROPY = Remedy(
+    kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
+)
+WHOLE_SUM = Remedy(
+    kind="option",
+    text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
+    "this launch adds up; measure both",
+)
+LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
+DONATE = Remedy(
+    kind="rewrite",
+    text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
+)
+DONATED = Remedy(
+    kind="rewrite",
+    text="the argument is donated, and overwritten while it is still to be read, so that XLA copies it first: update "
+    "it after its last reader, or do not donate it",
+)
+KEPT = Remedy(
+    kind="rewrite",
+    text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
+    "is needed twice",
+)
+MASKED = Remedy(
+    kind="rewrite",
+    text="make the update a part of the element-wise work (jnp.where on a comparison with the indices, as "
+    "jax.nn.one_hot does), so that the array is written once, when all is done",
+)
+STATE = Remedy(
+    kind="rewrite",
+    text="unroll the loop by two (unroll= of lax.scan and lax.fori_loop): what makes its next state reads the old one, "
+    "so that XLA writes it elsewhere and copies it back; of two iterations the second can write in its place",
+)
+CARRIED = Remedy(
+    kind="rewrite",
+    text="unroll the loop (unroll= of lax.scan and lax.fori_loop), so that XLA sees several iterations at once; one "
+    "kernel for the whole loop keeps on the chip what one iteration hands the next",
+)
+OVERLAP = Remedy(
+    kind="rewrite",
+    text="cut the work into parts, so that the collective of one part runs beside the work on the next",
+)
+SEPARATE_SUMS = Remedy(
+    kind="option",
+    text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
+    "one and takes the result apart again; measure both",
+)
+BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
+RECOMPUTE = Remedy(
+    kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
+)
+ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends")
+KEEP_TRITON = Remedy(
+    kind="option",
+    text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",
+)
+MERGE_PRODUCTS = Remedy(
+    kind="option",
+    text="xla_gpu_dot_merger_threshold_mb=1024 makes one product of those that share an input",
+)
+MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, which reads the shared values once")
