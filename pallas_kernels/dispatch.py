@@ -40,7 +40,8 @@ def choose(
         NotImplementedError: nothing requested can run; the message says why, for each.
     """
     if requested is None:
-        runnable = (name for name in preferred if support[name]() is None)
+        # A tuned table may name what the operation does not have.
+        runnable = (name for name in preferred if name in support and support[name]() is None)
         return next(runnable, "xla")
     if not isinstance(requested, str | Sequence):
         raise TypeError(f"{operation}: implementation must be a name, a sequence of names or None, got {requested!r}.")

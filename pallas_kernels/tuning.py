@@ -25,6 +25,11 @@ from typing import Any
 
 from pallas_kernels.primitives.platform import target_device
 
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody tunes
+    fcntl = None
+
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "tuned"
 CACHE_VARIABLE = "XLAFUSE_CACHE"
@@ -98,9 +103,8 @@ def cache_folder() -> Path:
 
 
 def read(path: Path, device_kind: str) -> dict[str, Choice]:
-    """The entries of a file; none, with a TuningWarning, where it is not a table of this version and device."""
-    if not path.is_file():
-        return {}
+    """The entries of a file; none where there is no file, and with a TuningWarning where it cannot be read or is not a
+    table of this version and device."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         version, kind = document["schema_version"], document["device_kind"]
@@ -109,10 +113,12 @@ def read(path: Path, device_kind: str) -> dict[str, Choice]:
         if kind != device_kind:
             raise ValueError(f"it is of {kind!r}, expected {device_kind!r}")
         return {key: _checked(entry) for key, entry in document["entries"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
-            f"The tuned table {path} is left out: {type(error).__name__}: {error}. Remove it, or make it anew with "
-            "`xlafuse tune`.",
+            f"The tuned table {path} is left out: {type(error).__name__}: {error}. Remove it, make it anew with "
+            f"`xlafuse tune`, or name another folder in {CACHE_VARIABLE}.",
             TuningWarning,
             stacklevel=2,
         )
@@ -120,14 +126,36 @@ def read(path: Path, device_kind: str) -> dict[str, Choice]:
 
 
 def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
-    """Writes entries into a table, new or not, whose other entries stay. A reader finds the old file or the new one."""
-    kept = {**read(path, device_kind), **entries}
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "device_kind": device_kind,
-        "entries": {key: asdict(kept[key]) for key in sorted(kept)},
-    }
+    """Writes entries into a table, new or not, whose other entries stay. A reader finds the old file or the new one,
+    and of several writers each waits for the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _only_writer(path.parent):
+        kept = {**read(path, device_kind), **entries}
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "device_kind": device_kind,
+            "entries": {key: asdict(kept[key]) for key in sorted(kept)},
+        }
+        _replace(path, document)
+    forget()
+
+
+@contextlib.contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock, which leaves no file behind and ends with the process."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network drives have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:
@@ -139,7 +167,6 @@ def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
             Path(file.name).replace(path)
         finally:
             Path(file.name).unlink(missing_ok=True)
-    forget()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,11 @@ def test_nothing_requested_takes_the_first_that_runs():
     assert choose("op", None, {"mosaic": REFUSES, "xla": RUNS}, preferred=("mosaic",)) == "xla"
 
 
+def test_a_preference_that_the_operation_has_not_is_passed_over():
+    support = {"mosaic": RUNS, "xla": RUNS}
+    assert choose("op", None, support, preferred=("cudnn", "a name of next year", "mosaic")) == "mosaic"
+
+
 def test_sequences_are_orders_of_preference():
     support = {"mosaic": REFUSES, "xla": RUNS}
     assert choose("op", ("mosaic", "xla"), support) == "xla"

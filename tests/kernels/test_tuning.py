@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,25 @@ def test_writing_keeps_the_other_entries_and_leaves_nothing_behind(own, monkeypa
         tuning.add(own, KIND, {"c": Choice(implementation="xla", variant=None, microseconds={"xla": object()})})
     assert own.read_text() == before
     assert [path.name for path in own.parent.iterdir()] == [own.name]
+
+
+def test_several_writers_lose_no_entry(own):
+    def write(writer):
+        for i in range(5):
+            tuning.add(own, KIND, {f"{writer} {i}": entry()})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert len(tuning.read(own, KIND)) == 20
+    assert [path.name for path in own.parent.iterdir()] == [own.name]
+
+
+@pytest.mark.usefixtures("own")
+def test_a_cache_out_of_reach_is_a_warning(tmp_path, monkeypatch):
+    # As a home of root's is for others: asking whether the file is there raises.
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / ("a name that no file can have" * 20)))
+    with jax.sharding.use_abstract_mesh(MESH), pytest.warns(TuningWarning, match="OSError.*XLAFUSE_CACHE"):
+        assert linear.preferred(X, W, None, None, None, X.dtype) == ()
 
 
 @pytest.mark.parametrize(
