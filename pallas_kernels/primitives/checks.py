@@ -15,24 +15,41 @@ from pallas_kernels.primitives.random import check_rate, key_words
 def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
     """The values as JAX arrays. TypeError, with the argument's name, for what is none, and for floats of 8 bits,
     which JAX promotes to nothing."""
-    arrays = []
-    for name, value in values.items():
-        if value is None:
-            raise TypeError(f"{operation}: {name} must be an array, got None.")
+    return tuple(_as_array(operation, name, value) for name, value in values.items())
+
+
+def optional_arrays(operation: str, **values: Any) -> tuple[jax.Array | None, ...]:
+    """The same, where None stays None."""
+    return tuple(None if value is None else _as_array(operation, name, value) for name, value in values.items())
+
+
+def _as_array(operation: str, name: str, value: Any) -> jax.Array:
+    if value is None:
+        raise TypeError(f"{operation}: {name} must be an array, got None.")
+    try:
         array = jnp.asarray(value)
-        if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 2:
-            raise TypeError(f"{operation}: {name} is {array.dtype.name}; cast it to a float of 16 bits or more first.")
-        arrays.append(array)
-    return tuple(arrays)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{operation}: {name} must be an array, got {type(value).__name__}: {error}") from error
+    check_width(operation, name, array.dtype)
+    return array
+
+
+def check_width(operation: str, name: str, dtype: jnp.dtype) -> None:
+    """TypeError for floats of 8 bits."""
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
+        raise TypeError(f"{operation}: {name} is {dtype.name}; cast it to a float of 16 bits or more first.")
 
 
 def static_number(operation: str, name: str, value: Any) -> float:
     """The value as a float. TypeError for what is no number, and for one that is traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "number"))
-    if value is None or isinstance(value, str):
-        raise TypeError(f"{operation}: {name} must be a number, got {value!r}.")
-    return float(value)
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{operation}: {name} must be a number, got {value!r}.")
 
 
 def static_integer(operation: str, name: str, value: Any) -> int:

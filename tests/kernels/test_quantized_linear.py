@@ -96,6 +96,15 @@ def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
     np.testing.assert_array_equal(quantized_linear(x, q), quantized_linear(x, q, implementation="xla"))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_no_scale_can_be_made_of(bits):
+    w = weights(128).at[:, 0].multiply(1e-38).at[3, 1].set(jnp.nan).at[3, 2].set(jnp.inf)
+    got = quantize(w, bits=bits).dequantized(jnp.float32)
+    assert jnp.all(got[:, 0] == 0), "scales that are flushed to zero"
+    assert jnp.all(jnp.isnan(got[:, 1:3])), "not finite is not hidden"
+    assert jnp.all(jnp.isfinite(got[:, 3:]))
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -106,7 +115,14 @@ def test_sizes_that_the_kernel_refuses(shape, group_size, rows, words):
             ValueError,
             "16 features, got 120",
         ),
-        ({"w": replace(quantize(weights()), group_size=64)}, ValueError, r"w.scales must be \(2, 64\).* got \(1, 64\)"),
+        (
+            {"w": replace(quantize(weights()), group_size=64)},
+            ValueError,
+            r"w.scales must be float32\[2, 64\].* got float32\[1, 64\]",
+        ),
+        ({"w": replace(quantize(weights()), scales=jnp.ones((1, 64), jnp.bfloat16))}, ValueError, r"bfloat16\[1, 64\]"),
+        ({"w": replace(quantize(weights()), bits=5)}, ValueError, "of 8 or 4 bits"),
+        ({"w": replace(quantize(weights()), group_size=0)}, ValueError, "64 or 128 features, got 8 and 0"),
         ({"x": jnp.ones((4, 64), jnp.bfloat16)}, ValueError, r"features of x \(4, 64\), got \(128, 64\)"),
         ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x must be floating"),
         ({"bias": jnp.ones(63)}, ValueError, r"\(64,\), got \(63,\)"),

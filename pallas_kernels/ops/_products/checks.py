@@ -7,12 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.activations import Activation, get_activation
+from pallas_kernels.primitives.checks import check_width
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
-
-
-def optional_arrays(*values: jax.Array | None) -> tuple[jax.Array | None, ...]:
-    """Each value as a JAX array, None as None."""
-    return tuple(None if value is None else jnp.asarray(value) for value in values)
 
 
 def result_dtype(x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
@@ -78,6 +74,7 @@ def check_linear(
     optional_activation(operation, activation)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{operation}: out_dtype must be floating, got {dtype.name}; cast the result instead.")
+    check_width(operation, "out_dtype", dtype)
     shape = (*x.shape[:-1], weight_shape[1])
     if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
         raise ValueError(

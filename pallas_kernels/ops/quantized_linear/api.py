@@ -15,7 +15,6 @@ from pallas_kernels.ops._products.checks import (
     check_operands,
     linear_unsupported,
     optional_activation,
-    optional_arrays,
     result_dtype,
 )
 from pallas_kernels.ops._products.prologue import as_rows, varying_alike
@@ -24,8 +23,8 @@ from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forw
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
-from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.integer_gemm.lanes import SPAN, is_in_lanes
@@ -77,7 +76,7 @@ def quantized_linear(
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
     (x,) = as_arrays("quantized_linear", x=x)
-    bias, residual = optional_arrays(bias, residual)
+    bias, residual = optional_arrays("quantized_linear", bias=bias, residual=residual)
     dtype = result_dtype(x, out_dtype)
     _check_weights(w)
     check_operands("quantized_linear", x=x)
@@ -116,6 +115,10 @@ def _check_weights(w: QuantizedWeight) -> None:
     name = "quantized_linear"
     if not isinstance(w, QuantizedWeight):
         raise TypeError(f"{name}: w must be a QuantizedWeight, got {type(w).__name__}; `quantize` makes one.")
+    if w.bits not in WEIGHT_DTYPES or w.group_size not in (None, *GROUP_SIZES):
+        raise ValueError(
+            f"{name}: w must be of 8 or 4 bits, in groups of None, 64 or 128 features, got {w.bits} and {w.group_size}."
+        )
     dtypes = WEIGHT_DTYPES[w.bits]
     if w.values.ndim != 2 or w.values.dtype.name not in dtypes:
         raise ValueError(
@@ -126,10 +129,10 @@ def _check_weights(w: QuantizedWeight) -> None:
     if is_in_lanes(w.values.dtype) and features % SPAN:
         raise ValueError(f"{name}: w.values of uint8 must have a multiple of {SPAN} features, got {features}.")
     groups = 1 if w.group_size is None else features // w.group_size
-    if w.scales.shape != (groups, outputs):
+    if (w.scales.shape, w.scales.dtype) != ((groups, outputs), jnp.float32):
         raise ValueError(
-            f"{name}: w.scales must be {(groups, outputs)}, groups of {w.group_size or 'all'} features by outputs, got "
-            f"{w.scales.shape}."
+            f"{name}: w.scales must be float32[{groups}, {outputs}], groups of {w.group_size or 'all'} features by "
+            f"outputs, got {w.scales.dtype.name}{list(w.scales.shape)}."
         )
 
 

@@ -65,8 +65,9 @@ class QuantizedWeight:
 def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
     """Rounds the weights of a linear layer to integers, once, outside the step.
 
-    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7. Integers of eight bits are
-    kept as uint8 (see `QuantizedWeight`) where there are a multiple of 16 features.
+    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7, and 0 where it is below
+    2e-36. Where a weight is not finite, its scale is NaN. Integers of eight bits are kept as uint8 (see
+    `QuantizedWeight`) where there are a multiple of 16 features.
 
     Args:
         w: (features, outputs), any floating dtype.
@@ -95,7 +96,11 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
     limit = 2 ** (bits - 1) - 1
     wide = w.astype(jnp.float32).T.reshape(outputs, groups, features // groups)
     largest = jnp.max(jnp.abs(wide), axis=-1, initial=0.0)
-    scales = jnp.where(largest > 0, largest / limit, 1.0)
+    # Smaller scales would be flushed to zero.
+    has_scale = largest >= limit * jnp.finfo(jnp.float32).smallest_normal
+    scales = jnp.where(has_scale, largest / limit, 1.0)
+    # Asked for by itself: the CPU's maximum passes over NaN.
+    scales = jnp.where(jnp.all(jnp.isfinite(wide), axis=-1), scales, jnp.nan)
     values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
     values = to_lanes(values) if bits == 8 and features % SPAN == 0 else values.astype(f"int{bits}")
     return QuantizedWeight(values=values, scales=scales.T, bits=bits, group_size=group_size)
