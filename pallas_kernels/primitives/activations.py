@@ -89,7 +89,7 @@ def get_activation(operation: str, name: str) -> Activation:
     Raises:
         ValueError: no such activation; the message has `operation` and the nearest name.
     """
-    if name in ACTIVATIONS:
+    if isinstance(name, str) and name in ACTIVATIONS:
         return ACTIVATIONS[name]
     close = difflib.get_close_matches(str(name), ACTIVATIONS, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

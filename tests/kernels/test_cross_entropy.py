@@ -266,3 +266,10 @@ def test_rings_fit(vocabulary, itemsize, with_gradient):
 def test_arguments_that_do_not_belong_together(logits, labels, options, error, message):
     with pytest.raises(error, match=message):
         cross_entropy(logits, labels, **options)
+
+
+def test_the_greatest_label_without_a_sign_may_be_ignored():
+    labels = jnp.array([3, 2**32 - 1], jnp.uint32)
+    for ignore_index in (-1, 2**32 - 1):
+        losses = cross_entropy(jnp.zeros((2, 8)), labels, ignore_index=ignore_index)
+        np.testing.assert_allclose(losses, [np.log(8), 0], rtol=1e-6)

@@ -46,7 +46,7 @@ def test_results_have_heads_where_their_size_is_given(leading):
         ({"bias": (jnp.ones(128), jnp.ones(64))}, ValueError, "three arrays"),
         ({"bias": (jnp.ones(128), jnp.ones(64), jnp.ones(63))}, ValueError, r"of w_v .* shape \(64,\), got \(63,\)"),
         ({"bias": (jnp.ones(128), jnp.ones(64, int), jnp.ones(64))}, TypeError, "the bias of w_k must be floating"),
-        ({"rope": Rope(POSITIONS)}, ValueError, "rope are over heads; pass head_size="),
+        ({"rope": Rope(POSITIONS)}, ValueError, "rope need head_size="),
         ({"rope": Rope(POSITIONS), "head_size": 48}, ValueError, "whole heads of 48"),
         ({"rope": Rope(POSITIONS.astype(jnp.float32)), "head_size": 64}, TypeError, "integers, got float32"),
         ({"rope": Rope(POSITIONS[:7]), "head_size": 64}, ValueError, r"one a row of x, \(8,\).* got \(7,\)"),

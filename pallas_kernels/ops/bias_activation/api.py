@@ -12,7 +12,7 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forwar
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.checks import as_arrays, dropout_words
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
@@ -63,8 +63,7 @@ def bias_activation(
     Source of dropout: Srivastava et al., 2014, https://jmlr.org/papers/v15/srivastava14a.html
     """
     (x,) = as_arrays("bias_activation", x=x)
-    bias = None if bias is None else jnp.asarray(bias)
-    residual = None if residual is None else jnp.asarray(residual)
+    bias, residual = optional_arrays("bias_activation", bias=bias, residual=residual)
     get_activation("bias_activation", activation)
     _check(x, bias, residual)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)

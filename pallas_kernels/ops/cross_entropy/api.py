@@ -57,7 +57,8 @@ def cross_entropy(
     Args:
         logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
         labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
-        ignore_index: the label of tokens that do not count; it and the next two are Python numbers.
+        ignore_index: the label of tokens that do not count, whose logits must still be finite for gradients to be; it
+            and the next two are Python numbers.
         label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
         z_loss: weight of the squared lse, which keeps logits from drifting.
         reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).
@@ -81,7 +82,7 @@ def cross_entropy(
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
     labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
-    options = checked_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    options = checked_options("cross_entropy", labels.dtype, ignore_index, label_smoothing, z_loss, reduction)
     support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
     chosen = choose("cross_entropy", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or logits.size == 0:
@@ -125,10 +126,17 @@ def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *,
 
 
 def checked_options(
-    operation: str, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+    operation: str,
+    labels_dtype: jnp.dtype,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
 ) -> dict[str, Any]:
     """The numbers by their names. TypeError or ValueError, in the operation's name, for a loss that there is not."""
     options: dict[str, Any] = {"ignore_index": static_integer(operation, "ignore_index", ignore_index)}
+    if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= options["ignore_index"] <= jnp.iinfo(labels_dtype).max:
+        raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {ignore_index}.")
     options["label_smoothing"] = static_number(operation, "label_smoothing", label_smoothing)
     options["z_loss"] = static_number(operation, "z_loss", z_loss)
     if not 0 <= label_smoothing <= 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def cross_entropy_reference(
@@ -39,7 +40,7 @@ def _where_labelled(loss: jax.Array, is_ignored: jax.Array, is_valid: jax.Array)
 
 def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
     """Which labels are ignored, and which name a token."""
-    is_ignored = labels == ignore_index
+    is_ignored = labels == np.asarray(ignore_index).astype(labels.dtype)  # -1 is the greatest label without a sign
     return is_ignored, ~is_ignored & (labels >= 0) & (labels < vocabulary)
 
 

@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
-from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -71,7 +71,7 @@ def decode_attention(
     scale = None if scale is None else static_number("decode_attention", "scale", scale)
     window = None if window is None else static_integer("decode_attention", "window", window)
     softcap = None if softcap is None else static_number("decode_attention", "softcap", softcap)
-    page_table = None if page_table is None else jnp.asarray(page_table)
+    (page_table,) = optional_arrays("decode_attention", page_table=page_table)
     _check(query, key_cache, value_cache, lengths, page_table, window, softcap)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
@@ -136,6 +136,8 @@ def _check(query, key_cache, value_cache, lengths, page_table, window, softcap) 
     if lengths.shape != (batch,):
         raise ValueError(f"decode_attention: lengths must be one value a sequence, ({batch},), got {lengths.shape}.")
     if page_table is not None:
+        if not key_cache.shape[0] and page_table.size:
+            raise ValueError(f"decode_attention: key_cache must have a page for page_table, got {key_cache.shape}.")
         if not jnp.issubdtype(page_table.dtype, jnp.integer):
             raise TypeError(f"decode_attention: page_table must be integers, got {page_table.dtype.name}.")
         if page_table.ndim != 2 or page_table.shape[0] != batch:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, dropout_words, static_number
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -63,7 +62,7 @@ def dropout_residual_norm(
     that of `pallas_kernels.primitives.random`.
     """
     x, residual = as_arrays("dropout_residual_norm", x=x, residual=residual)
-    scale, bias = (None if a is None else jnp.asarray(a) for a in (scale, bias))
+    scale, bias = optional_arrays("dropout_residual_norm", scale=scale, bias=bias)
     check_arguments("dropout_residual_norm", x, scale, bias, residual)
     _check(norm, bias)
     words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")

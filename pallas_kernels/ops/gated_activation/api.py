@@ -12,7 +12,7 @@ from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forw
 from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
@@ -53,7 +53,7 @@ def gated_activation(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
     (gate,) = as_arrays("gated_activation", gate=gate)
-    up = None if up is None else jnp.asarray(up)
+    (up,) = optional_arrays("gated_activation", up=up)
     get_activation("gated_activation", activation)
     _check(gate, up)
     support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}

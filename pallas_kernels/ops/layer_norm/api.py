@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, static_number
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -55,7 +54,7 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
     """
     (x,) = as_arrays("layer_norm", x=x)
-    scale, bias, residual = (None if a is None else jnp.asarray(a) for a in (scale, bias, residual))
+    scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
     check_arguments("layer_norm", x, scale, bias, residual)
     epsilon = static_number("layer_norm", "epsilon", epsilon)
     support = {

@@ -14,7 +14,6 @@ from pallas_kernels.ops._products.checks import (
     check_operands,
     linear_unsupported,
     optional_activation,
-    optional_arrays,
     result_dtype,
 )
 from pallas_kernels.ops._products.prologue import as_rows, varying_alike
@@ -23,7 +22,7 @@ from pallas_kernels.ops.linear.config import preferred
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_missing
@@ -75,7 +74,7 @@ def linear(
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
     x, w = as_arrays("linear", x=x, w=w)
-    bias, residual = optional_arrays(bias, residual)
+    bias, residual = optional_arrays("linear", bias=bias, residual=residual)
     dtype = result_dtype(x, out_dtype)
     check_operands("linear", x=x, w=w)
     check_linear("linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)

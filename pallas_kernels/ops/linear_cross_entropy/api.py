@@ -95,7 +95,7 @@ def linear_cross_entropy(
     if not w.size:
         raise ValueError(f"linear_cross_entropy: w must have at least one feature and one token, got {w.shape}.")
     labels = checked_labels("linear_cross_entropy", labels, hidden.shape[:-1], each="hidden state")
-    options = checked_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    options = checked_options("linear_cross_entropy", labels.dtype, ignore_index, label_smoothing, z_loss, reduction)
     rows = math.prod(hidden.shape[:-1])
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
     keeps_gradients = _keeps_gradients(reduction, hidden.dtype)

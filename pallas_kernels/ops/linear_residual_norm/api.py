@@ -7,14 +7,14 @@ from functools import partial
 import jax
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import check_linear, check_operands, optional_arrays
+from pallas_kernels.ops._products.checks import check_linear, check_operands
 from pallas_kernels.ops._products.prologue import as_rows, varying_alike
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu_vjp import linear_residual_norm_backward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -59,7 +59,7 @@ def linear_residual_norm(
     https://arxiv.org/abs/2407.09577
     """
     x, w, residual = as_arrays("linear_residual_norm", x=x, w=w, residual=residual)
-    (bias,) = optional_arrays(bias)
+    (bias,) = optional_arrays("linear_residual_norm", bias=bias)
     check_operands("linear_residual_norm", x=x, w=w)
     check_linear("linear_residual_norm", x, w.shape, bias=bias, residual=residual, dtype=x.dtype)
     support = {"mosaic": partial(linear_api.mosaic_unsupported, x, w, bias, x.dtype), "xla": lambda: None}

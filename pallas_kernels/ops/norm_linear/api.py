@@ -14,7 +14,6 @@ from pallas_kernels.ops._products.checks import (
     check_linear,
     check_operands,
     optional_activation,
-    optional_arrays,
     result_dtype,
 )
 from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
@@ -24,7 +23,7 @@ from pallas_kernels.ops.linear.config import Config, problem, tuned_config
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -71,7 +70,7 @@ def norm_linear(
     Source: division behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, w = as_arrays("norm_linear", x=x, w=w)
-    bias, residual = optional_arrays(bias, residual)
+    bias, residual = optional_arrays("norm_linear", bias=bias, residual=residual)
     dtype = result_dtype(x, out_dtype)
     check_operands("norm_linear", x=x, w=w)
     check_linear("norm_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)

@@ -29,6 +29,8 @@ from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.settings import usual_promotion
 
+_BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
+
 
 @usual_promotion
 def qkv_projection(
@@ -90,7 +92,7 @@ def qkv_projection(
     """
     x, *weights = as_arrays("qkv_projection", x=x, w_q=w_q, w_k=w_k, w_v=w_v)
     weights = tuple(weights)
-    biases = None if bias is None else tuple(jnp.asarray(b) for b in bias)
+    biases = _biases(bias)
     head_size = None if head_size is None else static_integer("qkv_projection", "head_size", head_size)
     _check(x, weights, biases, head_size, norm, rope, {"q_norm": q_norm, "k_norm": k_norm})
     support = {
@@ -161,7 +163,7 @@ def _check(
     if head_size is None:
         given = [name for name, value in {"rope": rope, **head_norms}.items() if value is not None]
         if given:
-            raise ValueError(f"qkv_projection: {' and '.join(given)} are over heads; pass head_size=, their columns.")
+            raise ValueError(f"qkv_projection: {' and '.join(given)} need head_size=, the columns of a head.")
         return
     for name, w in zip(("w_q", "w_k", "w_v"), weights, strict=True):
         if head_size < 1 or w.shape[1] % head_size:
@@ -179,7 +181,7 @@ def _check(
     if head_size % 2:
         raise ValueError(f"qkv_projection: pairs need an even head_size, got {head_size}.")
     static_number("qkv_projection", "the rope's theta", rope.theta)
-    positions = jnp.asarray(rope.positions)
+    (positions,) = as_arrays("qkv_projection", positions=rope.positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"qkv_projection: positions must be integers, got {positions.dtype.name}.")
     tail = x.shape[:-1][len(x.shape[:-1]) - positions.ndim :] if positions.ndim < x.ndim else None
@@ -190,6 +192,14 @@ def _check(
         )
 
 
+def _biases(bias: Sequence[jax.Array] | None) -> tuple[jax.Array, ...] | None:
+    if bias is None:
+        return None
+    if len(bias) != 3:
+        raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {len(bias)}.")
+    return as_arrays("qkv_projection", **dict(zip(_BIASES, bias, strict=True)))
+
+
 def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[jax.Array, ...] | None) -> None:
     named = dict(zip(("w_q", "w_k", "w_v"), weights, strict=True))
     check_operands("qkv_projection", x=x, **named)
@@ -197,10 +207,8 @@ def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[ja
         check_weight("qkv_projection", name, w.shape, x)
     if biases is None:
         return
-    if len(biases) != len(named):
-        raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {len(biases)}.")
-    for (name, w), bias in zip(named.items(), biases, strict=True):
-        check_bias("qkv_projection", bias, w.shape[1], name=f"the bias of {name}")
+    for name, w, bias in zip(_BIASES, weights, biases, strict=True):
+        check_bias("qkv_projection", bias, w.shape[1], name=name)
 
 
 def _with_norm_before(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, static_number
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -53,7 +52,7 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467
     """
     x, scale = as_arrays("rms_norm", x=x, scale=scale)
-    residual = None if residual is None else jnp.asarray(residual)
+    (residual,) = optional_arrays("rms_norm", residual=residual)
     check_arguments("rms_norm", x, scale, None, residual)
     epsilon = static_number("rms_norm", "epsilon", epsilon)
     support = {

@@ -91,7 +91,7 @@ def _check(query: jax.Array, key: jax.Array, positions: jax.Array) -> None:
         raise TypeError(f"rope: query must be floating, got {query.dtype.name}; cast it first.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"rope: positions must be integers, got {positions.dtype.name}.")
-    if query.ndim != 4 or query.shape[-1] % 2:
+    if query.ndim != 4 or query.shape[-1] % 2 or not query.shape[-1]:
         raise ValueError(f"rope: query must be (batch, tokens, heads, even head size), got {query.shape}.")
     batch, tokens, _, head_size = query.shape
     if key.ndim != 4 or (*key.shape[:2], key.shape[3]) != (batch, tokens, head_size) or key.dtype != query.dtype:
