@@ -61,7 +61,8 @@ def capture(
 
     Args:
       fn: any function that JAX can trace, jitted or not.
-      *shapes: its arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them; only shape and dtype count.
+      *shapes: its arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them; only shape and dtype count, and a
+        `NamedSharding` over several devices: the program is then compiled for as many, with the numbers of one.
       target: a name of `hlo_analysis.targets.target_names()`, "attached", "cpu", a path to a recorded target config, or
         a `Target`.
       mode: "forward" compiles `fn`. "grad" compiles what a training step does with it: its outputs, and the

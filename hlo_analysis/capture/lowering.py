@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.ordering import in_post_order
@@ -79,7 +79,7 @@ def lower(
 ) -> Lowered:
     """Traces `fn` and lowers it for the target, under an abstract mesh of one such device.
 
-    A function that brings a mesh of its own (`shard_map`) is traced without ours.
+    A function that brings a mesh of its own (`shard_map`, arguments cut over one) is traced without ours.
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or does not lower for the target.
@@ -223,10 +223,17 @@ def _mesh(target: Target) -> AbstractMesh:
 
 
 def _abstract(leaf: Any) -> Any:
-    """Shape and dtype alone: an array's values and its place on a device must not enter the program."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+    """Shape, dtype and cut: an array's values and its place on a device must not enter the program.
+
+    The cut over a mesh of several devices stays, without the devices: it decides what each of them computes.
+    """
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
+    cut = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut)
 
 
 def _is_float(leaf: Any) -> bool:

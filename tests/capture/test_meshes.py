@@ -1,4 +1,4 @@
-"""Functions that bring a mesh of their own: lowered without ours, and compiled for as many devices as it has."""
+"""Functions and arguments that bring a mesh: lowered without ours, and compiled for as many devices as it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hlo_analysis import analyze
 from hlo_analysis.capture import capture
@@ -55,6 +55,19 @@ def test_without_a_mesh_the_error_is_jaxs_own() -> None:
     with pytest.raises(CaptureError, match="mesh cannot be empty") as error:
         lower(gathered(0), (ROWS,), target=load_target("h200"))
     assert "_device" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_arguments_cut_over_a_mesh_stay_cut(kind: AxisType, mode: Any) -> None:
+    cut = NamedSharding(AbstractMesh((4,), ("rows",), axis_types=(kind,)), PartitionSpec("rows"))
+    rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=cut)
+    lowered = lower(lambda rows: jnp.sin(rows).sum(), (rows,), target=load_target("h200"), mode=mode)
+    assert lowered.devices == 4
+
+
+def test_an_array_on_one_device_is_its_shape_alone() -> None:
+    assert lower(jnp.sin, (jnp.ones((4, 4)),), target=load_target("h200")).devices == 1
 
 
 def test_the_cpu_is_one_device() -> None:
