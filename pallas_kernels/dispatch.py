@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+from jax.export import is_symbolic_dim
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """Every implementation name that some operation has or may have."""
@@ -24,15 +28,20 @@ Support = Callable[[], str | None]
 
 
 def choose(
-    operation: str, requested: Implementation, support: Mapping[str, Support], *, preferred: Sequence[str] = ()
+    operation: str,
+    requested: Implementation,
+    support: Mapping[str, Support],
+    *,
+    preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
 ) -> str:
     """The name of the implementation to run.
 
     Args:
         operation: the public function's name, for messages.
         requested: the caller's `implementation=`.
-        support: the operation's implementations; `"xla"` must be among them.
-        preferred: the order tried where nothing was requested, before `"xla"`.
+        support: the operation's implementations; `"xla"` must be among them. The others' are partials of the arguments
+            that they look at.
+        preferred: the order tried where nothing was requested, before `"xla"`, or what gives it; asked only then.
 
     Raises:
         TypeError: `requested` is no name and no sequence.
@@ -40,8 +49,11 @@ def choose(
         NotImplementedError: nothing requested can run; the message says why, for each.
     """
     if requested is None:
+        if any(map(_has_symbolic_sizes, support.values())):
+            return "xla"
+        order = preferred() if callable(preferred) else preferred
         # A tuned table may name what the operation does not have.
-        runnable = (name for name in preferred if name in support and support[name]() is None)
+        runnable = (name for name in order if name in support and support[name]() is None)
         return next(runnable, "xla")
     if not isinstance(requested, str | Sequence):
         raise TypeError(f"{operation}: implementation must be a name, a sequence of names or None, got {requested!r}.")
@@ -52,13 +64,26 @@ def choose(
         _check_known(operation, name, support)
     reasons = []
     for name in names:
-        reason = support[name]() if name in support else f"{operation} has none of that name, only {_listed(support)}"
+        reason = f"{operation} has none of that name, only {_listed(support)}"
+        if name in support:
+            reason = _reason(support[name])
         if reason is None:
             return name
         reasons.append(f"{name!r}: {reason}")
     raise NotImplementedError(
         f"{operation} cannot run as asked. {'; '.join(reasons)}. Pass implementation=None for the best that runs here."
     )
+
+
+def _reason(support: Support) -> str | None:
+    if _has_symbolic_sizes(support):
+        return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
+    return support()
+
+
+def _has_symbolic_sizes(support: Support) -> bool:
+    arguments = (support.args, support.keywords) if isinstance(support, partial) else ()
+    return any(is_symbolic_dim(size) for leaf in jax.tree.leaves(arguments) for size in getattr(leaf, "shape", ()))
 
 
 def _check_known(operation: str, name: str, support: Mapping[str, Support]) -> None:

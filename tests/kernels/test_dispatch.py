@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels import REGISTRY, get_op, rms_norm
+from pallas_kernels import REGISTRY, bias_activation, get_op, linear, rms_norm
 from pallas_kernels.dispatch import choose
 from pallas_kernels.primitives.platform import target_device
 
@@ -23,6 +26,19 @@ def test_nothing_requested_takes_the_first_that_runs():
 def test_a_preference_that_the_operation_has_not_is_passed_over():
     support = {"mosaic": RUNS, "xla": RUNS}
     assert choose("op", None, support, preferred=("cudnn", "a name of next year", "mosaic")) == "mosaic"
+
+
+@pytest.mark.parametrize("function", [rms_norm, linear, bias_activation], ids=lambda function: function.__name__)
+def test_sizes_known_only_at_run_time_are_left_to_xla(function):
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
+    other = jnp.ones((256, 256) if function is linear else 256, jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H200")):
+        for implementation in (None, "xla"):
+            traced = partial(function, implementation=implementation)
+            assert "mpmd_map" not in str(jax.make_jaxpr(traced)(x, other))
+        with pytest.raises(NotImplementedError, match="known only when the program runs"):
+            jax.eval_shape(partial(function, implementation="mosaic"), x, other)
 
 
 def test_sequences_are_orders_of_preference():

@@ -74,7 +74,7 @@ def gated_linear(
         raise ValueError(f"gated_linear: w_up must be like w_gate {w_gate.shape}, got {w_up.shape}.")
     check_norm("gated_linear", norm, x)
     support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, norm), "xla": lambda: None}
-    chosen = choose("gated_linear", implementation, support, preferred=preferred(x, w_gate, activation))
+    chosen = choose("gated_linear", implementation, support, preferred=lambda: preferred(x, w_gate, activation))
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))

@@ -83,7 +83,7 @@ def linear(
         "triton": partial(triton_unsupported, x, dtype),
         "xla": lambda: None,
     }
-    order = preferred(x, w, bias, activation, residual, dtype)
+    order = partial(preferred, x, w, bias, activation, residual, dtype)
     chosen = choose("linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:
         y = linear_reference(x, w, bias=bias, activation=activation, residual=residual, out_dtype=dtype)

@@ -99,9 +99,8 @@ def linear_cross_entropy(
     rows = math.prod(hidden.shape[:-1])
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
     keeps_gradients = _keeps_gradients(reduction, hidden.dtype)
-    is_best = is_preferred(rows, w.shape[1], w.shape[0], keeps_gradients=keeps_gradients)
-    preferred = ("mosaic",) if is_best else ()
-    chosen = choose("linear_cross_entropy", implementation, support, preferred=preferred)
+    is_best = partial(is_preferred, rows, w.shape[1], w.shape[0], keeps_gradients=keeps_gradients)
+    chosen = choose("linear_cross_entropy", implementation, support, preferred=lambda: ("mosaic",) if is_best() else ())
     if chosen == "xla" or hidden.size == 0:
         return linear_cross_entropy_reference(hidden, w, labels, **options, reduction=reduction)
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)

@@ -64,8 +64,12 @@ def linear_residual_norm(
     check_linear("linear_residual_norm", x, w.shape, bias=bias, residual=residual, dtype=x.dtype)
     support = {"mosaic": partial(linear_api.mosaic_unsupported, x, w, bias, x.dtype), "xla": lambda: None}
     rows = as_rows(x)
-    preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else ()
-    chosen = choose("linear_residual_norm", implementation, support, preferred=preferred)
+    chosen = choose(
+        "linear_residual_norm",
+        implementation,
+        support,
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else (),
+    )
     if chosen == "xla" or x.size == 0 or w.size == 0:
         return linear_residual_norm_reference(x, w, residual=residual, bias=bias)
     operands = varying_alike((rows, w, bias, as_rows(residual)))

@@ -73,8 +73,12 @@ def lora_linear(
     alpha = static_number("lora_linear", "alpha", alpha)
     rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
-    preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else ()
-    chosen = choose("lora_linear", implementation, support, preferred=preferred)
+    chosen = choose(
+        "lora_linear",
+        implementation,
+        support,
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else (),
+    )
     if chosen == "xla" or x.size == 0 or w.size == 0 or rank == 0:
         return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
     operands = varying_alike((rows, w, a, b, bias))

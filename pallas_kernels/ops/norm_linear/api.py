@@ -83,8 +83,12 @@ def norm_linear(
         "xla": lambda: None,
     }
     rows = as_rows(x)
-    preferred = ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else ()
-    chosen = choose("norm_linear", implementation, support, preferred=preferred)
+    chosen = choose(
+        "norm_linear",
+        implementation,
+        support,
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else (),
+    )
     if chosen == "xla" or x.size == 0 or w.size == 0:
         y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
         return y.astype(dtype)

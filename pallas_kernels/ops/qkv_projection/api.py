@@ -100,7 +100,7 @@ def qkv_projection(
         "xla": lambda: None,
     }
     rows = as_rows(x)
-    order = preferred(x, weights, head_size=head_size, is_rotated=rope is not None)
+    order = partial(preferred, x, weights, head_size=head_size, is_rotated=rope is not None)
     chosen = choose("qkv_projection", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or any(w.size == 0 for w in weights):
         return qkv_projection_reference(

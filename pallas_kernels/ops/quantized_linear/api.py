@@ -84,8 +84,12 @@ def quantized_linear(
     w = jax.lax.stop_gradient(w)
     support = {"mosaic": partial(mosaic_unsupported, x, w, bias, dtype), "xla": lambda: None}
     rows = as_rows(x)
-    is_best = is_preferred(rows.shape[0], w.shape[1], w.shape[0])
-    chosen = choose("quantized_linear", implementation, support, preferred=("mosaic",) if is_best else ())
+    chosen = choose(
+        "quantized_linear",
+        implementation,
+        support,
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0]) else (),
+    )
     if chosen == "xla" or x.size == 0 or w.values.size == 0:
         y = quantized_linear_reference(x, w, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
         return y.astype(dtype)
