@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 1 after an error that was said in words."""
     options = _parser().parse_args(arguments)
     try:
-        analysis = _analysis(options)
+        # What the function prints while it is imported and traced must not stand before the JSON.
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():
+            analysis = _analysis(options)
     except HloAnalysisError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -71,7 +75,7 @@ def _function(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise CaptureError(f"{name!r}: expected package.module:function, and {error}") from error
     finally:
         sys.path.pop(0)
@@ -101,7 +105,7 @@ def _argument(text: str) -> Any:
         raise CaptureError(f"{expected}: {error.message}") from error
     names |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
     names |= {"c64": "complex64", "c128": "complex128"}
-    name = names.get(shape.element_type, shape.element_type.replace("f8", "float8_"))
+    name = names.get(shape.element_type, re.sub("^f([48])", r"float\1_", shape.element_type))
     dtype = getattr(jnp, name, None)
     if shape.is_tuple or dtype is None:
         raise CaptureError(expected)

@@ -21,7 +21,7 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     console.print(Text(words.verdict(comparison)))
     console.print()
     is_wide = console.width >= WIDE
-    console.print(strategy_table(comparison, kinds=is_wide))
+    console.print(strategy_table(comparison, kinds=is_wide, narrow=console.width < NARROW))
     if not is_wide:
         console.print(kinds_table(comparison))
     for line in _footnotes(comparison):
@@ -38,6 +38,9 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
 WIDE = 116
 """Columns from which the launch kinds fit beside the numbers."""
 
+NARROW = 80
+"""Columns below which numbers may take several lines: cut short they would be others."""
+
 
 def kinds_table(comparison: Comparison) -> Table:
     """How many launches of each kind every strategy makes."""
@@ -50,21 +53,23 @@ def kinds_table(comparison: Comparison) -> Table:
     return table
 
 
-def strategy_table(comparison: Comparison, *, kinds: bool = True) -> Table:
-    """One row a strategy; differences in percent are against the comparison's baseline."""
+def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool = False) -> Table:
+    """One row a strategy; differences in percent are against the comparison's baseline. `narrow` breaks its cells."""
     units = units_of(comparison)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("launches\ncounted", justify="right")
+    table.add_column("strategy", no_wrap=not narrow, overflow="fold")
+    table.add_column("launches\ncounted", justify="right", overflow="fold")
     if kinds:
         table.add_column("by kind\ncounted", overflow="fold")
-    table.add_column(f"HBM {units.traffic.name}\ncounted", justify="right", no_wrap=True)
-    table.add_column("saved\ncounted", justify="right", no_wrap=True)
-    table.add_column(f"roofline {units.time.name}\nestimated", justify="right", no_wrap=True)
-    table.add_column(f"peak {units.memory.name}\ncounted", justify="right", no_wrap=True)
     measured = any(result.measured_us is not None for result in comparison.strategies)
-    if measured:
-        table.add_column(f"time {units.time.name}\nmeasured", justify="right", no_wrap=True)
+    for heading in (
+        f"HBM {units.traffic.name}\ncounted",
+        "saved\ncounted",
+        f"roofline {units.time.name}\nestimated",
+        f"peak {units.memory.name}\ncounted",
+        *([f"time {units.time.name}\nmeasured"] if measured else []),
+    ):
+        table.add_column(heading, justify="right", no_wrap=not narrow, overflow="fold")
     base = comparison[comparison.baseline].analysis
     for result in comparison.strategies:
         name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)

@@ -36,6 +36,18 @@ def test_bad_input_is_said_in_words(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_what_a_module_prints_does_not_stand_before_the_json(tmp_path, monkeypatch, capsys):
+    (tmp_path / "talks.py").write_text("print('hello')\ndef f(x): return x\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('a script')\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["talks:f", "--json"]) == 1  # f lacks its argument
+    assert main(["leaves:f", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "hello" in err
+    assert "a script" in err
+
+
 def test_a_function_is_compiled(corpus, capsys):
     assert main(["jax.nn:gelu", "--shape", "bf16[256,512]", "--json"]) == 0
     analysis = from_json(Analysis, capsys.readouterr().out)

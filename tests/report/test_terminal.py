@@ -33,6 +33,13 @@ def test_it_says_what_a_reader_must_know(comparison: Comparison, width: int):
         assert cell in row
 
 
+def test_a_narrow_terminal_cuts_nothing_short(comparison: Comparison):
+    text = _printed(comparison, 40)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 40
+    assert "−72%" in text
+
+
 def test_counted_and_estimated_stand_in_the_heads(comparison: Comparison):
     head = next(line for line in _printed(comparison, 140).splitlines() if line.strip().startswith("strategy"))
     assert head.split() == ["strategy", *["counted"] * 4, "estimated", "counted"]

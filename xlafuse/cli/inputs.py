@@ -19,7 +19,8 @@ DTYPES = {
     "s4": "int4", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
     "i4": "int4", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
     "u4": "uint4", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
-    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "c64": "complex64", "c128": "complex128",
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "f8e8m0fnu": "float8_e8m0fnu", "f4e2m1fn": "float4_e2m1fn",
+    "c64": "complex64", "c128": "complex128",
     "pred": "bool", "bool": "bool",
 }  # fmt: skip
 """HLO's names of element types (and JAX's short ones) → NumPy's, which are taken too."""
@@ -31,7 +32,7 @@ def block_shape(texts: Sequence[str]) -> tuple[int, int]:
         return 2, 4096
     parts = texts[0].lower().replace("×", "x").split("x")
     if len(texts) > 1 or len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"expected one --shape BATCHxLENGTH for a block, as 2x4096, got {' '.join(texts)!r}")
+        raise InputError(f"expected one shape BATCHxLENGTH for a block, as 2x4096, got {' '.join(texts)!r}")
     return int(parts[0]), int(parts[1])
 
 

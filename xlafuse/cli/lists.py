@@ -14,11 +14,10 @@ def print_targets() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("target", no_wrap=True)
-    table.add_column("TB/s", justify="right")
-    table.add_column("bf16 TFLOP/s", justify="right")
-    table.add_column("cores", justify="right")
-    table.add_column("GEMM choice")
-    table.add_column("what it is")
+    for heading in ("TB/s", "bf16 TFLOP/s", "cores"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("GEMM choice", overflow="fold")
+    table.add_column("what it is", overflow="fold")
     for name in target_names():
         target = load_target(name)
         device = target.device
@@ -41,8 +40,8 @@ def print_strategies() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    table.add_column("what it does")
-    table.add_column("needs")
+    table.add_column("what it does", overflow="fold")
+    table.add_column("needs", overflow="fold")
     for name, strategy in STRATEGIES.items():
         table.add_row(name, escape(strategy.description), ", ".join(strategy.requires) or "–")
     Console().print(table)
