@@ -41,9 +41,9 @@ FUSED = {
 }
 
 FORMS = {
-    "three tiles of queries": FusedConfig(waves=0, finishers=True, dquery_first=True, warps_apart=True),
-    "causal, head size 64": FusedConfig(heads_inside=True, dquery_first=True, halves=True),
-    "head size 64": FusedConfig(waves=0, finishers=True, dquery_first=True),
+    "three tiles of queries": FusedConfig(waves=0, finishers=True, overlaps=True, warps_apart=True),
+    "causal, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True),
+    "head size 64": FusedConfig(waves=0, finishers=True, warps_apart=True),
 }
 
 # (batch, queries, keys, heads, key heads, head size), arguments
@@ -166,7 +166,7 @@ def test_one_kernel_adds_in_order(seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
     outside, inside = (
         check("causal, two tiles of keys", seed, config=replace(backward_config(128), fused=fused))
-        for fused in (FusedConfig(), FusedConfig(heads_inside=True, waves=1))
+        for fused in (FusedConfig(), FusedConfig(heads_inside=True, waves=1, overlaps=True))
     )
     # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees, in both runs.
     assert sorted(counts.values()) == [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
@@ -178,7 +178,7 @@ def test_one_kernel_adds_in_order(seed, monkeypatch):
 @pytest.mark.parametrize("shares", [1, 2])
 def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed, monkeypatch, shares):
     interpreter_semaphores.extend(monkeypatch)
-    fused = FusedConfig(heads_inside=True, waves=2, shares=shares, warps_apart=shares == 2)
+    fused = FusedConfig(heads_inside=True, waves=2, shares=shares, overlaps=True, warps_apart=shares == 2)
     check("causal, more queries", seed, config=replace(backward_config(128), fused=fused))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from pallas_kernels import REGISTRY, tuning
 from pallas_kernels.ops.attention import backward_choice
 from pallas_kernels.ops.attention import config as attention
-from pallas_kernels.ops.attention.backward_config import FusedConfig
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.linear import config as linear
@@ -92,8 +92,9 @@ def test_attention_looks_up_both_passes(own):
             tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
         assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
         fused = backward_choice.tuned_backward(problem).fused
-        assert fused == FusedConfig(heads_inside=True, waves=4, warps_apart=True)
-        assert backward_choice.default_backward(problem).fused != fused
+        untuned = backward_choice.default_backward(problem).fused
+        assert fused is not None
+        assert untuned == replace(fused, waves=2)
 
 
 def test_the_users_entries_go_before_the_shipped(own):

@@ -30,11 +30,13 @@ def can_fuse(problem: Problem) -> bool:
 
 def _fused(problem: Problem) -> FusedConfig:
     """Of one kernel, the fastest form by head size and mask."""
+    is_small = padded_head(problem.head_size) == 64
     if not problem.masking.is_causal:
-        return FusedConfig(waves=0, finishers=True, dquery_first=True)
-    if padded_head(problem.head_size) == 64:
-        return FusedConfig(heads_inside=True, dquery_first=True, halves=True)
-    return FusedConfig(heads_inside=True, warps_apart=True)
+        one = FusedConfig(waves=0, finishers=True, warps_apart=True)
+        # With a head size of 64, scores of all of a step's queries leave no registers for a product that is unfinished.
+        return one if is_small else replace(one, overlaps=True, automatic_barriers=False)
+    one = FusedConfig(heads_inside=True, overlaps=True, automatic_barriers=False)
+    return replace(one, halves=True) if is_small else replace(one, warps_apart=True)
 
 
 def default_backward(problem: Problem) -> BackwardConfig:
@@ -65,7 +67,8 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, 2 waves": replace(base, waves=2),
             "one kernel, 4 waves": replace(base, waves=4),
             "one kernel, other order of heads": replace(base, heads_inside=not base.heads_inside),
-            "one kernel, other product first": replace(base, dquery_first=not base.dquery_first),
+            "one kernel, products overlap or not": replace(base, overlaps=not base.overlaps),
+            "one kernel, other barriers": replace(base, automatic_barriers=not base.automatic_barriers),
             "one kernel, others finish": replace(base, finishers=not base.finishers),
             "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }

@@ -40,29 +40,44 @@ class Computing:
         words = mixed_words(extras["words"]) if "words" in extras else None
         dk, dv = pl.run_scoped(partial(self._all_steps, words), *accumulators)
         own = pl.ds(first, WARPGROUP_ROWS)
-        # All products with k were done when the last share was taken.
+        # The other warpgroup's products with k are done, too.
+        plgpu.barrier_arrive(scratch.met)
+        plgpu.barrier_wait(scratch.met)
         store_columns(scratch.k.at[own], dk * problem.scale)
         store_columns(scratch.v.at[own], dv * kept_scale(problem))
         plgpu.commit_smem()
         place = (block.b, pl.ds(block.first_key + first, WARPGROUP_ROWS), block.key_head)
         plgpu.copy_smem_to_gmem(scratch.k.at[own], block.outputs.dkey.at[place])
         plgpu.copy_smem_to_gmem(scratch.v.at[own], block.outputs.dvalue.at[place])
+        # No barrier may be left with an arrival that nobody has seen.
+        taken, steps, shares = scratch.taken, block.steps, block.launch.config.shares
+        for i in range(shares):
+            pl.when(steps > i)(lambda i=i: plgpu.barrier_wait(taken.at[lax.rem(steps - 1 - i, shares)]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _all_steps(self, words: Any, dk: Any, dv: Any) -> tuple[jax.Array, jax.Array]:
-        block, shares = self.block, self.block.launch.config.shares
+        block, config = self.block, self.block.launch.config
         step = partial(self._step, words=words, dk=dk, dv=dv)
         lax.fori_loop(0, block.full_steps, lambda n, _: step(n, False), None)
+        if config.overlaps:
+            plgpu.wgmma_wait(0)
+            pl.when(block.full_steps > 0)(lambda: self._release_before(block.full_steps))
         if not isinstance(block.visits.masked, int) or block.visits.masked:
             lax.fori_loop(block.full_steps, block.steps, lambda n, _: step(n, True), None)
-        taken, steps = block.scratch.taken, block.steps
-        for i in range(shares):
-            pl.when(steps > i)(lambda i=i: plgpu.barrier_wait(taken.at[lax.rem(steps - 1 - i, shares)]))
         return dk[...], dv[...]
+
+    def _release(self, n: Any) -> None:
+        """The queries of a step, whose products are done."""
+        plgpu.barrier_arrive(self.block.scratch.empty.at[lax.rem(n, self.block.launch.config.stages)])
+
+    def _release_before(self, n: Any) -> None:
+        """Those of the step before, by a number of the same stage that is never negative."""
+        self._release(n + self.block.launch.config.stages - 1)
 
     def _step(self, n: Any, is_masked: bool, *, words: Any, dk: Any, dv: Any) -> None:
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
         config = launch.config
+        overlaps = config.overlaps and not is_masked
         stage = lax.rem(n, config.stages)
         head, query_tile = block.walk.place(n, is_masked)
         # Of queries: scores of one part after the other, for want of registers.
@@ -80,6 +95,9 @@ class Computing:
             plgpu.wgmma(dp, scratch.v.at[own], dout.transpose((1, 0)))
             tile = self._tile(head, row, width, stage, words)
             scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            if overlaps and i == 0:
+                # The last step's product for dkey is done, too.
+                pl.when(n > 0)(lambda: self._release_before(n))
             lse = plgpu.load(scratch.qrows.at[stage, 0, rows], layout=tile.row_layout())
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
@@ -88,10 +106,8 @@ class Computing:
             delta = plgpu.load(scratch.qrows.at[stage, 1, rows], layout=tile.row_layout())
             dscores = tile.score_gradients(weights, dweights, delta)
             narrow = (dscores if slope is None else dscores * slope).astype(launch.problem.dtype)
-            if not config.dquery_first:
-                plgpu.wgmma(dk, narrow, query)
             both_ds.at[pl.ds(self._first, WARPGROUP_ROWS), rows][...] = narrow
-            return narrow if config.dquery_first else None
+            return narrow
 
         accumulators = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, width), jnp.float32)] * 2
         narrows = [pl.run_scoped(partial(score_gradients, i), *accumulators) for i in range(parts)]
@@ -105,18 +121,13 @@ class Computing:
             keys = pl.ds(again, COLUMNS)
             key = scratch.k.at[keys] if launch.splits_rows else scratch.k.at[keys, half]
             plgpu.wgmma(dq, own_ds.transpose((1, 0)), key)
-            if config.dquery_first:
-                for i, narrow in enumerate(narrows):
-                    plgpu.wgmma(dk, narrow, scratch.q.at[stage, pl.ds(i * width, width)])
-                values = plgpu.wgmma_accumulator_load(dq, wait_n=parts)
-            else:
-                values = dq[...]
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch.empty.at[stage])
-            self._give(n, values, head, query_tile, is_masked)
-            if config.dquery_first:
+            for i, narrow in enumerate(narrows):
+                plgpu.wgmma(dk, narrow, scratch.q.at[stage, pl.ds(i * width, width)])
+            # The share is handed on while these are under way.
+            self._give(n, plgpu.wgmma_accumulator_load(dq, wait_n=parts), head, query_tile, is_masked)
+            if not overlaps:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(scratch.empty.at[stage])
+                self._release(n)
 
         pl.run_scoped(make_share, plgpu.WGMMAAccumulatorRef((PART, PART), jnp.float32))
 

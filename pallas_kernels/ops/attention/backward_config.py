@@ -84,12 +84,15 @@ class FusedConfig:
     shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
     finishers: whether more blocks make dquery of the sums, see `backward_finish`; else the last block that has a share
         of it does, without storing a sum of its own.
-    dquery_first: whether a step multiplies for dquery before it does for dkey, and gives its share while the latter
-        product is under way; else the other way round.
+    overlaps: whether a step's product for dkey may be unfinished when the next step's products begin, where that step's
+        tile is not masked: there are no registers for a mask beside it.
     halves: with a head size of 64, whether scores are computed of half of a step's 128 queries after the other: it
         takes fewer registers, and masked steps are taken so at any rate.
     warps_apart: whether one warp brings queries, and for each of the shares there is another one that adds it: queries
         come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it all.
+    automatic_barriers: of a warpgroup's threads around each store, by Pallas. The kernel needs none: what a warpgroup
+        stores is read by TMA or by products, after `commit_smem`; or by its own threads, after one of the block's
+        barriers, at which all of them arrive.
     """
 
     stages: int = 2
@@ -97,7 +100,7 @@ class FusedConfig:
     heads_inside: bool = False
     shares: int = 2
     finishers: bool = False
-    dquery_first: bool = False
+    overlaps: bool = False
     halves: bool = False
     warps_apart: bool = False
     memory_registers: int = 24

@@ -18,9 +18,6 @@ class ForwardConfig:
     warpgroups: that compute, each 64 queries of one head; a further one brings operands.
     columns: keys of a tile.
     key_stages, value_stages: tiles of keys and of values in shared memory.
-    overlap: a warpgroup computes one tile's softmax while its products with the previous tile's values run, as far as
-        ptxas does not move the softmax behind the wait for them.
-    fenced: keeps ptxas from it, by a store.
     queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
     ping_pong: warpgroups take turns in issuing products, so that one's softmax runs beside the others' products.
     is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
@@ -40,8 +37,6 @@ class ForwardConfig:
     columns: int = 128
     key_stages: int = 2
     value_stages: int = 2
-    overlap: bool = True
-    fenced: bool = False
     queries_in_registers: bool = False
     ping_pong: bool = True
     is_persistent: bool = True
@@ -82,15 +77,16 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
         return ForwardConfig(columns=64, is_persistent=False)
     config = ForwardConfig(
         own_output=True,
-        queries_in_registers=bool(problem.dropout_rate) and problem.head_size == 128 and masking.is_causal,
+        queries_in_registers=bool(problem.dropout_rate),
         packs_dropout=bool(problem.dropout_rate),
         short_masks=True,
         deals_windows=True,
     )
-    if count == 0 and problem.head_size == 128 and not masking.has_band and masking.keys % config.columns == 0:
-        return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=True)
-    if count == 0 and problem.head_size == 64 and masking.is_causal:
-        return replace(config, queries_in_registers=True, short_masks=False)
+    size = problem.head_size
+    if count == 0 and size in (96, 128) and not masking.has_band and masking.keys % config.columns == 0:
+        return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=size == 128)
+    if count == 0 and size in (64, 96) and masking.is_causal:
+        return replace(config, queries_in_registers=True, short_masks=size == 96)
     return config
 
 
@@ -129,9 +125,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     base = default_forward(problem)
     candidates = {
         "default": base,
-        "no overlap": replace(base, overlap=False),
         "no ping-pong": replace(base, ping_pong=False),
-        "neither": replace(base, overlap=False, ping_pong=False),
         "other grid": replace(base, is_persistent=not base.is_persistent),
         "other output": replace(base, own_output=not base.own_output),
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),

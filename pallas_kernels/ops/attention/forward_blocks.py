@@ -214,12 +214,9 @@ class ForwardKernel:
             k_slot = start_scores(before + i)
             v_slot = start_output(before + i - 1, weights, factor)
             self._pass_turn(warpgroup)
-            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1 if config.overlap else 0, side=side)
+            # The softmax runs beside the product with values, as far as ptxas does not move it behind the wait below.
+            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1, side=side)
             weights, maximum, total, factor = softmax(value, maximum, total, i)
-            if config.fenced:
-                # Nobody reads it. Without a store that takes the softmax's results, ptxas moves all of the softmax
-                # behind the wait for the other product.
-                buffers["fence"].at[warpgroup][...] = total
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
             return maximum, total, scores.rounded(weights), factor

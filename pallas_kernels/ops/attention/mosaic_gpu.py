@@ -129,8 +129,6 @@ def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operand
         "v": shared((config.value_stages, config.columns, size), dtype),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
-    if config.fenced:
-        buffers["fence"] = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
     if config.own_output:
         buffers["out"] = shared((warpgroups, ROWS, size), dtype)
     has_segments = problem.masking.has_segments
