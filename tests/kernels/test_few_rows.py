@@ -27,7 +27,6 @@ CUTS = {
     "one row, written by threads": (FewRowsConfig(columns=128, direct=True, in_flight=1), (1, 320, 192)),
     "two warpgroups": (FewRowsConfig(columns=64, stages=2, warpgroups=2), (8, 320, 320)),
     "two warpgroups, depth shared": (FewRowsConfig(columns=128, splits=2, warpgroups=2), (9, 256, 128)),
-    "a block a tile": (FewRowsConfig(columns=64, persistent=False, blocks_per_core=2), (20, 64, 192)),
 }
 
 
@@ -95,9 +94,6 @@ def test_stages_are_those_that_fit():
     fitted = FewRowsConfig(stages=100).fitted(stage_bytes=16384, other_bytes=4096)
     assert fitted is not None
     assert fitted.stages * 16384 + 4096 < SHARED_BYTES < (fitted.stages + 1) * 16384 + 4096
-    halved = FewRowsConfig(stages=100, blocks_per_core=2).fitted(stage_bytes=16384, other_bytes=4096)
-    assert halved is not None
-    assert 2 * (halved.stages * 16384 + 4096) < SHARED_BYTES
     assert FewRowsConfig(warpgroups=4).fitted(stage_bytes=32768, other_bytes=4096) is None
 
 

@@ -50,8 +50,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> 
 def default_config(rows: int, *, head_size: int | None) -> Config:
     """The untuned choice: of few rows the transposed product, where its tiles hold whole heads."""
     if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
-        cut = _transposed(head_size, splits=1, depth=64, warpgroups=4)
-        return replace(cut, norm_inside=True, direct=True)
+        return _transposed(head_size)
     return gemm_config(rows, head_size=head_size)
 
 
@@ -75,7 +74,7 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
     if rows <= FEW_ROWS:
         few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed_cuts(rows, head_size)}
+        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed_cuts(head_size)}
     wide = GemmConfig()
     return {
         "128x256": wide,
@@ -86,35 +85,18 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     }
 
 
-_CUTS = ((2, 64, 1, 1), (3, 64, 1, 2), (1, 64, 2, 1), (1, 64, 3, 1), (1, 64, 4, 1))
-"""Blocks that share a head's depth, depth of a step, warpgroups, blocks a multiprocessor; measurements are in
-`primitives/few_rows/TUNING.md`."""
-_MOST_SHARING_ROWS = 32
-"""Of two blocks that share a multiprocessor's memory."""
+def _transposed(head_size: int | None) -> FewRowsConfig:
+    """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch; other cuts that were
+    measured are in `primitives/few_rows/TUNING.md`."""
+    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, norm_inside=True, direct=True)
 
 
-def _transposed_cuts(rows: int, head_size: int | None) -> dict[str, FewRowsConfig]:
-    """Cuts of the transposed product, with the norm before it, and in it where blocks do not share the depth."""
+def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
+    """That cut, with the norm in its launch and before it."""
     if not _is_transposable(head_size):
         return {}
-    found: dict[str, FewRowsConfig] = {}
-    for splits, depth, warpgroups, blocks in _CUTS:
-        if blocks > 1 and rows > _MOST_SHARING_ROWS:
-            continue
-        cut = _transposed(head_size, splits=splits, depth=depth, warpgroups=warpgroups, blocks=blocks)
-        name = f"transposed, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
-        found[name] = cut
-        if splits == 1:
-            found[f"{name}, norm inside"] = replace(cut, norm_inside=True)
-    return found
-
-
-def _transposed(head_size: int | None, *, splits: int, depth: int, warpgroups: int, blocks: int = 1) -> FewRowsConfig:
-    """A head a tile, or 128 columns, and as many stages as fit."""
-    columns = head_size or 128
-    return FewRowsConfig(
-        columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, blocks_per_core=blocks, stages=64
-    )
+    inside = _transposed(head_size)
+    return {"transposed": replace(inside, norm_inside=False), "transposed, norm inside": inside}
 
 
 def _is_transposable(head_size: int | None) -> bool:

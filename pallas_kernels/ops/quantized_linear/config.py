@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, SHARED, choose_few_rows
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
@@ -29,7 +29,7 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype) -> 
     """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
     bits, in_lanes = jnp.iinfo(dtype).bits, is_in_lanes(dtype)
     if rows <= MOST_ROWS:
-        return replace(choose_few_rows(rows, outputs, features, weight_bits=bits), in_parts=in_lanes)
+        return choose_few_rows(rows, outputs, features, weight_bits=bits, in_lanes=in_lanes)
     if rows > _SHORT:
         return IntegerGemmConfig(depth=_LINE_BITS // bits)
     if bits < 8:
@@ -64,14 +64,17 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
         return found
     line = {8: 128, 4: 256}[bits]
     cuts = (
-        *((64, line, 1, 4), (64, line, 2, 2), (128, line, 1, 4)),
-        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4), (64, 512, 2, 1)),
+        *((64, line, 1, 4), (128, line, 1, 4)),
+        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4)),
     )
     for columns, depth, splits, warpgroups in cuts:
         name = f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
         found[name] = FewRowsConfig(
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64, in_parts=is_in_lanes(dtype)
         )
+    if is_in_lanes(dtype):
+        found["64 columns, 256 deep, depth shared by 2, 4 stages, direct"] = SHARED
+        found["64 columns, 256 deep, 4 warpgroups, direct"] = replace(SHARED, splits=1, warpgroups=4, stages=2)
     return found
 
 

@@ -14,7 +14,7 @@ MOST_NORM_INSIDE = 16
 _FEW_TOKENS = 16
 """Up to here x takes little of the shared memory."""
 _FEWEST_TOKENS = 8
-"""Up to here they are one group, and nothing but four warpgroups was measured where tiles are nearly enough."""
+"""Up to here they are one group; of 2 rows and more four warpgroups were measured, where tiles are nearly enough."""
 _SOME_TOKENS = 24
 """Up to here not much."""
 _DEEP = 8192
@@ -25,15 +25,26 @@ _WORTH = 0.7
 _NEARLY = 0.45
 """Of them, that are enough where the depth is not `_DEEP`."""
 _MOST_STAGES = 64
+SHARED = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True, direct=True)
+"""The cut of integers in the order of lanes, where tiles are too few."""
 
 
-def choose_few_rows(rows: int, n: int, k: int, *, weight_bits: int = 16, products: int = 1) -> FewRowsConfig:
-    """The cut for so many weights of (k, n): as wide tiles as leave enough of them for the multiprocessors."""
+def choose_few_rows(
+    rows: int, n: int, k: int, *, weight_bits: int = 16, in_lanes: bool = False, products: int = 1
+) -> FewRowsConfig:
+    """The cut for so many weights of (k, n): as wide tiles as leave enough of them for the multiprocessors.
+
+    in_lanes: whether these are integers in the order of `primitives/integer_gemm/lanes.py`.
+    """
     device = target_device()
     enough = _WORTH * device.core_count
     groups = -(-n // GROUP)
     if weight_bits < 16:
-        return _choose_integers(rows, groups, k, weight_bits)
+        config = _choose_integers(rows, groups, k, weight_bits)
+        is_known = _FEWEST_TOKENS < rows <= _FEW_TOKENS and 2048 <= k < _DEEP and groups >= _NEARLY * device.core_count
+        if in_lanes and is_known and config.splits == 2:
+            return SHARED
+        return replace(config, in_parts=in_lanes)
     if groups >= 2 * enough:
         return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
@@ -79,18 +90,14 @@ def candidates() -> dict[str, FewRowsConfig]:
         )
         for columns, depth, splits, warpgroups in cuts
     }
-    one = FewRowsConfig(columns=GROUP, depth=256, stages=4)
-    for forms in ({}, {"direct": True}, {"direct": True, "in_flight": 1}):
-        found[", ".join(("64 columns, 256 deep, 4 stages", *forms))] = replace(one, **forms)
+    found["64 columns, 256 deep, 4 stages, direct"] = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
     return found
 
 
 def with_norms_inside() -> dict[str, FewRowsConfig]:
     """Cuts that normalise x's rows in the launch, worth measuring, by name."""
-    cuts = ((128, 64, 1, _MOST_STAGES), (128, 64, 2, _MOST_STAGES), (64, 128, 2, 4), (64, 256, 1, 4))
+    wide = with_norm_inside(FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES), rows=1)
     return {
-        f"{columns} columns, {depth} deep, {warpgroups} warpgroups, norm inside": FewRowsConfig(
-            columns=columns, depth=depth, warpgroups=warpgroups, stages=stages, norm_inside=True, direct=True
-        )
-        for columns, depth, warpgroups, stages in cuts
+        "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
+        "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
     }

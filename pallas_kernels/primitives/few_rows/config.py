@@ -8,8 +8,6 @@ from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 
 _RESERVED_BYTES = 2048
 """For barriers, alignment and Mosaic GPU's own scratch."""
-_BLOCK_BYTES = 1024
-"""Of each block's shared memory, which the driver keeps."""
 GROUP = 64
 """Columns of the result that the tensor cores compute at a time: the product is made transposed."""
 
@@ -24,8 +22,6 @@ class FewRowsConfig:
     warpgroups: of a block, which take its steps in turn; their sums meet as those of a cluster's blocks do.
     splits: blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add up what they have through one
         another's shared memory, in a fixed order.
-    blocks_per_core: that share a streaming multiprocessor's memory.
-    persistent: a block goes on to further tiles, and sends for their weights while it still computes. Without splits.
     norm_inside: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
         not one before it.
     in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
@@ -39,8 +35,6 @@ class FewRowsConfig:
     stages: int = 16
     warpgroups: int = 1
     splits: int = 1
-    blocks_per_core: int = 1
-    persistent: bool = True
     norm_inside: bool = False
     in_parts: bool = False
     in_flight: int = 0
@@ -48,6 +42,5 @@ class FewRowsConfig:
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""
-        budget = SHARED_BYTES if self.blocks_per_core == 1 else SHARED_BYTES // self.blocks_per_core - _BLOCK_BYTES
-        fitting = (budget - _RESERVED_BYTES - other_bytes) // (self.warpgroups * stage_bytes)
+        fitting = (SHARED_BYTES - _RESERVED_BYTES - other_bytes) // (self.warpgroups * stage_bytes)
         return None if fitting < 2 else replace(self, stages=min(self.stages, fitting))

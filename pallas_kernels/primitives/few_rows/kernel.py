@@ -140,8 +140,9 @@ def _launch(
         lines = problem.tiles * problem.groups
         out_type.append(jax.ShapeDtypeStruct((lines, problem.tokens), jnp.float32))
     clusters = problem.tiles
-    if config.persistent and config.splits == 1:
-        clusters = min(clusters, target_device().core_count * config.blocks_per_core)
+    if config.splits == 1:
+        # A block goes on to further tiles, and sends for their weights while it still computes.
+        clusters = min(clusters, target_device().core_count)
 
     def body(x_ref, w_refs, extra_refs, *refs):
         outputs, (ring, finishing, norming) = refs[: len(out_type)], refs[len(out_type) :]
