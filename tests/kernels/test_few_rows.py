@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rope, qkv_projection
+from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.few_rows.choice import SHARED
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
@@ -115,6 +118,13 @@ def test_integer_weights(name, seed):
     (got,) = few_rows_product(x, [values], scales=[scales], config=config)
     w = wide(values).reshape(n, groups, -1) * wide(scales).T[:, :, None]
     assert_close(got, wide(x) @ w.reshape(n, k).T)
+
+
+def test_integers_in_the_order_of_lanes(seed):
+    x, w = normal(seed, 16, 768), quantize(normal(seed + 1, 768, 128))
+    config = replace(SHARED, depth=128, stages=2)
+    (got,) = few_rows_product(x, [w.values], scales=[w.scales], config=config)
+    assert_close(got, wide(x) @ wide(w.dequantized(jnp.float32)))
 
 
 def by_multiples(position, whole, fraction):
