@@ -46,6 +46,14 @@ FORMS = {
     "head size 64": FusedConfig(waves=0, finishers=True, warps_apart=True),
 }
 
+SHORT = {
+    "blocks share a group, causal": ((2, 72, 136, 4, 1, 64), {"is_causal": True}),
+    "blocks share a group, larger scores": ((1, 40, 71, 4, 2, 128), {"scale": 0.25}),
+    "folded, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
+    "folded": ((2, 20, 136, 8, 2, 128), {"softcap": 2.0}),
+}
+"""Blocks that share a group's heads (`KeysConfig.parts`), and queries of several heads in one tile (`folded`)."""
+
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
     "causal, grouped heads, fewer queries": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
@@ -63,7 +71,7 @@ def normal(key, *shape, dtype=jnp.bfloat16):
 
 def make(name, seed, dtype=jnp.bfloat16):
     """(query, key, value), the cotangent, and further arguments."""
-    (batch, queries, keys, heads, key_heads, size), arguments = (CASES | FUSED)[name]
+    (batch, queries, keys, heads, key_heads, size), arguments = (CASES | FUSED | SHORT)[name]
     draw = iter(jax.random.split(jax.random.key(seed), 8))
     shape = (batch, queries, heads, size)
     query, dout = (normal(next(draw), *shape, dtype=dtype) for _ in range(2))
@@ -159,6 +167,19 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
         queries=replace(config.queries, columns=64, overlaps=True),
     )
     check("causal, grouped heads, fewer queries", seed, config=config, dtype=jnp.float16, with_dlse=True)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", SHORT)
+def test_gradients_of_short_lengths(name, seed):
+    _, _, _, heads, key_heads, size = SHORT[name][0]
+    config = backward_config(size)
+    if "share" in name:
+        config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
+    else:
+        queries = replace(config.queries, warpgroups=1 if "causal" in name else 2)
+        config = replace(config, queries=queries, folds=True)
+    check(name, seed, config=config, with_dlse="folded" in name)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -15,12 +15,16 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.backward_choice import default_backward
 from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
+from pallas_kernels.ops.attention.folded import can_fold
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
 
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+MESH = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
 NAMES = ("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")
 NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES), "is_causal": False, "dropout_rate": 0.0}
 
@@ -66,9 +70,7 @@ def test_the_kernel_of_decoding_takes_few_queries_that_see_all(given):
 
 def kernels(function, *shapes) -> set[str]:
     """The names of the kernels in a trace for an H200."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(MESH):
         program = str(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)))
     return set(re.findall(r"(?:decode_)?attention(?=_mosaic_gpu|\b)", program))
 
@@ -98,6 +100,36 @@ def test_one_warpgroup_computes_where_that_was_measured(given, warpgroups):
     config = default_forward(described(**{"size": 128, "is_causal": True, **given}))
     assert config.warpgroups == warpgroups
     assert not (config.ping_pong and warpgroups == 1)
+
+
+LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [({"queries": 512}, 4), ({"queries": 512, "batch": 2}, 2), ({"queries": 512, "batch": 4}, 1),
+     ({"queries": 1024}, 4), ({"queries": 1024, "is_causal": False}, 2), ({"queries": 2048}, 2),
+     ({"queries": 2048, "size": 64}, 1), ({"queries": 4096}, 1), ({"queries": 128}, 1),
+     ({"queries": 512, "softcap": 1.0}, 1), ({"queries": 512, "key_heads": 32}, 1)],
+)  # fmt: skip
+def test_blocks_share_a_group_where_keys_make_few(given, parts):
+    problem = described(**{**LLAMA, **given, "keys": given["queries"]})
+    with jax.sharding.use_abstract_mesh(MESH):
+        config = default_backward(problem)
+    assert config.keys.parts == parts
+    assert (config.fused is not None) == (given["queries"] >= 2048 and parts == 1)
+    assert not config.folds
+
+
+@pytest.mark.parametrize(
+    ("given", "folds"),
+    [({}, True), ({"queries": 32}, True), ({"queries": 33}, False), ({"key_heads": 8}, False), ({"window": 5}, False),
+     ({"is_causal": True}, False), ({"queries": 16, "keys": 16, "is_causal": True}, True),
+     ({"queries": 32, "keys": 16, "is_causal": True}, False)],
+)  # fmt: skip
+def test_few_queries_of_a_group_are_rows_of_one_tile(given, folds):
+    problem = described(**given)
+    assert default_backward(problem).folds == can_fold(problem) == folds
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -14,6 +14,7 @@ from pallas_kernels.ops.attention.arguments import Segments, Window, check, prob
 from pallas_kernels.ops.attention.config import preferred
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
+from pallas_kernels.ops.attention.folded import folded_forward, folds_forward
 from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forward
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
@@ -79,7 +80,8 @@ def attention(
             None: "mosaic" where it runs, else "xla"; "xla" too for one token that sees itself. Where no gradient is
             asked for, "mosaic" computes a few queries that see all keys by `decode_attention`'s kernel. Its gradient
             gives the same bits each time; at 4096 queries it took 10 % less time than cuDNN's under a causal mask and
-            as much without, at 512 of one sequence it takes more.
+            as much without. Where there are few keys, it rounds the gradients of key and value once for each query
+            head, as cuDNN does, before they are summed over the heads of a group.
 
     Returns:
         out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,
@@ -152,7 +154,10 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
     # The backward pass wants 0 of a query that sees no key; the caller, -inf.
     lse_of_nothing = -math.inf if returns_lse else 0.0
     extras = replace(others, dense=dense)
-    out, lse = attention_forward(query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing)
+    if folds_forward(problem):
+        out, lse = folded_forward(query, key, value, problem=problem)
+    else:
+        out, lse = attention_forward(query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing)
     return (out, lse), (query, key, value, out, lse, dense, others)
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.ops.attention.backward_config import (
     padded_head,
 )
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
+from pallas_kernels.ops.attention.backward_short import short_lengths
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
 
@@ -41,12 +42,12 @@ def _fused(problem: Problem) -> FusedConfig:
 
 def default_backward(problem: Problem) -> BackwardConfig:
     """The untuned choice: one kernel where it was the faster form, see TUNING-backward.md."""
-    config = backward_config(problem.head_size, features=features_of(problem))
+    config = short_lengths(problem, backward_config(problem.head_size, features=features_of(problem)))
     masking = problem.masking
     is_plain = not features_of(problem) and masking.right in (None, 0)
     # With a last tile of keys that is not whole ptxas spills.
     is_whole = masking.keys % COLUMNS == 0 and problem.head_size in ROWS
-    if not (can_fuse(problem) and is_plain and is_whole):
+    if config.keys.parts > 1 or not (can_fuse(problem) and is_plain and is_whole):
         return config
     is_measured = all(_LEAST <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
     return replace(config, fused=_fused(problem)) if is_measured else config
@@ -59,6 +60,10 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         "two kernels": two,
         "two kernels, sections for the cache": replace(two, keys=replace(two.keys, waves=0)),
     }
+    if two.keys.parts > 1:
+        found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
+    if two.folds:
+        found["two kernels, not folded"] = replace(two, folds=False)
     if can_fuse(problem) and not features_of(problem):
         base = _fused(problem)
         one = {
@@ -72,7 +77,7 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, others finish": replace(base, finishers=not base.finishers),
             "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }
-        found |= {name: replace(two, fused=fused) for name, fused in one.items()}
+        found |= {name: replace(two, fused=fused, folds=False) for name, fused in one.items()}
     return found
 
 

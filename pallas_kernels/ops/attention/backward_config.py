@@ -25,6 +25,8 @@ class KeysConfig:
     waves: blocks are taken in sections of so many times those that run at once; 0: of what the L2 cache holds. See
         `block_place`.
     overlaps: whether a step's last products may be unfinished when the next step's begin.
+    parts: blocks that share a group's heads; a divisor of their number. Each rounds the sums of its own heads, and XLA
+        adds them up: for keys that make too few blocks. 1: all heads of a group are summed in the accumulators.
     memory_registers, compute_registers: of a thread of the warpgroup that brings queries, and of the others. One of
         the former and two of the latter are at most 504, three times the 168 that a thread begins with: a warpgroup
         that asks for more than are left waits for ever.
@@ -35,6 +37,7 @@ class KeysConfig:
     stages: int = 2
     waves: int = 2
     overlaps: bool = False
+    parts: int = 1
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
@@ -110,11 +113,15 @@ class FusedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Of both kernels; and of the one that takes their place where it can, if any."""
+    """Of both kernels; and of the one that takes their place where it can, if any.
+
+    folds: whether the queries of a group's heads are rows of one tile, where they can be; see `folded`.
+    """
 
     keys: KeysConfig
     queries: QueriesConfig
     fused: FusedConfig | None = None
+    folds: bool = False
 
 
 def padded_head(head_size: int) -> int:

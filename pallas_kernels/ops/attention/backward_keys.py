@@ -5,8 +5,8 @@ products without leaving their registers: with q, k, v, do tiles of query, key, 
 
     s = k @ q.T;  p = exp(s - lse);  dv += p @ do;  dp = v @ do.T;  ds = p * (dp - delta);  dk += ds @ q
 
-Query heads that share a key head are summed in the accumulators. Source: Dao, "FlashAttention-2", 2023,
-https://arxiv.org/abs/2307.08691
+Query heads that share a key head are summed in the accumulators; where there are few keys, blocks share a group's
+heads, and their sums are added up behind. Source: Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def key_value_gradients(
     batch, _, _, size = query.shape
     masking = problem.masking
     blocks = pl.cdiv(masking.keys, config.columns)
-    lanes = batch * problem.key_heads
+    parts = config.parts
+    own_heads = problem.group // parts
+    lanes = batch * problem.key_heads * parts
     at_once = target_device().core_count
 
     def attention_backward_keys(
@@ -71,10 +73,10 @@ def key_value_gradients(
             lax.axis_index("block"),
             tiles=blocks,
             lanes=lanes,
-            lane_bytes=4 * problem.group * query.shape[1] * size,
+            lane_bytes=4 * own_heads * query.shape[1] * size,
             section_blocks=config.waves * at_once,
         )
-        b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        b, key_head, part = _lane_place(lane, problem.key_heads, parts)
         first_key = tile_index * config.columns
         if "tiles" in extras_refs:
             tiles = TileRange(*(extras_refs["tiles"][b, tile_index, i] for i in range(4)))
@@ -82,6 +84,8 @@ def key_value_gradients(
             tiles = masking.query_tiles(first_key, config.columns, config.rows)
         visits = Visits(tiles=tiles)
         first_head = key_head * problem.group
+        if part is not None:
+            first_head = first_head + part * own_heads
 
         @pl.when(warpgroup == config.warpgroups)
         def _():
@@ -108,7 +112,7 @@ def key_value_gradients(
                 def one(g, step):
                     return lax.fori_loop(0, count, bring, (first_head + g, step))[1]
 
-                return lax.fori_loop(0, problem.group, one, steps)
+                return lax.fori_loop(0, own_heads, one, steps)
 
             steps = heads(visits.masked, visits.masked_tile, jnp.int32(0))
             steps = heads(visits.full, visits.full_tile, steps)
@@ -178,7 +182,7 @@ def key_value_gradients(
                     count = 2 if makes_dkey else 1
                     pl.run_scoped(products, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * count)
 
-                masked_steps = problem.group * visits.masked
+                masked_steps = own_heads * visits.masked
 
                 def masked_step(n, _):
                     head = first_head + lax.div(n, visits.masked)
@@ -190,7 +194,7 @@ def key_value_gradients(
 
                 if not isinstance(visits.masked, int) or visits.masked:
                     lax.fori_loop(0, masked_steps, masked_step, None)
-                steps = problem.group * (visits.masked + visits.full)
+                steps = own_heads * (visits.masked + visits.full)
                 lax.fori_loop(masked_steps, steps, full_step, None)
                 results = [a[...] for a in (dk, dv) if a is not None]
                 if config.overlaps:
@@ -204,6 +208,7 @@ def key_value_gradients(
                 plgpu.barrier_arrive(finished)
                 plgpu.barrier_wait(finished)
             place = (b, pl.ds(first_key + first, WARPGROUP_ROWS), key_head)
+            place = place if part is None else (part, *place)
             own_k, own_v = (held_tile.at[pl.ds(first, WARPGROUP_ROWS)] for held_tile in (k, v))
             if makes_dkey:
                 store_columns(own_k, results.pop(0) * problem.scale)
@@ -227,9 +232,12 @@ def key_value_gradients(
             pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
 
     dtype = problem.dtype
+    result = jax.ShapeDtypeStruct(key.shape, dtype)
+    if parts > 1:
+        result = jax.ShapeDtypeStruct((parts, *key.shape), dtype)
     kernel = settings.kernel(
         attention_backward_keys,
-        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in (key, value)],
+        out_type=[result, result],
         grid=(blocks * lanes,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
@@ -250,4 +258,20 @@ def key_value_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
     dkey, dvalue = kernel(query, key, value, dout, rows, dict(extras))
-    return dkey, dvalue
+    return (_added(dkey), _added(dvalue)) if parts > 1 else (dkey, dvalue)
+
+
+def _lane_place(lane: jax.Array, key_heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(batch entry, key head, part of its group or None) of a lane."""
+    part = None
+    if parts > 1:
+        lane, part = lax.div(lane, parts), lax.rem(lane, parts)
+    return lax.div(lane, key_heads), lax.rem(lane, key_heads), part
+
+
+def _added(parts: jax.Array) -> jax.Array:
+    """The sum over the first axis, in float32 and then rounded: one elementwise kernel."""
+    whole, *others = parts.astype(jnp.float32)
+    for other in others:
+        whole = whole + other
+    return whole.astype(parts.dtype)

@@ -38,6 +38,7 @@ def query_gradients(
     problem: Problem,
     config: QueriesConfig,
     makes_dbias: bool = False,
+    by_number: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns dquery, like query, and the gradients of all scores where they are asked for.
 
@@ -48,6 +49,7 @@ def query_gradients(
             segments: (batch, tiles of queries, 4)), "words", "dense"; and "places", the keys' numbers (padded, int32).
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
+        by_number: whether the third line of `rows` says what a query sees under a causal mask, and not its place.
     """
     batch, _, heads, size = query.shape
     masking = problem.masking
@@ -123,6 +125,10 @@ def query_gradients(
                 plgpu.load(rows_ref.at[b, head, i, pl.ds(first, WARPGROUP_ROWS)], layout=vector, optimized=False)
                 for i in (0, 1)
             )
+            numbers = None
+            if by_number:
+                place = (b, head, 2, pl.ds(first, WARPGROUP_ROWS))
+                numbers = plgpu.load(rows_ref.at[place], layout=vector, optimized=False).astype(jnp.int32)
             plgpu.barrier_wait(held.at[warpgroup])
 
             def run(dq):
@@ -142,6 +148,7 @@ def query_gradients(
                         extras=extras_refs,
                         words=words,
                         places=extras_refs["places"].at[pl.ds(key_tile * config.columns, config.columns)],
+                        numbers=numbers,
                     )
 
                     own = warpgroup + not_invariant(n)

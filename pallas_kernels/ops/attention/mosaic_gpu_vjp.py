@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward
 from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
@@ -13,6 +14,7 @@ from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
+from pallas_kernels.ops.attention.folded import can_fold, fold, folded, unfold
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import varying_like
@@ -21,6 +23,8 @@ _LINES = 8
 """TMA brings groups of eight rows."""
 _TILE = 256
 """A multiple of every other tile's length."""
+_CONSTANT = 4096
+"""Numbers that a program may hold; where there are more, a kernel that counts is no matter."""
 
 
 def attention_backward(
@@ -49,17 +53,33 @@ def attention_backward(
     config = config or tuned_backward(problem)
     makes_dbias = problem.dense == "bias"
     whole = math.lcm(_TILE, config.queries.rows)
-    rows = rows_of(out, lse, dout, dlse, whole)
-    q, k, v, do = (_whole(array) for array in (query, key, value, dout))
+    group = problem.group if config.folds and can_fold(problem) else 1
+    rows = rows_of(out, lse, dout, dlse, whole, group=group)
+    q, do = query, dout
+    if group > 1:
+        problem = folded(problem)
+        q, do = fold(query, group), fold(dout, group)
+    q, k, v, do = (_whole(array) for array in (q, key, value, do))
     by_keys, by_queries = _extras(extras, problem, config, whole)
     dscores = None
-    if config.fused is not None and can_fuse(problem):
+    if config.fused is not None and can_fuse(problem) and group == 1:
         dq, dk, dv = fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused)
     else:
         dk, dv = key_value_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.keys)
         dq, dscores = query_gradients(
-            q, k, v, do, rows, by_queries, problem=problem, config=config.queries, makes_dbias=makes_dbias
+            q,
+            k,
+            v,
+            do,
+            rows,
+            by_queries,
+            problem=problem,
+            config=config.queries,
+            makes_dbias=makes_dbias,
+            by_number=group > 1 and problem.masking.is_causal,
         )
+        if group > 1:
+            dq = unfold(dq[:, : problem.masking.queries], group)
     gradients = [
         varying_like(gradient[:, : array.shape[1], :, : array.shape[3]], *operands)
         for gradient, array in ((dq, query), (dk, key), (dv, value))
@@ -80,12 +100,19 @@ def _whole(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else array
 
 
+def _counted(count: int) -> jax.Array:
+    """0, 1, 2 and so on, int32, and a zero that nobody reads, without which XLA has a kernel count each time."""
+    if count > _CONSTANT:
+        return jnp.arange(count, dtype=jnp.int32)
+    return jnp.asarray(np.append(np.arange(count, dtype=np.int32), np.int32(0)))
+
+
 def _extras(
     extras: Extras, problem: Problem, config: BackwardConfig, whole: int
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The further operands of the kernel of dkey and dvalue, and of that of dquery."""
     keys = problem.masking.keys
-    by_keys, by_queries = {}, {"places": jnp.arange(keys + -keys % whole, dtype=jnp.int32)}
+    by_keys, by_queries = {}, {"places": _counted(keys + -keys % whole)}
     if extras.words is not None:
         by_keys["words"] = by_queries["words"] = extras.words
     if extras.dense is not None:

@@ -1,0 +1,65 @@
+"""A few queries of the heads of a group as rows of one tile: one head of the group's size times as many queries.
+
+A tile has rows for 64 queries of a head, however few there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
+from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.primitives.platform import target_device
+
+_MOST_QUERIES = 32
+"""Of a head. With more of them fewer than half of the tiles would go."""
+_MASKED_ROWS, _MASKED_KEYS = 64, 128
+"""With a causal mask: one tile, so that what is seen of it need not be worked out for others."""
+
+
+def can_fold(problem: Problem) -> bool:
+    """Whether rows may be queries of several heads: of them all the same is seen, and nothing depends on the head."""
+    masking = problem.masking
+    is_plain = problem.dense is None and not problem.dropout_rate and not masking.has_segments and masking.left is None
+    if not is_plain or problem.group == 1 or masking.queries > _MOST_QUERIES:
+        return False
+    if masking.right is None:
+        return True
+    is_one_tile = masking.queries * problem.group <= _MASKED_ROWS and masking.keys <= _MASKED_KEYS
+    return masking.right == 0 and is_one_tile
+
+
+def folds_forward(problem: Problem) -> bool:
+    """Whether the forward pass takes folded queries: where heads make more tiles of them than run at once."""
+    sees_all = can_fold(problem) and problem.masking.right is None
+    return sees_all and problem.batch * problem.heads > target_device().core_count
+
+
+def folded(problem: Problem) -> Problem:
+    """The problem of `fold`'s arrays. A causal mask is that of the queries' numbers in their heads."""
+    masking = replace(problem.masking, queries=problem.masking.queries * problem.group)
+    return replace(problem, heads=problem.key_heads, masking=masking)
+
+
+def fold(array: jax.Array, group: int) -> jax.Array:
+    """(batch, queries, heads, head size) as (batch, group * queries, heads / group, head size), by heads of a group."""
+    batch, queries, heads, size = array.shape
+    split = array.reshape(batch, queries, heads // group, group, size)
+    return split.transpose(0, 3, 1, 2, 4).reshape(batch, group * queries, heads // group, size)
+
+
+def unfold(array: jax.Array, group: int) -> jax.Array:
+    """The inverse of `fold`."""
+    batch, rows, key_heads, size = array.shape
+    split = array.reshape(batch, group, rows // group, key_heads, size)
+    return split.transpose(0, 2, 3, 1, 4).reshape(batch, rows // group, key_heads * group, size)
+
+
+def folded_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """`attention_forward` by `fold`'s arrays, where every query sees every key."""
+    out, lse = attention_forward(fold(query, problem.group), key, value, Extras(), problem=folded(problem))
+    return unfold(out, problem.group), lse.reshape(problem.batch, problem.heads, -1)
