@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import interpreter_semaphores
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.primitives import platform
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.primitives.gemm.sharing import Sharing
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
 
@@ -173,6 +177,51 @@ def test_sums_of_rows_squares(config, seed):
     got, squares = gemm([a], [b], residual=residual, row_squares=True, config=config)
     assert_close(got, wide(a) @ wide(b) + wide(residual))
     np.testing.assert_allclose(squares, (wide(got) ** 2).sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("tiles", "blocks", "steps", "fewest"), [(23, 5, 12, 1), (11, 5, 9, 2), (13, 6, 8, 1)])
+def test_shared_tiles_are_begun_by_one_block_and_ended_by_the_next(tiles, blocks, steps, fewest):
+    sharing = Sharing(tiles=tiles, blocks=blocks, steps=steps, fewest=fewest)
+    parts, loads = {}, []
+
+    def work(tile, part, before):
+        parts.setdefault(int(tile), []).append((*map(int, part), block, int(before)))
+
+    with jax.disable_jit():
+        for block in range(blocks):
+            loads.append(int(sharing.for_each(jnp.int32(block), work)))
+    assert sum(loads) == tiles * steps
+    assert max(loads) - min(loads) <= 1 + 2 * (fewest - 1)
+    for tile in range(tiles):
+        own = parts[tile]
+        if len(own) == 1:
+            assert own[0][:2] == (0, steps)
+            continue
+        (_, head, left, begins, ends, block, before), (first, tail, found, *others, after) = own
+        assert (begins, ends, *others) == (1, 0, 0, 1, block + 1)
+        assert left == found == block + 1
+        assert head == first
+        assert head + tail == steps
+        assert min(head, tail) >= fewest
+        assert before + head <= after + 2 * (fewest - 1), "the second would wait"
+
+
+def test_a_shared_last_wave_changes_no_bit(monkeypatch, seed):
+    """Four blocks in two clusters; under vmap the tiles are not shared."""
+    interpreter_semaphores.extend(monkeypatch)
+    monkeypatch.setattr(platform, "_INTERPRETED_CORES", 4)
+    a, b, residual = normal(seed, 2, 328, 256), normal(seed + 1, 256, 64), normal(seed + 2, 2, 328, 64)
+
+    def run(a, residual, is_shared):
+        config = replace(SMALL, cluster="m", shares_last_wave=is_shared)
+        return gemm([a], [b], residual=residual, row_squares=True, config=config)
+
+    jax.tree.map(np.testing.assert_array_equal, *(run(a[0], residual[0], is_shared) for is_shared in (True, False)))
+    shared = partial(run, is_shared=True)
+    assert "semaphore" in str(jax.make_jaxpr(shared)(a[0], residual[0]))
+    mapped, shapes = jax.make_jaxpr(jax.vmap(shared), return_shape=True)(a, residual)
+    assert "semaphore" not in str(mapped)
+    assert [each.shape for each in shapes] == [(2, 328, 64), (2, 328)]
 
 
 def test_stages_are_those_that_fit():

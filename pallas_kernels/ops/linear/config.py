@@ -59,11 +59,12 @@ def preferred(
 
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
     """The measured best for a problem, else the untuned choice."""
-    outputs = int(known["outputs"])
+    outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
-    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed)
+    is_shared = features >= FEWEST_FEATURES and not keeps_product
+    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_shared=is_shared)
     if rows <= MOST_ROWS:
-        untuned = choose_few_rows(rows, outputs, int(known["features"]))
+        untuned = choose_few_rows(rows, outputs, features)
     config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of two results, so that four stages still fit.
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
@@ -95,5 +96,6 @@ def candidates(rows: int) -> dict[str, Config]:
         "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x128": GemmConfig(tile_m=128, tile_n=128, stages=6),
         "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m, last wave shared": GemmConfig(cluster="m", shares_last_wave=True),
         "128x256 cluster n": GemmConfig(cluster="n"),
     }

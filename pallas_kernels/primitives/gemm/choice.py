@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.platform import target_device
 
@@ -16,14 +18,18 @@ MIXED = {
 """For 512 rows and 14336 columns of each accumulator, by their number: as many columns for every block."""
 MOST_MIXED_ROWS = 512
 """With more rows, plain and gated products by tiles of several widths have been counted, but not measured."""
+SHARED_SHARE = 0.125
+"""Of the blocks that the last wave has tiles for, up to which all of them share it: see `sharing`."""
 WORTH = 0.8
 """Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
 
 
-def choose_config(m: int, n: int, *, accumulators: int = 1, is_mixed: bool = False) -> GemmConfig:
+def choose_config(
+    m: int, n: int, *, accumulators: int = 1, is_mixed: bool = False, is_shared: bool = False
+) -> GemmConfig:
     """The cut of an (m, n) result with so many accumulators of n columns each; the depth does not matter.
 
-    is_mixed: whether tiles of several widths will do, too.
+    is_mixed: whether tiles of several widths will do, too. is_shared: whether blocks may share the last wave's tiles.
     """
     if m <= FEW_ROWS:
         return _few_rows(n, accumulators)
@@ -31,7 +37,17 @@ def choose_config(m: int, n: int, *, accumulators: int = 1, is_mixed: bool = Fal
     configs = [wide] if accumulators > 1 else [wide, GemmConfig(tile_n=128, stages=6)]
     if is_mixed and m < MANY_ROWS:
         configs.append(MIXED[accumulators])
-    return min(configs, key=lambda config: _cost(config, m, n * accumulators))
+    config = min(configs, key=lambda config: _cost(config, m, n * accumulators))
+    return replace(config, shares_last_wave=is_shared and _is_worth_sharing(config, m, n * accumulators))
+
+
+def _is_worth_sharing(config: GemmConfig, m: int, n: int) -> bool:
+    """Whether the last of many waves is nearly empty. Only clusters along m have been measured."""
+    if config.cluster != "m":
+        return False
+    pairs = -(-m // (2 * config.tile_m)) * -(-n // config.tile_n)
+    waves, left = divmod(pairs, target_device().core_count // 2)
+    return waves > 0 and 0 < left <= SHARED_SHARE * (target_device().core_count // 2)
 
 
 def fills(m: int, n: int, *, accumulators: int = 1) -> bool:

@@ -37,6 +37,7 @@ class GemmConfig:
     store_columns, store_slots: the result leaves in pieces of so many columns, through so many buffers a warpgroup.
     memory_registers: of each thread of the warpgroup that brings operands; the others share the rest. None leaves the
         split to the compiler: for several blocks a multiprocessor.
+    shares_last_wave: tiles that would keep only some blocks busy at the end are shared by all of them, see `sharing`.
     blocks_per_core: persistent blocks a streaming multiprocessor; None starts a block for each tile.
     """
 
@@ -57,6 +58,12 @@ class GemmConfig:
     blocks_per_core: int | None = 1
     automatic_barriers: bool = True
     passes: tuple[int, ...] = ()
+    shares_last_wave: bool = False
+
+    @property
+    def unshared(self) -> GemmConfig:
+        """The same with each tile one block's."""
+        return replace(self, shares_last_wave=False)
 
     @property
     def strip(self) -> tuple[int, ...]:

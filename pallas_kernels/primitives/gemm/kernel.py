@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -24,11 +25,12 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside
-from pallas_kernels.primitives.gemm.launch import launcher
+from pallas_kernels.primitives.gemm.launch import launcher, sharing_of
 from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.gemm.sharing import Sums, apart
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
 
@@ -109,7 +111,13 @@ def gemm(
     own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
     extras = [_given({**common, **part}) for part in own]
     heads = [part.heads for part in beside] or [None]
-    outputs, squares = _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares)
+
+    def launch(a, b, extras, problem=problem):
+        return _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares)
+
+    if config.shares_last_wave:
+        launch = apart(launch, partial(launch, problem=replace(problem, config=problem.config.unshared)))
+    outputs, squares = launch(a, b, extras)
     results = [output[:rows] for output in outputs]
     if squares is not None:
         results.append(_over_lines(squares[:, :rows]))
@@ -135,6 +143,9 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
     results = len(out_type)
     if row_squares:
         out_type.append(jax.ShapeDtypeStruct(problem.squares_shape, jnp.float32))
+    sharing = sharing_of(problem)
+    if sharing is not None:
+        out_type.append(Sums.type_of(problem, sharing))
 
     def roles(a_refs, b_refs, extra_refs, *refs):
         outputs, squares, scratch = refs[:results], refs[results : len(out_type)], refs[len(out_type) :]
@@ -157,9 +168,10 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
                 )
                 for i, (part, part_refs) in enumerate(zip(heads, extra_refs, strict=True))
             ]
-            compute(problem, ring, stores, warpgroup)
+            sums = None if sharing is None else Sums.of(problem, refs[len(out_type) - 1], warpgroup)
+            compute(problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
 
-        return partial(produce, problem, a_refs, b_refs, ring), multiply
+        return partial(produce, problem, a_refs, b_refs, ring, sharing=sharing), multiply
 
     kernel = launcher(
         problem,

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.gemm.sharing import Sharing
 from pallas_kernels.primitives.platform import target_device
 
 Roles = tuple[Callable[[], None], Callable[[jax.Array], None]]
@@ -26,6 +27,22 @@ def blocks_of(problem: Problem) -> int:
     if config.blocks_per_core is not None:
         most = target_device().core_count * config.blocks_per_core // problem.cluster_size
     return max(1, min(most, tiles))
+
+
+def sharing_of(problem: Problem) -> Sharing | None:
+    """How a problem's last tiles are shared, or None where each tile is one block's."""
+    config = problem.config
+    if not config.shares_last_wave:
+        return None
+    if config.passes or config.blocks_per_core != 1 or len(problem.widths) > 1:
+        raise ValueError("gemm: the last wave is shared by one block a core, of tiles of one width and one result.")
+    sharing = Sharing(
+        tiles=problem.grid[0] * problem.grid[1],
+        blocks=blocks_of(problem),
+        steps=problem.steps,
+        fewest=max(1, config.in_flight),
+    )
+    return sharing if sharing.has_shared else None
 
 
 def launcher(

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.gemm.sharing import Part, Sharing, Sums
 from pallas_kernels.primitives.gemm.store import Store
 
 
@@ -51,24 +52,37 @@ def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
     }
 
 
-def for_each_tile(problem: Problem, work) -> jax.Array:
+def for_each_tile(problem: Problem, work, *, sharing: Sharing | None = None) -> jax.Array:
     """Calls work(row, column, columns, steps before) for each of the block's tiles; returns how many steps it has.
 
     row and column are the tile's first in the result, or in the results beside each other (see `Problem.spans`).
     columns: of each accumulator in the tile.
+    sharing: how the last tiles are shared; work is then also told which part of the tile is the block's.
     """
     config = problem.config
     rows, columns = problem.grid
 
-    @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
-    def steps(info, carry):
+    def place(tile):
         minor = {"m": 0, "n": 1}[config.minor]
-        i, j = plgpu.planar_snake(info.index[0], (rows, columns), minor, min(config.group, (rows, columns)[minor]))
+        i, j = plgpu.planar_snake(tile, (rows, columns), minor, min(config.group, (rows, columns)[minor]))
         if config.cluster == "m":
             i = 2 * i + lax.axis_index("cluster")
         if config.cluster == "n":
             j = 2 * j + lax.axis_index("cluster")
-        return for_each_of_strip(problem, partial(work, i * config.tile_m), j * sum(problem.strip), carry)
+        return i * config.tile_m, j * sum(problem.strip)
+
+    if sharing is not None:
+
+        def own(tile, part, before):
+            row, column = place(tile)
+            work(row, column, problem.columns, before, part)
+
+        return sharing.for_each(lax.axis_index("block"), own)
+
+    @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    def steps(info, carry):
+        row, column = place(info.index[0])
+        return for_each_of_strip(problem, partial(work, row), column, carry)
 
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 
@@ -93,15 +107,18 @@ def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Arr
     return before
 
 
-def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
+def produce(
+    problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring, *, sharing: Sharing | None = None
+) -> None:
     """Brings the operands of every step of every tile, as early as there is room."""
     config = problem.config
     shared_a = "cluster" if config.cluster == "n" else None
     shared_b = "cluster" if config.cluster == "m" else None
     whole = problem.transpose_a or problem.brought_rows == config.tile_m
     brought = config.tile_m if whole else problem.brought_rows
+    every_step = Part(first=0, steps=problem.steps)
 
-    def tile(row, column, _, before):
+    def tile(row, column, _, before, part=every_step):
         def step(i, _):
             stage = lax.rem(before + i, config.stages)
 
@@ -109,7 +126,7 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
             def _():
                 plgpu.barrier_wait(ring.empty.at[stage])
 
-            depth = pl.ds(i * config.tile_k, config.tile_k)
+            depth = pl.ds((part.first + i) * config.tile_k, config.tile_k)
             a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
 
             def bring_b(ref, buffer, column):
@@ -126,9 +143,9 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
             for ref, (is_own, first) in zip(b_refs, problem.owners(column), strict=True):
                 pl.when(is_own)(partial(bring_b, ref, ring.b[0], column - first))
 
-        lax.fori_loop(0, problem.steps, step, None)
+        lax.fori_loop(0, part.steps, step, None)
 
-    drain(ring.empty, config.stages, for_each_tile(problem, tile))
+    drain(ring.empty, config.stages, for_each_tile(problem, tile, sharing=sharing))
 
 
 def drain(barriers: Any, count: int, steps: jax.Array) -> None:
@@ -150,7 +167,7 @@ def _ordered(first, second, is_transposed: bool):
 def run_steps(
     ring: Ring,
     issue: Callable[[jax.Array, jax.Array], None],
-    steps: int,
+    steps: int | jax.Array,
     before: jax.Array,
     *,
     products: int = 1,
@@ -179,18 +196,29 @@ def run_steps(
     lax.fori_loop(0, steps, step, None)
 
 
-def give_back_last(ring: Ring, steps: int, before: jax.Array, pending: int | None = None) -> None:
+def give_back_last(ring: Ring, steps: int | jax.Array, before: jax.Array, pending: int | None = None) -> None:
     """Gives back the stages of a tile's last steps once they are done. pending: their number, where it is not what
     `run_steps` leaves in flight."""
     config = ring.problem.config
-    for late in range(min(config.in_flight, steps) if pending is None else pending, 0, -1):
+    if pending is None:
+        pending = min(config.in_flight, steps) if isinstance(steps, int) else config.in_flight
+    for late in range(pending, 0, -1):
         plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
 
 
-def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array) -> None:
+def compute(
+    problem: Problem,
+    ring: Ring,
+    stores: Sequence[Store],
+    warpgroup: jax.Array,
+    *,
+    sharing: Sharing | None = None,
+    sums: Sums | None = None,
+) -> None:
     """Multiplies every tile and has its results stored.
 
     stores: of each result that lies beside others (see `Problem.widths`), or one.
+    sharing, sums: how the last tiles are shared, and where their sums go.
     """
     config = problem.config
     rows = config.warpgroup_rows
@@ -214,7 +242,11 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
         def _():
             plgpu.barrier_wait(ring.ahead)
 
-    def tile(row, column, columns, before):
+    every_step = Part(first=0, steps=problem.steps)
+
+    def tile(row, column, columns, before, part=every_step):
+        # ptxas must see that no loop over steps is empty: it would wait for each product.
+        steps = part.steps if sums is None else jnp.maximum(part.steps, 1)
         first_column = 0
         if config.split == "n":
             columns //= config.warpgroups
@@ -222,7 +254,7 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
         row, column = row + first_row, column + first_column
         own_stores = [store.narrowed(columns) for store in stores] if config.passes else stores
         if len(stores) == 1:
-            own_stores[0].begin(row, column)
+            _where(part.ends, partial(own_stores[0].begin, row, column))
 
         def multiply(*accumulators):
             def issue(i, stage):
@@ -231,14 +263,19 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
                 if skew:
                     plgpu.barrier_arrive(ring.ahead, predicate=(warpgroup == 0) & (before + i == skew - 1))
 
-            run_steps(ring, issue, problem.steps, before, products=len(problem.products))
+            if sums is not None:
+                for accumulator, value in zip(accumulators, sums.fetch(part, accumulators), strict=True):
+                    accumulator[...] = value
+            run_steps(ring, issue, steps, before, products=len(problem.products))
             values = [accumulator[...] for accumulator in accumulators]
-            give_back_last(ring, problem.steps, before)
+            give_back_last(ring, steps, before)
+            if sums is not None:
+                pl.when(~part.ends)(partial(sums.leave, part, values))
             if config.passes:
                 # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if len(stores) == 1:
-                own_stores[0].finish(values, row, column)
+                _where(part.ends, partial(own_stores[0].finish, values, row, column))
                 return
             for store, (is_own, first) in zip(own_stores, problem.owners(column), strict=True):
                 pl.when(is_own)(partial(store.finish, values, row, column - first))
@@ -246,5 +283,10 @@ def compute(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
         types = (plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for _ in range(problem.accumulators))
         pl.run_scoped(multiply, *types)
 
-    for_each_tile(problem, tile)
+    for_each_tile(problem, tile, sharing=sharing)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _where(condition: jax.Array | bool, work: Callable[[], None]) -> None:
+    """Calls it under the condition, unless that is known to hold."""
+    work() if condition is True else pl.when(condition)(work)
