@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 from jax.export import is_symbolic_dim
@@ -17,10 +18,14 @@ from jax.export import is_symbolic_dim
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """Every implementation name that some operation has or may have."""
 
+_OF_ONE_DEVICE = ("mosaic", "triton")
+
 Implementation = str | Sequence[str] | None
 """What callers pass: one name, several in order of preference, or None for the best known.
 
 Kernels have first derivatives, backward. Second ones, and `jax.jvp`, are those of "xla" alone: on a GPU ask for it.
+A kernel sees one device: arrays spread over several belong into `jax.shard_map`. Outside it None takes "xla" where the
+mesh's axes are explicit; of automatic ones a trace knows nothing, and XLA brings whole arrays to every device.
 """
 
 Support = Callable[[], str | None]
@@ -53,7 +58,7 @@ def choose(
             return "xla"
         order = preferred() if callable(preferred) else preferred
         # A tuned table may name what the operation does not have.
-        runnable = (name for name in order if name in support and support[name]() is None)
+        runnable = (name for name in order if name in support and _reason(name, support[name]) is None)
         return next(runnable, "xla")
     if not isinstance(requested, str | Sequence):
         raise TypeError(f"{operation}: implementation must be a name, a sequence of names or None, got {requested!r}.")
@@ -66,7 +71,7 @@ def choose(
     for name in names:
         reason = f"{operation} has none of that name, only {_listed(support)}"
         if name in support:
-            reason = _reason(support[name])
+            reason = _reason(name, support[name])
         if reason is None:
             return name
         reasons.append(f"{name!r}: {reason}")
@@ -75,15 +80,32 @@ def choose(
     )
 
 
-def _reason(support: Support) -> str | None:
+def _reason(name: str, support: Support) -> str | None:
+    if name == "xla":
+        return None
     if _has_symbolic_sizes(support):
         return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
+    axes = _mesh_axes(support)
+    if name in _OF_ONE_DEVICE and axes:
+        return (
+            f"an array is spread over {', '.join(map(repr, axes))} of an explicit mesh, and a kernel sees one device; call "
+            "the operation inside jax.shard_map"
+        )
     return support()
 
 
 def _has_symbolic_sizes(support: Support) -> bool:
-    arguments = (support.args, support.keywords) if isinstance(support, partial) else ()
-    return any(is_symbolic_dim(size) for leaf in jax.tree.leaves(arguments) for size in getattr(leaf, "shape", ()))
+    return any(is_symbolic_dim(size) for leaf in _arguments(support) for size in getattr(leaf, "shape", ()))
+
+
+def _mesh_axes(support: Support) -> tuple[str, ...]:
+    """Explicit axes of the mesh that one of the arrays is spread over. Of automatic ones a trace knows nothing."""
+    specs = (jax.typeof(leaf).sharding.spec for leaf in _arguments(support) if isinstance(leaf, jax.Array))
+    return tuple(sorted({str(axis) for axis in jax.tree.leaves([tuple(spec) for spec in specs])}))
+
+
+def _arguments(support: Support) -> list[Any]:
+    return jax.tree.leaves((support.args, support.keywords)) if isinstance(support, partial) else []
 
 
 def _check_known(operation: str, name: str, support: Mapping[str, Support]) -> None:

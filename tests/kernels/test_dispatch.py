@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import REGISTRY, bias_activation, get_op, linear, rms_norm
 from pallas_kernels.dispatch import choose
@@ -39,6 +39,25 @@ def test_sizes_known_only_at_run_time_are_left_to_xla(function):
             assert "mpmd_map" not in str(jax.make_jaxpr(traced)(x, other))
         with pytest.raises(NotImplementedError, match="known only when the program runs"):
             jax.eval_shape(partial(function, implementation="mosaic"), x, other)
+
+
+def test_arrays_spread_over_an_explicit_mesh_are_left_to_xla():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    x = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    scale = jax.ShapeDtypeStruct((256,), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def norm(x, scale):
+        return rms_norm(x, scale, implementation="mosaic")
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "mpmd_map" not in str(jax.make_jaxpr(rms_norm)(x, scale))
+        with pytest.raises(NotImplementedError, match=r"over 'data' of an explicit mesh.* jax\.shard_map"):
+            jax.eval_shape(norm, x, scale)
+        a_device = jax.shard_map(
+            norm, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data")
+        )
+        assert "mpmd_map" in str(jax.make_jaxpr(a_device)(x, scale))
 
 
 def test_sequences_are_orders_of_preference():
