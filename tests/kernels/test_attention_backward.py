@@ -47,10 +47,10 @@ FORMS = {
 }
 
 SHORT = {
-    "blocks share a group, causal": ((2, 72, 136, 4, 1, 64), {"is_causal": True}),
-    "blocks share a group, larger scores": ((1, 40, 71, 4, 2, 128), {"scale": 0.25}),
+    "blocks share a group, causal": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
+    "blocks share a group, a tile of keys that is not whole": ((1, 24, 71, 2, 1, 128), {}),
     "folded, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
-    "folded": ((2, 20, 136, 8, 2, 128), {"softcap": 2.0}),
+    "folded": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
 }
 """Blocks that share a group's heads (`KeysConfig.parts`), and queries of several heads in one tile (`folded`)."""
 
