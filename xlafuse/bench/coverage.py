@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -41,9 +41,14 @@ def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
     """The implementations that an H200 can run on these arguments; first the one that `implementation=None` takes."""
 
     def choose(
-        operation: str, requested: object, support: Mapping[str, Support], *, preferred: Sequence[str] = ()
+        operation: str,
+        requested: object,
+        support: Mapping[str, Support],
+        *,
+        preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
     ) -> str:
-        names = [name for name in (*preferred, "xla") if support[name]() is None]
+        order = preferred() if callable(preferred) else preferred
+        names = [name for name in (*order, "xla") if support[name]() is None]
         raise _Chosen((*names, *(name for name in support if name not in names and support[name]() is None)))
 
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
