@@ -85,11 +85,10 @@ def _reason(name: str, support: Support) -> str | None:
         return None
     if _has_symbolic_sizes(support):
         return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
-    axes = _mesh_axes(support)
-    if name in _OF_ONE_DEVICE and axes:
+    if name in _OF_ONE_DEVICE and (axes := _mesh_axes(support)):
         return (
-            f"an array is spread over {', '.join(map(repr, axes))} of an explicit mesh, and a kernel sees one device; call "
-            "the operation inside jax.shard_map"
+            f"an array is spread over {', '.join(map(repr, axes))} of an explicit mesh, and a kernel sees one device; "
+            "call the operation inside jax.shard_map"
         )
     return support()
 

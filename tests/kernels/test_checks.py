@@ -80,6 +80,11 @@ def test_numbers_are_not_traced(name):
             ValueError,
             "ignore_index must be one of labels' int32, got 1099511627776",
         ),
+        (
+            partial(OPS.attention, HEADS, HEADS, HEADS, segment_ids=(None, LENGTHS)),
+            TypeError,
+            "attention: segment_ids must be an array, got None",
+        ),
         (partial(OPS.softmax, X, axis=(0, 1)), TypeError, r"axis must be an integer, got \(0, 1\)"),
         (
             partial(OPS.cross_entropy, X, LABELS, ignore_index=None),
@@ -123,6 +128,14 @@ def test_integers_and_arrays_of_numpy_are_taken():
     got = OPS.attention(HEADS, HEADS, HEADS, window=window, segment_ids=ids.tolist())
     assert jnp.array_equal(got, OPS.attention(HEADS, HEADS, HEADS, window=1, segment_ids=ids))
     assert OPS.softmax(X, axis=np.int64(0), scale=np.float32(2)).shape == X.shape
+
+
+def test_numbers_of_numpy_leave_the_precision_as_it_is():
+    with jax.enable_x64(True):
+        heads = jnp.ones((1, 2, 1, 8), "float32")
+        numbers = {"scale": np.float64(0.5), "softcap": np.float64(9), "dropout_rate": np.float64(0.5)}
+        _, lse = OPS.attention(heads, heads, heads, **numbers, dropout_key=KEY, return_residuals=True)
+    assert lse.dtype == jnp.float32
 
 
 def test_a_single_number_may_be_dropped():

@@ -10,7 +10,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import REGISTRY, bias_activation, get_op, linear, rms_norm
+from pallas_kernels import REGISTRY, attention, bias_activation, get_op, linear, rms_norm
 from pallas_kernels.dispatch import choose
 from pallas_kernels.primitives.platform import target_device
 
@@ -28,7 +28,14 @@ def test_a_preference_that_the_operation_has_not_is_passed_over():
     assert choose("op", None, support, preferred=("cudnn", "a name of next year", "mosaic")) == "mosaic"
 
 
-@pytest.mark.parametrize("function", [rms_norm, linear, bias_activation], ids=lambda function: function.__name__)
+def self_attention(x, scale, **options):
+    heads = (x * scale).reshape(x.shape[0], 2, 2, 64)
+    return attention(heads, heads, heads, **options)
+
+
+@pytest.mark.parametrize(
+    "function", [rms_norm, linear, bias_activation, self_attention], ids=lambda each: each.__name__
+)
 def test_sizes_known_only_at_run_time_are_left_to_xla(function):
     (rows,) = jax.export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)

@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forwar
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -92,12 +92,13 @@ def attention(
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
-    bias = None if bias is None else jnp.asarray(bias)
-    mask = None if mask is None else jnp.asarray(mask)
+    bias, mask = optional_arrays("attention", bias=bias, mask=mask)
     masked = {"bias": bias, "mask": mask, "window": window, "segment_ids": segment_ids, "softcap": softcap}
     masked |= {"scale": scale, "dropout_rate": dropout_rate, "dropout_key": dropout_key}
     check(query, key, value, **masked)
-    masked |= {"is_causal": is_causal}
+    # A float of NumPy would make float64 of what it multiplies, under jax_enable_x64.
+    scale, softcap = (None if number is None else float(number) for number in (scale, softcap))
+    masked |= {"scale": scale, "softcap": softcap, "dropout_rate": float(dropout_rate), "is_causal": is_causal}
     support = {
         "mosaic": partial(mosaic_unsupported, query, key),
         "cudnn": partial(cudnn_unsupported, query, key, value, **masked, return_residuals=return_residuals),
@@ -107,7 +108,7 @@ def attention(
         choose("attention", implementation, support)
         return attention_reference(query, key, value, **masked, return_residuals=return_residuals)
     problem, extras = problem_of(query, key, **masked)
-    chosen = choose("attention", implementation, support, preferred=preferred(problem))
+    chosen = choose("attention", implementation, support, preferred=partial(preferred, problem))
     if chosen == "xla":
         return attention_reference(query, key, value, **masked, return_residuals=return_residuals)
     if chosen == "cudnn":

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.primitives.checks import dropout_words, static_number
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, static_number
 from pallas_kernels.primitives.random import key_words
 
 Window = int | tuple[int | None, int | None] | None
@@ -170,7 +170,9 @@ def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> No
         return
     if isinstance(segment_ids, tuple) and len(segment_ids) != 2:
         raise ValueError("attention: segment_ids must be one array or (of queries, of keys).")
-    for array, length in zip(segments_of(segment_ids), (queries, keys), strict=True):
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    for ids, length in zip(pair, (queries, keys), strict=True):
+        (array,) = as_arrays("attention", segment_ids=ids)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"attention: segment_ids must be integers, got {array.dtype.name}.")
         if array.shape != (batch, length):

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.arguments import Segments, Window, masking_of, segments_of
 from pallas_kernels.ops.attention.dropout import keep_mask
@@ -39,7 +40,8 @@ def attention_reference(
     given |= {"segment_ids": segment_ids, "softcap": softcap}
     batch, queries, heads, _ = query.shape
     size = 4 * batch * heads * queries * key.shape[1]
-    if size > SCORES_BYTES and not dropout_rate and key.shape[2] > 1:
+    is_too_much = not is_symbolic_dim(size) and size > SCORES_BYTES
+    if is_too_much and not dropout_rate and key.shape[2] > 1:
         out, lse = _head_by_head(query, key, value, given)
     else:
         out, lse = _attend(query, key, value, given, dropout_rate, dropout_key)
