@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
-from hlo_analysis.remedies import PRODUCTS, Remedy, rows_remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.remedies import PRODUCTS, Remedy, Table, rows_remedy, shared_input_remedy, vertical_remedy
 from hlo_analysis.remedy_texts import MASKED
 from hlo_analysis.rereads import find_ancestors, find_rereads
 from hlo_analysis.scores import attention_scores
@@ -81,7 +81,7 @@ def _vertical(
     for decision in decisions:
         if decision.verdict != "fused":
             reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
-    scores = attention_scores(launches, intermediates)
+    table, scores = Table(launches), attention_scores(launches, intermediates)
     handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
     for value in intermediates:
         producer = launches[value.producer]
@@ -125,7 +125,7 @@ def _vertical(
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
-            remedy=vertical_remedy(launches, producer, near, category, is_score=is_score, donated=donated),
+            remedy=vertical_remedy(table, producer, near, category, is_score=is_score, donated=donated),
         )
 
 
@@ -255,6 +255,7 @@ def _horizontal(
 
 def _read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFusion]:
     """Arguments of which one kernel could have read each row once, with its sum and with what needs the sum."""
+    table = Table(launches)
     for found in find_rereads(launches):
         first, *later = found.readers
         again = found.value.bytes * first.repeat
@@ -269,7 +270,7 @@ def _read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFu
             ends=[*found.readers, *found.between],
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,
-            remedy=rows_remedy(launches, [*found.readers, *found.between]),
+            remedy=rows_remedy(table, [*found.readers, *found.between]),
         )
 
 

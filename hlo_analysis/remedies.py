@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from hlo_analysis import remedy_texts as texts
 from hlo_analysis.decisions import categories
@@ -19,8 +22,24 @@ _LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
 _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
 
 
+@dataclass(frozen=True)
+class Table:
+    """The launch table, and who reads what: found once for all of its missed fusions."""
+
+    launches: Sequence[Launch]
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Launch]]:
+        """By index of a launch those that read what it writes."""
+        found: dict[int, list[Launch]] = defaultdict(list)
+        for launch in self.launches:
+            for producer in {value.producer for value in launch.inputs if value.producer is not None}:
+                found[producer].append(launch)
+        return found
+
+
 def vertical_remedy(
-    launches: Sequence[Launch],
+    table: Table,
     producer: Launch,
     readers: Sequence[Launch],
     category: str,
@@ -31,7 +50,7 @@ def vertical_remedy(
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
 
     Args:
-        launches: the launch table.
+        table: the launch table.
         producer: the launch that writes the value.
         readers: those that read it and could be one kernel with the producer.
         category: why XLA left them apart.
@@ -52,7 +71,7 @@ def vertical_remedy(
         return texts.ATTENTION
     if any(end.kind == "collective" for end in ends):
         return texts.OVERLAP
-    if any(_joins_sums(launches, end) for end in ends):
+    if any(_joins_sums(table, end) for end in ends):
         return texts.SEPARATE_SUMS
     if any(map(_only_casts, ends)) and any(end.kind in _LIBRARIES for end in ends):
         return texts.KEEP_TRITON
@@ -64,16 +83,16 @@ def vertical_remedy(
             texts.LAYOUT if any(map(_relays, moves)) else texts.JOINED if _has(moves[0], "concatenate") else texts.PARTS
         )
     if is_product(producer):
-        return _after_product(launches, producer, readers)
+        return _after_product(table, producer, readers)
     if any(map(is_product, readers)):
         if _is_one_hot(producer, readers):
             return texts.INDEXED
         return texts.NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else texts.LINEAR_PROLOGUE
-    rows = rows_remedy(launches, ends)
+    rows = rows_remedy(table, ends)
     return texts.RECOMPUTE if rows is texts.ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
 
 
-def rows_remedy(launches: Sequence[Launch], ends: Sequence[Launch]) -> Remedy:
+def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
     """The remedy for launches of which some may reduce rows: by what they make of the sums."""
     if sums := [end for end in ends if _has(end, "reduce")]:
         if any(map(_normalizes, ends)):
@@ -82,7 +101,7 @@ def rows_remedy(launches: Sequence[Launch], ends: Sequence[Launch]) -> Remedy:
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
             return texts.LAYER_NORM if centred else texts.RMS_NORM
         if any(_has(end, "exponential") for end in ends) and not any(map(_is_softmax, ends)):
-            return texts.LOG_SOFTMAX if _takes_logarithms(launches, ends) else texts.SOFTMAX
+            return texts.LOG_SOFTMAX if _takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
 
 
@@ -96,13 +115,12 @@ def _is_next_state(producer: Launch, copy: Launch) -> bool:
     return copy.index > producer.index and any(value.producer == copy.index for value in producer.inputs)
 
 
-def _joins_sums(launches: Sequence[Launch], move: Launch) -> bool:
+def _joins_sums(table: Table, move: Launch) -> bool:
     """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
     if not _only_moves(move):
         return False
-    near = [launches[value.producer] for value in move.inputs if value.producer is not None]
-    if _has(move, "concatenate"):
-        near += [launch for launch in launches if any(value.producer == move.index for value in launch.inputs)]
+    near = [table.launches[value.producer] for value in move.inputs if value.producer is not None]
+    near += table.readers.get(move.index, ())
     return any(_has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 
@@ -114,13 +132,13 @@ def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
     return texts.DONATED if source.name in donated else texts.DONATE
 
 
-def _after_product(launches: Sequence[Launch], product: Launch, readers: Sequence[Launch]) -> Remedy:
+def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
     if any(_adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
-    if any(_gates(reader, launches) for reader in readers):
+    if any(_gates(reader, table.launches) for reader in readers):
         return texts.GATED_LINEAR
     is_softmax = all(any(_has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
-    if is_softmax and product.phase == "forward" and _takes_logarithms(launches, readers):
+    if is_softmax and product.phase == "forward" and _takes_logarithms(table, readers):
         return texts.LINEAR_CROSS_ENTROPY
     return texts.LINEAR_EPILOGUE
 
@@ -134,12 +152,12 @@ def _adds_parts(product: Launch, reader: Launch) -> bool:
     return bool(batched) and batched[1] in re.findall(r' reduce\(.*dimensions=\{0\}.*op_name="([^"]+)"', reader.hlo)
 
 
-def _takes_logarithms(launches: Sequence[Launch], readers: Sequence[Launch]) -> bool:
+def _takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
     """Whether there is a logarithm a few launches further on, as in the loss of a softmax."""
     near = {reader.index for reader in readers}
     for _ in range(3):
-        near |= {launch.index for launch in launches if any(value.producer in near for value in launch.inputs)}
-    return any(_has(launches[index], "log") for index in near)
+        near |= {launch.index for index in near for launch in table.readers.get(index, ())}
+    return any(_has(table.launches[index], "log") for index in near)
 
 
 def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:

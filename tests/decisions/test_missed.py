@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -203,3 +204,16 @@ def test_an_argument_is_read_again_after_sums_over_its_rows(sums: str, mib: int,
         assert missed.bytes_at_stake == 100 * MIB
         assert missed.time_at_stake_us == pytest.approx(100 + 2 * 2)
         assert missed.remedy.startswith("rms_norm")
+
+
+def test_thousands_of_launches_are_ranked_at_once() -> None:
+    program, last = Program(), "x"
+    for step in range(500):
+        program.launch(f"m{step}", {last: 100}, 10, "reduction", opcodes=("reduce",))
+        program.launch(f"s{step}", {last: 100, f"m{step}": 10}, 10, "reduction", opcodes=("exponential", "reduce"))
+        program.launch(f"y{step}", {last: 100, f"s{step}": 10}, 100, opcodes=("exponential", "divide"))
+        program.launch(f"d{step}", {f"y{step}": 100}, 100, "triton_gemm", opcodes=("dot",))
+        last = f"d{step}"
+    start = perf_counter()
+    assert len(program.rank()) == 1999
+    assert perf_counter() - start < 5  # 0.3 s on a busy machine; 6.8 s when each remedy walked over all launches
