@@ -90,7 +90,6 @@ _ARG_SPECS = (
     _call(2, 0, 16, 2, 1, 64, tags=("test", "empty")),
     _call(1, 2048, 2048, 8, 2, 128, tags=_GPU),  # long enough for one backward kernel
     _call(1, 2304, 2304, 4, 1, 128, is_causal=True, tags=_GPU),
-    _call(1, 2048, 2048, 4, 1, 128, is_causal=True, tags=_GPU),  # blocks of its backward kernel share a group
     _call(1, 2048, 2176, 8, 2, 64, tags=_GPU),
     _call(2, 2048, 2048, 8, 2, 64, is_causal=True, tags=_GPU),
     _call(1, 2176, 256, 8, 2, 128, tags=_GPU),  # 136 tiles: four more than an H200 has multiprocessors
@@ -116,7 +115,6 @@ _ARG_SPECS = (
     _call(2, 1, 1000, 12, 12, 64, tags=_GPU),
     _call(5, 5, 1032, 32, 8, 128, tags=_GPU),  # rows of the backward pass are queries of a group's heads
     _call(2, 16, 16, 8, 2, 128, is_causal=True, tags=_GPU),
-    _call(1, 512, 512, 8, 2, 256, is_causal=True, tags=_GPU),
     _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
