@@ -11,6 +11,7 @@ once. *Read again*: an argument is read for a sum over its rows, and again with 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from hlo_analysis.remedies import PRODUCTS, Remedy, Table, rows_remedy, shared_i
 from hlo_analysis.remedy_texts import MASKED
 from hlo_analysis.rereads import find_ancestors, find_rereads
 from hlo_analysis.scores import attention_scores
+
+# A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
+_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
@@ -315,6 +319,7 @@ def _could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
     """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
     # What XLA put in itself bears no name, and so belongs to no pass.
     same_pass = producer.phase == reader.phase or is_score or not (producer.op_name and reader.op_name)
+    same_pass = same_pass or (reader.phase == "backward" and bool(_BACKWARD.search(producer.hlo)))
     return same_pass and producer.computation == reader.computation
 
 

@@ -206,6 +206,15 @@ def test_an_argument_is_read_again_after_sums_over_its_rows(sums: str, mib: int,
         assert missed.remedy.startswith("rms_norm")
 
 
+def test_a_launch_with_work_of_the_backward_pass_inside_runs_in_that_pass() -> None:
+    """XLA makes one launch of an activation and of its gradient, and names it after the activation."""
+    inside = '%m = f32[9]{0} multiply(%a, %b), metadata={op_name="jit(f)/transpose(jvp())/mul"}'
+    for hlo, found in (("", 0), (inside, 1)):
+        program = Program().launch("a", {"x": 100, "dy": 100}, 100, hlo=hlo)
+        program.launch("db", {"a": 100}, 1, "reduction", opcodes=("reduce",), phase="backward")
+        assert len(program.rank()) == found
+
+
 def test_thousands_of_launches_are_ranked_at_once() -> None:
     program, last = Program(), "x"
     for step in range(500):
