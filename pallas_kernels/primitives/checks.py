@@ -62,6 +62,13 @@ def static_integer(operation: str, name: str, value: Any) -> int:
         raise TypeError(f"{operation}: {name} must be an integer, got {value!r}.") from error
 
 
+def static_flag(operation: str, name: str, value: Any) -> bool:
+    """The value as a bool. TypeError for one that is traced."""
+    if isinstance(value, Tracer):
+        raise TypeError(_static(operation, name, "boolean"))
+    return bool(value)
+
+
 def dropout_words(
     operation: str, rate: Any, key: jax.Array | None, *, rate_name: str = "dropout_rate", key_name: str = "dropout_key"
 ) -> jax.Array | None:

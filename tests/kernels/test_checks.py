@@ -42,6 +42,19 @@ def test_numbers_are_not_traced(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("is_causal", lambda value: OPS.softmax(X, is_causal=value)),
+        ("is_causal", lambda value: OPS.attention(HEADS, HEADS, HEADS, is_causal=value)),
+        ("interleaved", lambda value: OPS.rope(HEADS, HEADS, POSITIONS, interleaved=value)),
+    ],
+)
+def test_flags_are_not_traced(name, call):
+    with pytest.raises(TypeError, match=f"{name} must be a Python boolean, got a traced array"):
+        jax.eval_shape(call, True)
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (partial(OPS.rms_norm, X, None), TypeError, "rms_norm: scale must be an array, got None"),

@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forwar
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -93,6 +93,7 @@ def attention(
     """
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
     bias, mask = optional_arrays("attention", bias=bias, mask=mask)
+    is_causal = static_flag("attention", "is_causal", is_causal)
     masked = {"bias": bias, "mask": mask, "window": window, "segment_ids": segment_ids, "softcap": softcap}
     masked |= {"scale": scale, "dropout_rate": dropout_rate, "dropout_key": dropout_key}
     check(query, key, value, **masked)

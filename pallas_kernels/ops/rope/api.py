@@ -12,7 +12,7 @@ from pallas_kernels.ops.rope.config import head_tile
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
-from pallas_kernels.primitives.checks import as_arrays, static_number
+from pallas_kernels.primitives.checks import as_arrays, static_flag, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -60,13 +60,14 @@ def rope(
     """
     query, key, positions = as_arrays("rope", query=query, key=key, positions=positions)
     theta = static_number("rope", "theta", theta)
+    interleaved = static_flag("rope", "interleaved", interleaved)
     _check(query, key, positions)
     support = {"mosaic": partial(mosaic_unsupported, query, key, interleaved=interleaved), "xla": lambda: None}
     chosen = choose("rope", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key.size == 0:
         return rope_reference(query, key, positions, theta=theta, interleaved=interleaved)
     query, key = varying_like(query, key, positions), varying_like(key, query, positions)
-    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(theta, bool(interleaved), query, key, positions)  # pyright: ignore
+    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(theta, interleaved, query, key, positions)  # pyright: ignore
     return rotated
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.ops.softmax.masking import Masking, mask_rows
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -65,6 +65,7 @@ def softmax(
     """
     (x,) = as_arrays("softmax", x=x)
     axis = static_integer("softmax", "axis", axis)
+    is_causal = static_flag("softmax", "is_causal", is_causal)
     (mask,) = optional_arrays("softmax", mask=mask)
     axis, scale = _check(x, axis, scale, mask, is_causal)
     support = {
