@@ -7,6 +7,8 @@ beginning of the range's last tile and leaves the float32 sums in device memory,
 is one, and at last goes on from where the block before it left off: that one has done so by then, as no range is
 shorter than a tile. Each tile's steps are added up in their order, so that the results have the bits of one block's.
 
+The semaphores by which blocks wait must be zero when the launch begins: XLA clears them in a launch of its own.
+
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU",
 2023, https://arxiv.org/abs/2301.03598
 """
