@@ -40,6 +40,7 @@ def test_eight_bits_are_kept_in_another_order_where_features_allow_it():
     w = weights(96)
     q = quantize(w)
     assert (q.values.dtype, quantize(w[:90]).values.dtype) == (jnp.uint8, jnp.int8)
+    assert jax.tree.map(lambda array: array[None], q).shape == q.shape
     part = replace(q, values=q.values[8:24, 16:64], scales=q.scales[:, 8:24])
     np.testing.assert_array_equal(part.dequantized(jnp.float32), q.dequantized(jnp.float32)[16:64, 8:24])
 

@@ -63,10 +63,6 @@ class Masking:
         """Whether some tile of keys in front of the full ones may need its elements masked."""
         return self.left is not None or self.has_segments
 
-    def masks_after(self, columns: int) -> bool:
-        """Whether some tile of keys (`columns` of them) behind the full ones may need its elements masked."""
-        return self.right is not None or self.has_segments or self.keys % columns != 0
-
     def key_tiles(self, row: Any, rows: int, columns: int) -> TileRange:
         """For the queries from `row` on, `rows` of them, the tiles of `columns` keys. Without regard to segments."""
         last_row = _minimum(row + rows, self.queries) - 1

@@ -42,8 +42,8 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(features, outputs), as of the weights that these stand for."""
-        return self.values.shape[1], self.values.shape[0]
+        """(features, outputs), as of the weights that these stand for; of one layer, where layers are stacked."""
+        return self.values.shape[-1], self.values.shape[-2]
 
     @property
     def integers(self) -> jax.Array:
