@@ -123,7 +123,8 @@ def test_blocks_share_a_group_where_keys_make_few(given, parts):
 
 @pytest.mark.parametrize(
     ("given", "folds"),
-    [({}, True), ({"queries": 32}, True), ({"queries": 33}, False), ({"key_heads": 8}, False), ({"window": 5}, False),
+    [({}, True), ({"queries": 32}, True), ({"size": 256}, False),
+     ({"queries": 33}, False), ({"key_heads": 8}, False), ({"window": 5}, False),
      ({"is_causal": True}, False), ({"queries": 16, "keys": 16, "is_causal": True}, True),
      ({"queries": 32, "keys": 16, "is_causal": True}, False)],
 )  # fmt: skip

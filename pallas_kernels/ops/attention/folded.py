@@ -15,6 +15,8 @@ from pallas_kernels.primitives.platform import target_device
 
 _MOST_QUERIES = 32
 """Of a head. With more of them fewer than half of the tiles would go."""
+_LARGEST_HEAD = 128
+"""With 256 ptxas spills where the last tile of keys is not whole."""
 _MASKED_ROWS, _MASKED_KEYS = 64, 128
 """With a causal mask: one tile, so that what is seen of it need not be worked out for others."""
 
@@ -23,7 +25,8 @@ def can_fold(problem: Problem) -> bool:
     """Whether rows may be queries of several heads: of them all the same is seen, and nothing depends on the head."""
     masking = problem.masking
     is_plain = problem.dense is None and not problem.dropout_rate and not masking.has_segments and masking.left is None
-    if not is_plain or problem.group == 1 or masking.queries > _MOST_QUERIES:
+    is_few = masking.queries <= _MOST_QUERIES and problem.head_size <= _LARGEST_HEAD
+    if not is_plain or problem.group == 1 or not is_few:
         return False
     if masking.right is None:
         return True
