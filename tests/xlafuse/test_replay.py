@@ -35,15 +35,6 @@ PRODUCTS = {"cublas", "cublaslt", "triton_gemm"}
 # One that is quick to compile stands for all where time is short.
 QUICK = "llama3-8b-xla-forward-1x1"
 
-CHANGED = {
-    **dict.fromkeys(
-        (f"llama3-8b-{strategy}-forward-1x1" for strategy in ("best", "pallas", "pallas_cudnn")),
-        "few rows of qkv_projection have no launches of their own for angles, since",
-    ),
-    "llama3-8b-best-grad-2x4096": "attention's backward pass sets nothing to zero and rounds nothing apart, since",
-}
-"""Cases of which our kernels changed after they were recorded."""
-
 
 def test_the_shipped_block_was_recorded_on_an_h200():
     assert "H200" in RECORDED["device"]["name"]
@@ -60,9 +51,9 @@ def _is_stale(case: dict) -> bool:
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
     marks = [] if name == QUICK else [pytest.mark.slow]
-    reason = "recorded before" if _is_stale(CASES[name]) else CHANGED.get(name)
     # Strict: to record it anew is all that mends it.
-    return [*marks, pytest.mark.xfail(strict=True, reason=reason)] if reason else marks
+    stale = pytest.mark.xfail(strict=True, reason="recorded before")
+    return [*marks, stale] if _is_stale(CASES[name]) else marks
 
 
 @functools.cache
