@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import imitation_torch
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import REGISTRY, testing
+from pallas_kernels.specs import ArgSpec, ArraySpec
 from xlafuse.bench import peers
 from xlafuse.bench.kernels import _peer, _peers_results, check_close
 
@@ -135,6 +137,28 @@ def test_integer_weights_are_compared_with_the_weights_they_stand_for():
     check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
     with pytest.raises(NotImplementedError, match="quantized_linear forward"):
         peers.load("xla_bf16").candidate(op.name, "backward", [case])
+
+
+def test_jax_has_queries_scaled_and_in_float16(monkeypatch):
+    """Its kernel by what it computes: it needs a GPU."""
+    op, peer = REGISTRY["attention"], peers.load("jax_mosaic")
+
+    def attend(query, key, value, config):
+        assert query.dtype == jnp.float16
+        wide = (array.astype(jnp.float32) for array in (query, key, value))
+        return jax.nn.dot_product_attention(*wide, scale=1.0, is_causal=config.causal).astype(query.dtype)
+
+    monkeypatch.setattr(peer, "mosaic_attention", attend)
+    query, key = (ArraySpec(shape=(2, 256, heads, 128), dtype="bfloat16") for heads in (4, 2))
+    case = testing.make_case(op, ArgSpec(name="whole", arguments={"query": query, "key": key, "value": key}), 1)
+    for phase in ("forward", "backward"):
+        candidate, first = peer.candidate(op.name, phase, [case])
+        assert candidate.name == "jax_mosaic"
+        expected = _peers_results(case, phase)
+        check_close(tuple(first[name] for name in expected), tuple(expected.values()))
+    windows = next(s for s in op.arg_specs if s.name == "1x1000x1000x2x1x128-bfloat16-causal-window_300_0")
+    with pytest.raises(NotImplementedError, match="causal or without a mask"):
+        peer.candidate(op.name, "forward", [testing.make_case(op, windows, 1)])
 
 
 def test_a_dense_mask_is_the_window(monkeypatch):

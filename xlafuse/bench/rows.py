@@ -22,6 +22,7 @@ RIVALS = {
     "triton": "jax-triton",
     "cudnn": "cuDNN",
     "cudnn_dense_mask": "cuDNN, dense mask",
+    "jax_mosaic": "JAX's Mosaic kernel, f16",
     "xla_bf16": "XLA, bf16 weights",
 }
 """What ours is timed against, by name, as tables call it and in their order."""

@@ -182,7 +182,7 @@ def kernels(
         typer.Option(
             metavar="A,B,C",
             help="Timed beside XLA in the same run, where they have the operation: torch_compile, torch_max_autotune, "
-            "torch_eager, liger, jax_triton, jla, cudnn, cudnn_dense_mask.",
+            "torch_eager, liger, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask.",
         ),
     ] = None,
     peer_megabytes: Annotated[

@@ -22,7 +22,7 @@ from xlafuse.errors import UnknownNameError
 
 PEERS = (
     *("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton"),
-    *("cudnn", "cudnn_dense_mask", "jla", "xla_bf16"),
+    *("cudnn", "cudnn_dense_mask", "jla", "jax_mosaic", "xla_bf16"),
 )
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
