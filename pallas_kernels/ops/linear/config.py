@@ -20,6 +20,8 @@ FEWEST_MANY_ROWS = 512
 """Between few rows and these nothing has been measured."""
 FEWEST_FEATURES = 4096
 """Of plain products; with less nothing has been measured."""
+MOST_SHARED_FEATURES = 8192
+"""Of a last wave that blocks share. It won with 4096; with 14336 (and fewer outputs) it lost."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -61,7 +63,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
     """The measured best for a problem, else the untuned choice."""
     outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
-    is_shared = features >= FEWEST_FEATURES and not keeps_product
+    is_shared = FEWEST_FEATURES <= features <= MOST_SHARED_FEATURES and not keeps_product
     untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_shared=is_shared)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features)
@@ -73,7 +75,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
 def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) -> bool:
     """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
 
-    has_epilogue: an activation or residual follows. On an H200, times as fast as XLA: with gelu 1.08 at 8192 rows and
+    has_epilogue: an activation or residual follows. On an H200, times as fast as XLA: with gelu 1.10 at 8192 rows and
     1.10 to 1.21 at 512, with a residual 1.02 and 1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39.
     Plain products of many rows are even with XLA's (0.99 to 1.02), and left to it, but where tiles of two widths share
     them out: 1.14 at 512 rows, 14336 outputs.

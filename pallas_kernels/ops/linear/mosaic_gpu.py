@@ -1,4 +1,7 @@
-"""The linear layer forward on Mosaic GPU: one launch, everything behind the product done on the accumulator."""
+"""The linear layer forward on Mosaic GPU: one launch, everything behind the product done on the accumulator.
+
+Where blocks share the last wave's tiles, XLA clears their semaphores in a short launch before it.
+"""
 
 from __future__ import annotations
 

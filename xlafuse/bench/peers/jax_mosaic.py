@@ -43,7 +43,8 @@ def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candid
     if operation != "attention":
         raise NotImplementedError(f"JAX has no {operation} on Mosaic GPU here, only attention")
     first = plain(cases[0].arguments)
-    scale = first.get("scale") or first["query"].shape[3] ** -0.5
+    scale = first.get("scale")
+    scale = first["query"].shape[3] ** -0.5 if scale is None else scale
     half = [_as_float16(case, scale) for case in cases]
     found, results = attention_candidate("jax_mosaic", attention, operation, phase, half)
     of_query = "gradient of query"
