@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.primitives.platform import mapped_mesh_axes
+
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """Every implementation name that some operation has or may have."""
 
@@ -98,9 +100,10 @@ def _has_symbolic_sizes(support: Support) -> bool:
 
 
 def _mesh_axes(support: Support) -> tuple[str, ...]:
-    """Explicit axes of the mesh that one of the arrays is spread over. Of automatic ones a trace knows nothing."""
+    """Explicit axes of the mesh that one of the arrays, or what `jax.vmap` maps, is spread over. Of automatic ones a
+    trace knows nothing."""
     specs = (jax.typeof(leaf).sharding.spec for leaf in _arguments(support) if isinstance(leaf, jax.Array))
-    return tuple(sorted({str(axis) for axis in jax.tree.leaves([tuple(spec) for spec in specs])}))
+    return tuple(sorted({str(axis) for axis in jax.tree.leaves([tuple(spec) for spec in specs])} | mapped_mesh_axes()))
 
 
 def _arguments(support: Support) -> list[Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 from jax._src import config as jax_config
+from jax._src import core as jax_core
 
 _HOPPER_KINDS = ("H100", "H200", "H800", "H20", "GH200")
 _HOPPER_CORES = 132
@@ -32,6 +33,12 @@ def is_interpreted() -> bool:
     """Whether the trace is under `plgpu.force_gpu_interpret_mode`."""
     # The same switch that `plgpu.kernel` reads; JAX has no public way to ask.
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def mapped_mesh_axes() -> frozenset[str]:
+    """Explicit mesh axes over which arrays are spread along what `jax.vmap` maps here: no array's own type has them."""
+    # JAX has no public way to ask.
+    return frozenset(map(str, jax_core.get_axis_env().explicit_mesh_axis_names))
 
 
 def target_device() -> TargetDevice:

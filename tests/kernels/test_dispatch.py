@@ -61,6 +61,10 @@ def test_arrays_spread_over_an_explicit_mesh_are_left_to_xla():
         assert "mpmd_map" not in str(jax.make_jaxpr(rms_norm)(x, scale))
         with pytest.raises(NotImplementedError, match=r"over 'data' of an explicit mesh.* jax\.shard_map"):
             jax.eval_shape(norm, x, scale)
+        for each in (rms_norm, jax.jit(rms_norm)):
+            assert "mpmd_map" not in str(jax.make_jaxpr(jax.vmap(each, in_axes=(0, None)))(x, scale))
+        with pytest.raises(NotImplementedError, match="over 'data' of an explicit mesh"):
+            jax.eval_shape(jax.vmap(norm, in_axes=(0, None)), x, scale)
         a_device = jax.shard_map(
             norm, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data")
         )
