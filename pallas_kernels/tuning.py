@@ -59,9 +59,18 @@ class Choice:
     microseconds: Mapping[str, float]
 
 
+_FEW_ROWS = 64
+
+
 def near(size: int) -> int:
-    """The power of two nearest to a number of rows (by ratio), which stands for it in a problem."""
-    return 2 ** round(math.log2(size)) if size > 0 else 0
+    """The power of two that stands for a number of rows in a problem: the nearest by ratio.
+
+    Up to 64 rows it is the next one, and above never 64: kernels of their own take up to 16 or 64 rows, and what was
+    measured of one says nothing of the other.
+    """
+    if size <= _FEW_ROWS:
+        return 2 ** math.ceil(math.log2(size)) if size > 0 else 0
+    return max(2 * _FEW_ROWS, 2 ** round(math.log2(size)))
 
 
 def key_of(operation: str, phase: str, problem: Problem) -> str:

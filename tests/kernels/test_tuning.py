@@ -48,6 +48,8 @@ def test_names():
     assert tuning.file_name(KIND) == "h200.json"
     assert tuning.file_name("NVIDIA H100 80GB HBM3") == "h100_80gb_hbm3.json"
     assert [tuning.near(size) for size in (0, 1, 3, 500, 724, 725)] == [0, 1, 4, 512, 512, 1024]
+    # Kernels of few rows take up to 16, or up to 64.
+    assert [tuning.near(size) for size in (16, 17, 64, 65, 90, 181, 182)] == [16, 32, 64, 128, 128, 128, 256]
     assert tuning.key_of("linear", "forward", PLAIN) == (
         "linear forward rows=8192 features=4096 outputs=4096 dtype=bfloat16 behind=nothing"
     )
