@@ -35,7 +35,7 @@ class Rope:
     """A rotary position embedding of a product's heads; see `pallas_kernels.rope`.
 
     positions: integers, of the shape that rows of x have, or one that broadcasts to it: (tokens,) or (batch, tokens).
-    theta: the base of the frequencies, a Python number.
+    theta: the base of the frequencies, a positive Python number.
     interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
     """
 

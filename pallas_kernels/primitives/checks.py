@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -50,6 +51,14 @@ def static_number(operation: str, name: str, value: Any) -> float:
     except (TypeError, ValueError):
         pass
     raise TypeError(f"{operation}: {name} must be a number, got {value!r}.")
+
+
+def positive_number(operation: str, name: str, value: Any) -> float:
+    """The same for a number above zero. ValueError for what is not, for infinity and for not-a-number."""
+    number = static_number(operation, name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{operation}: {name} must be positive and finite, got {value!r}.")
+    return number
 
 
 def static_integer(operation: str, name: str, value: Any) -> int:

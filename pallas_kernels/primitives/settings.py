@@ -28,6 +28,8 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64.
 
     The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
+
+    Calls raise NotImplementedError where they are differentiated, as in a second derivative.
     """
 
     @functools.wraps(body)
@@ -35,4 +37,17 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         with jax.enable_x64(False):
             return usual_promotion(body)(*args, **kwargs)
 
-    return plgpu.kernel(narrow, **options)
+    launch = plgpu.kernel(narrow, **options)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return launch(*args, **kwargs)
+        except NotImplementedError as error:
+            if "Differentiation rule" not in str(error):  # JAX's words, which name a primitive of its own
+                raise
+            raise NotImplementedError(
+                "A kernel is differentiated once more. Operations by kernels have first derivatives, backward; for "
+                "second ones, or forward ones of a gradient, pass implementation='xla'."
+            ) from error
+
+    return called

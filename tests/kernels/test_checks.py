@@ -83,6 +83,17 @@ def test_flags_are_not_traced(name, call):
             ValueError,
             r"even head size\), got \(1, 2, 1, 0\)",
         ),
+        (partial(OPS.rope, HEADS, HEADS, POSITIONS, theta=0), ValueError, "theta must be positive and finite, got 0"),
+        (
+            partial(OPS.decode_attention, HEADS, HEADS, HEADS, LENGTHS, softcap=float("nan")),
+            ValueError,
+            "softcap must be positive and finite, got nan",
+        ),
+        (
+            partial(OPS.decode_attention, HEADS[..., :0], HEADS[..., :0], HEADS[..., :0], LENGTHS),
+            ValueError,
+            "with a head size D",
+        ),
         (
             partial(OPS.decode_attention, HEADS, HEADS[:0], HEADS[:0], LENGTHS, page_table=jnp.zeros((1, 1), int)),
             ValueError,
@@ -126,6 +137,18 @@ def test_flags_are_not_traced(name, call):
             "the norm's scale must be an array, got list",
         ),
         (partial(OPS.fold_scale, SCALE, W), TypeError, "must be a pallas_kernels.Norm"),
+        (
+            partial(OPS.fold_scale, OPS.Norm(X), W),
+            ValueError,
+            r"scale must be floating, \(features,\), got float32\[2, 8",
+        ),
+        (partial(OPS.fold_scale, OPS.Norm(SCALE), W, None), TypeError, "weight 1 must be an array, got None"),
+        (
+            partial(OPS.linear, X, W, out_dtype="real"),
+            TypeError,
+            "out_dtype must be a floating dtype or None, got 'real'",
+        ),
+        (partial(OPS.qkv_projection, X, W, W, W, bias=1), TypeError, "bias must be three arrays, .* got int"),
         (partial(OPS.quantize, jnp.ones((0, 8)), group_size=64), ValueError, "divide the 0 features"),
         (partial(OPS.rms_norm, X, SCALE, implementation=1), TypeError, "a name, a sequence of names or None, got 1"),
         (partial(OPS.rms_norm, X, SCALE, implementation="XLA"), ValueError, "Did you mean 'xla'"),

@@ -54,6 +54,14 @@ def test_reference_is_softmax_of_what_each_token_sees(options, seed):
     np.testing.assert_allclose(got, exact(*operands, lengths, **options), atol=1e-5, err_msg=f"seed={seed}")
 
 
+def test_lengths_and_windows_beyond_int32():
+    operands = arrays(keys=16, dtype=jnp.float32)
+    whole = decode_attention(*operands, jnp.array([0, 16]))
+    with jax.enable_x64(True):
+        for lengths in (np.array([-(2**40) + 5, 2**40]), np.array([0, 2**32 - 1], np.uint32)):
+            np.testing.assert_array_equal(decode_attention(*operands, lengths, window=2**40), whole)
+
+
 CUT = DecodeConfig(splits=3, stages=2)
 WHOLE = DecodeConfig(is_persistent=False, warpgroups=1)
 

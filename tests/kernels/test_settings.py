@@ -12,7 +12,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_kernels
-from pallas_kernels import REGISTRY, cross_entropy, decode_attention, gated_activation
+from pallas_kernels import REGISTRY, cross_entropy, decode_attention, gated_activation, rms_norm
 from pallas_kernels.specs import plain
 
 HOPPER = AbstractMesh(
@@ -56,6 +56,14 @@ def test_strict_promotion_is_for_the_caller_s_own_expressions(op):
     usual = results()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert results() == usual
+
+
+def test_second_derivatives_are_refused():
+    def function(x):
+        return jnp.sum(rms_norm(x, jnp.ones(128), implementation="mosaic"))
+
+    with jax.sharding.use_abstract_mesh(HOPPER), pytest.raises(NotImplementedError, match="implementation='xla'"):
+        jax.eval_shape(jax.hessian(function), jnp.ones((1, 128)))
 
 
 def test_strict_promotion_does_not_reach_gradients():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -26,16 +27,21 @@ def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, 
         `norm` with `scale=None`, and the weights, rounded to their dtypes.
 
     Raises:
-        TypeError: norm is no `Norm`, or a weight is not floating.
-        ValueError: a norm without scale or with a bias, or a weight of another number of rows.
+        TypeError: norm is no `Norm`, or a weight is no array or not floating.
+        ValueError: a norm without scale or with a bias, a scale that is not floating and (features,), or a weight of
+            another number of rows.
     """
     if not isinstance(norm, Norm):
         raise TypeError(f"fold_scale: norm must be a pallas_kernels.Norm, got {type(norm).__name__}.")
     if norm.scale is None or norm.bias is not None:
         raise ValueError(f"fold_scale: the norm must have a scale and no bias, got {norm}.")
-    scale = jnp.asarray(norm.scale)
+    (scale,) = as_arrays("fold_scale", **{"the norm's scale": norm.scale})
+    if scale.ndim != 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            f"fold_scale: the norm's scale must be floating, (features,), got {scale.dtype.name}{list(scale.shape)}."
+        )
     folded = []
-    for weight in map(jnp.asarray, weights):
+    for weight in as_arrays("fold_scale", **{f"weight {i}": weight for i, weight in enumerate(weights)}):
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             raise TypeError(f"fold_scale: weights must be floating, got {weight.dtype.name}; fold before quantizing.")
         if weight.ndim != 2 or weight.shape[0] != scale.shape[0]:

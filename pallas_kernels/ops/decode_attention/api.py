@@ -11,13 +11,14 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 96, 128, 192, 256)
 MOST_TOKENS = 8
+_MOST_LENGTH = jnp.iinfo(jnp.int32).max
 
 
 @usual_promotion
@@ -70,9 +71,14 @@ def decode_attention(
     )
     scale = None if scale is None else static_number("decode_attention", "scale", scale)
     window = None if window is None else static_integer("decode_attention", "window", window)
-    softcap = None if softcap is None else static_number("decode_attention", "softcap", softcap)
+    softcap = None if softcap is None else positive_number("decode_attention", "softcap", softcap)
     (page_table,) = optional_arrays("decode_attention", page_table=page_table)
-    _check(query, key_cache, value_cache, lengths, page_table, window, softcap)
+    _check(query, key_cache, value_cache, lengths, page_table, window)
+    keys = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    # What bounds nothing is left out, however large.
+    window = None if window is not None and window >= keys else window
+    if jnp.iinfo(lengths.dtype).max > _MOST_LENGTH:  # in int32 they would be others
+        lengths = jnp.clip(lengths, 0, keys)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
     rule = Scores(
@@ -105,7 +111,7 @@ def mosaic_unsupported(query: jax.Array, key_cache: jax.Array, page_table: jax.A
     return mosaic_gpu_unsupported()
 
 
-def _check(query, key_cache, value_cache, lengths, page_table, window, softcap) -> None:
+def _check(query, key_cache, value_cache, lengths, page_table, window) -> None:
     arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -120,6 +126,8 @@ def _check(query, key_cache, value_cache, lengths, page_table, window, softcap) 
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(f"decode_attention: lengths must be integers, got {lengths.dtype.name}.")
     batch, _, heads, head_size = query.shape
+    if not head_size:
+        raise ValueError(f"decode_attention: query must be (B, T, N, D) with a head size D, got {query.shape}.")
     if key_cache.shape != value_cache.shape:
         raise ValueError(
             f"decode_attention: key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape."
@@ -147,8 +155,6 @@ def _check(query, key_cache, value_cache, lengths, page_table, window, softcap) 
             )
     if window is not None and window < 0:
         raise ValueError(f"decode_attention: window must not be negative, got {window}; None is no window.")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"decode_attention: softcap must be positive, got {softcap}; None is no cap.")
 
 
 def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> jax.Array:

@@ -23,7 +23,7 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
 )
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
-from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -180,7 +180,7 @@ def _check(
         raise TypeError(f"qkv_projection: rope must be a pallas_kernels.Rope or None, got {type(rope).__name__}.")
     if head_size % 2:
         raise ValueError(f"qkv_projection: pairs need an even head_size, got {head_size}.")
-    static_number("qkv_projection", "the rope's theta", rope.theta)
+    positive_number("qkv_projection", "the rope's theta", rope.theta)
     (positions,) = as_arrays("qkv_projection", positions=rope.positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"qkv_projection: positions must be integers, got {positions.dtype.name}.")
@@ -195,8 +195,13 @@ def _check(
 def _biases(bias: Sequence[jax.Array] | None) -> tuple[jax.Array, ...] | None:
     if bias is None:
         return None
-    if len(bias) != 3:
-        raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {len(bias)}.")
+    try:
+        count = len(bias)
+    except TypeError as error:
+        name = type(bias).__name__
+        raise TypeError(f"qkv_projection: bias must be three arrays, of query, key and value; got {name}.") from error
+    if count != 3:
+        raise ValueError(f"qkv_projection: bias must be three arrays, of query, key and value; got {count}.")
     return as_arrays("qkv_projection", **dict(zip(_BIASES, bias, strict=True)))
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.ops.rope.config import head_tile
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
-from pallas_kernels.primitives.checks import as_arrays, static_flag, static_number
+from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -41,7 +41,7 @@ def rope(
         query: (batch, tokens, query heads, head size), bfloat16, float16 or float32 (float64 with "xla").
         key: (batch, tokens, key heads, head size), of query's dtype.
         positions: (tokens,) or (batch, tokens), integers that fit into int32.
-        theta: the base of the frequencies, a Python number.
+        theta: the base of the frequencies, a positive Python number.
         interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
         implementation: "mosaic" (one Mosaic GPU kernel, whose angles are exact for all positions; Hopper GPUs, or
             `plgpu.force_gpu_interpret_mode`; head sizes that are powers of two from 16 on, heads in multiples of 4),
@@ -59,7 +59,7 @@ def rope(
     https://arxiv.org/abs/2104.09864
     """
     query, key, positions = as_arrays("rope", query=query, key=key, positions=positions)
-    theta = static_number("rope", "theta", theta)
+    theta = positive_number("rope", "theta", theta)
     interleaved = static_flag("rope", "interleaved", interleaved)
     _check(query, key, positions)
     support = {"mosaic": partial(mosaic_unsupported, query, key, interleaved=interleaved), "xla": lambda: None}
