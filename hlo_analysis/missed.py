@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
-from hlo_analysis.remedies import PRODUCTS, Remedy, Table, rows_remedy, shared_input_remedy, vertical_remedy
+from hlo_analysis.remedies import Remedy, Table, rows_remedy, shared_input_remedy, vertical_remedy
 from hlo_analysis.remedy_texts import MASKED
 from hlo_analysis.rereads import find_ancestors, find_rereads
 from hlo_analysis.scores import attention_scores
+from hlo_analysis.traits import PRODUCTS
 
 # A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
 _BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')

@@ -13,13 +13,26 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedy_texts import Remedy
+from hlo_analysis.traits import (
+    LIBRARIES,
+    PRODUCTS,
+    fills,
+    has,
+    is_product,
+    is_softmax,
+    normalizes,
+    only_casts,
+    only_moves,
+    relays,
+    shifts,
+    sums_columns,
+    takes_every_other,
+)
 
-PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
-"""Kinds of launch that are matrix products."""
-
-_LIBRARIES = frozenset(("cublas", "cublaslt"))
-_LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
-_MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
+# What launches hand on as sums over rows is at most this part of what they read.
+_SUMS = 8
+# Launches from a sum to what is made with it, at most: finished in two steps, divided, and its root taken.
+_FAR = 5
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,20 @@ class Table:
             for producer in {value.producer for value in launch.inputs if value.producer is not None}:
                 found[producer].append(launch)
         return found
+
+    def makers(self, launch: Launch, largest: float = float("inf")) -> list[Launch]:
+        """The launches that make its inputs of at most so many bytes."""
+        indices = {value.producer for value in launch.inputs if value.producer is not None and value.bytes <= largest}
+        return [self.launches[index] for index in sorted(indices)]
+
+    def with_sums(self, ends: Sequence[Launch], near: Sequence[Launch]) -> list[Launch]:
+        """The ends, and those that finish what `near` of them read as sums over rows."""
+        largest = max(launch.bytes_read for launch in ends) / _SUMS
+        found, new = {launch.index: launch for launch in ends}, list(near)
+        for _ in range(_FAR):
+            new = [maker for launch in new for maker in self.makers(launch, largest) if maker.index not in found]
+            found |= {launch.index: launch for launch in new}
+        return list(found.values())
 
 
 def vertical_remedy(
@@ -61,9 +88,9 @@ def vertical_remedy(
         return texts.LEAVE_ON
     ends = (producer, *readers)
     if category == categories.INSERTED:
-        if any(_has(end, "all-reduce") for end in ends) and any(map(_only_moves, ends)):
+        if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
             return texts.SEPARATE_SUMS
-        if copies := [end for end in ends if _has(end, "copy")]:
+        if copies := [end for end in ends if has(end, "copy")]:
             return texts.STATE if _is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
         return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
@@ -73,41 +100,62 @@ def vertical_remedy(
         return texts.OVERLAP
     if any(_joins_sums(table, end) for end in ends):
         return texts.SEPARATE_SUMS
-    if any(map(_only_casts, ends)) and any(end.kind in _LIBRARIES for end in ends):
+    if any(map(only_casts, ends)) and any(end.kind in LIBRARIES for end in ends):
         return texts.KEEP_TRITON
+    if fills(producer) and any(has(reader, "scatter") for reader in table.readers.get(producer.index, ())):
+        return texts.ADD_TO
+    if producer.kind == "sort" and all(has(reader, "slice") and only_moves(reader) for reader in readers):
+        return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
-    if producer.repeat > 1 and _has(producer, "dynamic-slice") and (producer.kind == "copy" or _only_moves(producer)):
-        return texts.UNSTACKED
-    if moves := [end for end in ends if _only_moves(end)]:
+    if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
+        return texts.HOISTED if all(_knows_all_steps(producer, reader) for reader in readers) else texts.UNSTACKED
+    if takes_every_other(producer) and any(map(takes_every_other, readers)):
+        return texts.SCAN
+    if moves := [end for end in ends if only_moves(end)]:
         return (
-            texts.LAYOUT if any(map(_relays, moves)) else texts.JOINED if _has(moves[0], "concatenate") else texts.PARTS
+            texts.LAYOUT if any(map(relays, moves)) else texts.JOINED if has(moves[0], "concatenate") else texts.PARTS
         )
     if is_product(producer):
         return _after_product(table, producer, readers)
     if any(map(is_product, readers)):
+        if _expands_groups(producer, readers):
+            return texts.GROUPED
         if _is_one_hot(producer, readers):
             return texts.INDEXED
-        return texts.NORM_LINEAR if _normalizes(producer) and producer.phase == "forward" else texts.LINEAR_PROLOGUE
-    rows = rows_remedy(table, ends)
+        return texts.NORM_LINEAR if normalizes(producer) and producer.phase == "forward" else texts.LINEAR_PROLOGUE
+    # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
+    is_small = producer.bytes_written * _SUMS <= max(reader.bytes_read for reader in readers)
+    rows = rows_remedy(table, table.with_sums(ends, [producer] if is_small else readers))
     return texts.RECOMPUTE if rows is texts.ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
 
 
 def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
     """The remedy for launches of which some may reduce rows: by what they make of the sums."""
-    if sums := [end for end in ends if _has(end, "reduce")]:
-        if any(map(_normalizes, ends)):
-            centred = any(_has(end, "subtract") for end in ends)
-            if all(map(_sums_columns, sums)):
+    if sums := [end for end in ends if has(end, "reduce")]:
+        if any(map(normalizes, ends)):
+            centred = any(has(end, "subtract") for end in ends)
+            if _sums_groups(table, sums):
+                return texts.GROUP_NORM
+            if all(map(sums_columns, sums)):
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
             return texts.LAYER_NORM if centred else texts.RMS_NORM
-        if any(_has(end, "exponential") for end in ends) and not any(map(_is_softmax, ends)):
+        around = [*ends, *(maker for end in sums for maker in table.makers(end))]
+        if any(map(shifts, around)) and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if _takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
 
 
-def is_product(launch: Launch) -> bool:
-    """Whether a launch is a matrix product; cuBLAS solves triangular systems, too."""
-    return launch.kind in PRODUCTS and "triangularSolve" not in launch.hlo
+def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
+    """Whether sums over columns are summed again over some of the columns, as those of a group normalization are."""
+    columns = {launch.index for launch in sums if sums_columns(launch)}
+    again = [reader for index in columns for reader in table.readers.get(index, ()) if has(reader, "reduce")]
+    return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)
+
+
+def _knows_all_steps(slice_: Launch, reader: Launch) -> bool:
+    """Whether a product in a loop multiplies a part of a stack by what the loop does not change."""
+    others = [value for value in reader.inputs if value.producer != slice_.index]
+    return is_product(reader) and bool(others) and all(value.producer is None for value in others)
 
 
 def _is_next_state(producer: Launch, copy: Launch) -> bool:
@@ -117,11 +165,11 @@ def _is_next_state(producer: Launch, copy: Launch) -> bool:
 
 def _joins_sums(table: Table, move: Launch) -> bool:
     """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
-    if not _only_moves(move):
+    if not only_moves(move):
         return False
     near = [table.launches[value.producer] for value in move.inputs if value.producer is not None]
     near += table.readers.get(move.index, ())
-    return any(_has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
+    return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 
 def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
@@ -137,7 +185,9 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
         return texts.WHOLE_SUM
     if any(_gates(reader, table.launches) for reader in readers):
         return texts.GATED_LINEAR
-    is_softmax = all(any(_has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
+    if all(map(is_product, readers)):
+        return texts.CHAINED
+    is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
     if is_softmax and product.phase == "forward" and _takes_logarithms(table, readers):
         return texts.LINEAR_CROSS_ENTROPY
     return texts.LINEAR_EPILOGUE
@@ -157,7 +207,7 @@ def _takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
     near = {reader.index for reader in readers}
     for _ in range(3):
         near |= {launch.index for index in near for launch in table.readers.get(index, ())}
-    return any(_has(table.launches[index], "log") for index in near)
+    return any(has(table.launches[index], "log") for index in near)
 
 
 def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
@@ -167,51 +217,26 @@ def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
 
 
-def _sums_columns(launch: Launch) -> bool:
-    """Whether no sum of a launch is over the axis that is the last in memory: so are those of a batch normalization."""
-    found = re.findall(r" reduce\(%([\w.\-]+)[^)]*\), dimensions=\{([\d,]*)\}", launch.hlo)
-    last = [re.search(rf"%{re.escape(name)} = \w+\[[\d,]*\]\{{(\d+)", launch.hlo) for name, _ in found]
-    return bool(found) and all(at and at[1] not in axes.split(",") for at, (_, axes) in zip(last, found, strict=True))
-
-
-def _has(launch: Launch, opcode: str) -> bool:
-    return any(found == opcode for found, _ in launch.opcodes)
-
-
-def _normalizes(launch: Launch) -> bool:
-    """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
-    return _has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
-
-
 def _is_one_hot(producer: Launch, readers: Sequence[Launch]) -> bool:
     """Whether a launch makes a matrix of a count and of little else, which is compared with indices."""
-    compares = any(_has(end, "compare") for end in (producer, *readers))
-    return _has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
+    compares = any(has(end, "compare") for end in (producer, *readers))
+    return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
 
 
-def _is_softmax(launch: Launch) -> bool:
-    """Whether XLA made one kernel of a softmax already."""
-    return launch.kind == "triton" and _has(launch, "exponential") and _has(launch, "reduce")
+def _expands_groups(producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether XLA makes one dense product of a product whose rows fall into groups."""
+    return any("ragged_dot" in end.hlo for end in (producer, *readers))
 
 
 def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
-    """Whether an element-wise launch multiplies two products, one of them activated, or two halves of one product."""
-    products = sum(value.producer is not None and launches[value.producer].kind in PRODUCTS for value in launch.inputs)
-    is_pair = products >= 2 or (products == 1 and _has(launch, "slice"))
-    activates = any(_has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
-    is_elementwise = launch.phase == "forward" and not _has(launch, "reduce")
-    return is_pair and activates and is_elementwise and _has(launch, "multiply")
+    """Whether an element-wise launch multiplies two products of one input, one of them activated, or two halves of one.
 
-
-def _only_moves(launch: Launch) -> bool:
-    opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
-    return bool(opcodes) and opcodes <= _MOVES
-
-
-def _relays(launch: Launch) -> bool:
-    """Whether a launch that only moves changes the order of elements, or nothing at all."""
-    return any(opcode in _LAYOUT_MOVES for opcode, _ in launch.opcodes)
-
-
-def _only_casts(launch: Launch) -> bool:
-    return {opcode for opcode, _ in launch.opcodes} == {"convert"}
+    The gates of a recurrent cell are sums of products of different inputs, cut into four.
+    """
+    made = {value.producer for value in launch.inputs if value.producer is not None}
+    products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
+    shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
+    is_pair = shared if len(products) > 1 else products and dict(launch.opcodes).get("slice", 0) in (1, 2)
+    activates = any(has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
+    is_elementwise = launch.phase == "forward" and not has(launch, "reduce")
+    return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")

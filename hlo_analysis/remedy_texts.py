@@ -27,6 +27,17 @@ LINEAR_EPILOGUE = Remedy(
     kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="linear: the work before the product done as its operand is loaded")
+CHAINED = Remedy(
+    kind="kernel",
+    text="both products in one kernel, which keeps a block of rows of the first on the chip; it pays where those rows "
+    "are short, since every block reads all of the second's weights",
+)
+GROUPED = Remedy(
+    kind="kernel",
+    text="a grouped product, each group's rows times that group's matrix alone (as ragged_dot of "
+    "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu on Hopper): XLA writes the rows once for every group, all but one "
+    "of them zeros, and multiplies all of it",
+)
 NORM_LINEAR = Remedy(
     kind="kernel", text="norm_linear: the product normalises its rows as it loads them, or scales its result afterwards"
 )
@@ -39,6 +50,11 @@ LAYER_NORM = Remedy(
 BATCH_NORM = Remedy(
     kind="kernel",
     text="batch_norm: mean and variance of a feature in one pass over the rows, and what follows in a second",
+)
+GROUP_NORM = Remedy(
+    kind="kernel",
+    text="one kernel a group: mean, variance and all that follows, what is normalized together read once and kept on "
+    "the chip where it fits",
 )
 SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
 LOG_SOFTMAX = Remedy(
@@ -61,6 +77,11 @@ UNSTACKED = Remedy(
     text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
     "is copied out of the stack",
 )
+HOISTED = Remedy(
+    kind="rewrite",
+    text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "
+    "the loop reads its part",
+)
 JOINED = Remedy(
     kind="rewrite",
     text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
@@ -70,6 +91,21 @@ INDEXED = Remedy(
     kind="rewrite",
     text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
     "it, and multiplies by its zeros",
+)
+ADD_TO = Remedy(
+    kind="rewrite",
+    text="add into an array that exists anyway (residual.at[indices].add(...) in place of zeros), or gather what "
+    "belongs to each row where the indices can be turned round: here an array of zeros is written first",
+)
+TOP_K = Remedy(
+    kind="kernel",
+    text="a kernel that selects: XLA sorts everything, in passes over all of it, for the part that is taken. "
+    "lax.top_k of at most 16 is such a kernel already",
+)
+SCAN = Remedy(
+    kind="kernel",
+    text="one kernel that goes along the axis with its state on the chip: lax.associative_scan hands arrays through "
+    "memory at each of its log2(n) levels, up and down",
 )
 LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"

@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from hlo_analysis.records import Intermediate, Launch, Value
-from hlo_analysis.remedies import is_product
+from hlo_analysis.traits import is_product
 
-# A value this many times as large as what its product was made from is an attention score matrix or the like of it.
-_GROWTH = 2
+# Scores of T queries and keys of D features are T / 2D times as large as what they are made from: those of short
+# sequences (197 patches, heads of 64) hardly larger, those of a router (8 experts of 1024 features) far smaller.
+_GROWTH = 0.5
 _SOFTMAX = {"exponential", "reduce"}
 
 
 def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> frozenset[str]:
     """Names of the scores, of what other launches make of them, and of their gradients.
 
-    Scores are what a product makes that is much larger than its operands, where a softmax of it goes into another
-    product. What else is made of them counts as long as it is half their size, until the next product. Growth alone is
-    no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too.
+    Scores are what a product makes that is not much smaller than its operands, where a softmax of it goes into another
+    product of its pass. What else is made of them counts as long as it is half their size, until the next product.
+    Growth alone is no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too.
     """
     values: dict[int, list[Intermediate]] = {}
     for value in intermediates:
@@ -48,8 +49,14 @@ def elements(value: Intermediate | Value) -> int:
 
 
 def _has_grown(product: Launch, value: Intermediate) -> bool:
-    """Whether a product's result is much larger than its factors; a mask or bias of its own size is none of them."""
-    factors = [given for given in product.inputs if elements(given) < elements(value)]
+    """Whether a result is not much smaller than the product's factors.
+
+    A mask or bias of its own size is none of them, nor are the keys of a cache, which a few queries are multiplied by:
+    these are larger, and of a batch. What a router multiplies by its weights is large, too, and of none.
+    """
+    is_alone = " dot(" in product.hlo and "batch_dims" not in product.hlo
+    size = elements(value)
+    factors = [given for given in product.inputs if elements(given) < size or (is_alone and elements(given) > size)]
     return bool(factors) and value.bytes >= _GROWTH * sum(given.bytes for given in factors)
 
 

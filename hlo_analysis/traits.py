@@ -1,0 +1,91 @@
+"""What one launch does, as far as its opcodes and its HLO text tell: the signs by which a remedy is chosen."""
+
+from __future__ import annotations
+
+import re
+
+from hlo_analysis.records import Launch
+
+PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
+"""Kinds of launch that are matrix products."""
+
+LIBRARIES = frozenset(("cublas", "cublaslt"))
+"""Products that take no work of others."""
+
+_LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
+_MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
+_NAME = r"%([\w.\-]+)"
+# Every other element along an axis, and its way back: a padding of one between any two.
+_EVERY_OTHER = re.compile(r"slice=\{[^}]*:\d+:2\]|padding=[\dx_\-]*?\d_\d+_1(?!\d)")
+
+
+def has(launch: Launch, opcode: str) -> bool:
+    """Whether there is such an instruction inside."""
+    return any(found == opcode for found, _ in launch.opcodes)
+
+
+def is_product(launch: Launch) -> bool:
+    """Whether a launch is a matrix product, whoever makes it; cuBLAS solves triangular systems, too."""
+    return (launch.kind in PRODUCTS or has(launch, "dot")) and "triangularSolve" not in launch.hlo
+
+
+def only_moves(launch: Launch) -> bool:
+    """Whether it changes no value. An exact copy is none: it is there to keep a buffer whole."""
+    opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
+    return bool(opcodes) and opcodes <= _MOVES and not fills(launch) and (launch.kind, opcodes) != ("copy", {"copy"})
+
+
+def relays(launch: Launch) -> bool:
+    """Whether a launch that only moves changes the order of elements, or nothing at all."""
+    return any(opcode in _LAYOUT_MOVES for opcode, _ in launch.opcodes)
+
+
+def only_casts(launch: Launch) -> bool:
+    """Whether it converts to another type and does nothing else."""
+    return {opcode for opcode, _ in launch.opcodes} == {"convert"}
+
+
+def fills(launch: Launch) -> bool:
+    """Whether it writes one value everywhere."""
+    opcodes = {opcode for opcode, _ in launch.opcodes}
+    return "broadcast" in opcodes and opcodes <= {"broadcast", "copy"} and launch.bytes_read < 64
+
+
+def sums_columns(launch: Launch) -> bool:
+    """Whether no sum of a launch is over the axis that is the last in memory: so are those of a batch normalization."""
+    found = re.findall(rf" reduce\({_NAME}[^)]*\), dimensions=\{{([\d,]*)\}}", launch.hlo)
+    last = [re.search(rf"%{re.escape(name)} = \w+\[[\d,]*\]\{{(\d+)", launch.hlo) for name, _ in found]
+    return bool(found) and all(at and at[1] not in axes.split(",") for at, (_, axes) in zip(last, found, strict=True))
+
+
+def normalizes(launch: Launch) -> bool:
+    """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
+    return has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
+
+
+def shifts(launch: Launch) -> bool:
+    """Whether it takes the exponential of what is left of a row's largest value, as a softmax does.
+
+    Other exponentials are those of sigmoids, or of a difference of two arrays (the gradient of a softplus).
+    """
+    if not has(launch, "exponential"):
+        return False
+    names = re.findall(rf" exponential\({_NAME}\)", launch.hlo)
+    return not names or any(_subtracts_rows(launch.hlo, name) for name in names)
+
+
+def _subtracts_rows(hlo: str, name: str) -> bool:
+    if cast := re.search(rf"%{re.escape(name)} = \S+ convert\({_NAME}\)", hlo):
+        name = cast[1]
+    found = re.search(rf"%{re.escape(name)} = \S+ subtract\({_NAME}, {_NAME}\)", hlo)
+    return bool(found) and bool(re.search(rf"%{re.escape(found[2])} = \S+ broadcast\(", hlo))
+
+
+def is_softmax(launch: Launch) -> bool:
+    """Whether XLA made one kernel of a softmax already."""
+    return launch.kind == "triton" and has(launch, "exponential") and has(launch, "reduce")
+
+
+def takes_every_other(launch: Launch) -> bool:
+    """Whether it takes apart, or puts together, elements of even and odd index: a level of `lax.associative_scan`."""
+    return bool(_EVERY_OTHER.search(launch.hlo))

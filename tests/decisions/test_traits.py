@@ -1,0 +1,135 @@
+"""Signs by which a remedy is chosen: programs that look alike and want something else."""
+
+from __future__ import annotations
+
+import pytest
+from launch_programs import Program
+
+from hlo_analysis.traits import fills, only_moves, takes_every_other
+
+EVERY_OTHER = "%s = f32[8] slice(%x), slice={[0:4:1], [1:2048:2]}"
+
+
+def test_attention_of_short_sequences_has_scores_hardly_larger_than_what_they_are_made_of() -> None:
+    """As 197 patches with heads of 64 in float32."""
+    program = (
+        Program()
+        .launch("s", {"q": 26, "k": 26}, 79, "triton_gemm", opcodes=("dot",))
+        .launch("p", {"s": 79}, 79, "triton", opcodes=("exponential", "reduce", "divide"))
+        .launch("o", {"p": 79, "v": 26}, 26, "triton_gemm", opcodes=("dot",))
+    )
+    assert all(missed.remedy.startswith("attention:") for missed in program.rank())
+
+
+def test_the_weights_of_a_router_are_no_scores() -> None:
+    dot = "%r = f32[8,8] dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    program = (
+        Program()
+        .launch("r", {"x": 400, "w": 1}, 10, "triton_gemm", opcodes=("dot",), hlo=dot)
+        .launch("p", {"r": 10}, 10, "triton", opcodes=("exponential", "reduce", "divide"))
+        .launch("y", {"p": 10, "e": 400}, 400, "triton_gemm", opcodes=("dot",))
+    )
+    assert not any(missed.remedy.startswith("attention:") for missed in program.rank())
+
+
+@pytest.mark.parametrize(
+    ("hlo", "remedy"),
+    [
+        ("%b = f32[8] broadcast(%m)\n%d = f32[8] subtract(%x, %b)\n%e = f32[8] exponential(%d)", "softmax:"),
+        (
+            "%b = f32[8] broadcast(%m)\n%s = bf16[8] subtract(%x, %b)\n%d = f32[8] convert(%s)\n"
+            "%e = f32[8] exponential(%d)",
+            "softmax:",
+        ),
+        ("%d = f32[8] subtract(%x, %y)\n%e = f32[8] exponential(%d)", "one kernel"),
+        ("%d = f32[8] negate(%x)\n%e = f32[8] exponential(%d)", "one kernel"),
+    ],
+    ids=["softmax", "cast", "softplus", "sigmoid"],
+)
+def test_a_softmax_takes_what_is_left_of_a_rows_largest_value(hlo: str, remedy: str) -> None:
+    program = Program().launch("e", {"x": 100}, 100, opcodes=("exponential", "subtract", "broadcast"), hlo=hlo)
+    (missed,) = program.launch("sum", {"e": 100}, 1, "reduction", opcodes=("reduce",)).rank()
+    assert missed.remedy.startswith(remedy)
+
+
+def test_levels_of_an_associative_scan_want_a_kernel_that_scans() -> None:
+    program = Program().launch("a", {"x": 100}, 50, opcodes=("slice", "multiply"), hlo=EVERY_OTHER)
+    (missed,) = program.launch("b", {"a": 50}, 25, opcodes=("slice", "multiply"), hlo=EVERY_OTHER).rank()
+    assert "lax.associative_scan" in missed.remedy
+
+
+@pytest.mark.parametrize(
+    ("hlo", "taken"),
+    [
+        (EVERY_OTHER, True),
+        ("pad(%x, %z), padding=0_0x0_0_1", True),
+        ("slice(%x), slice={[0:2:1], [1:2:1]}", False),
+        ("slice(%x), slice={[0:2], [1:2]}", False),
+        ("pad(%x, %z), padding=0_1x1_1", False),
+    ],
+)
+def test_every_other(hlo: str, taken: bool) -> None:
+    assert takes_every_other(Program().launch("a", {}, 1, hlo=hlo).launches[0]) == taken
+
+
+def test_zeros_to_add_to_are_no_move_and_could_be_an_array_that_is_there() -> None:
+    program = Program().launch("zeros", {}, 100, opcodes=("broadcast", "copy"))
+    program.launch("y", {"zeros": 100, "u": 100}, 100, "scatter", opcodes=("scatter",))
+    assert fills(program.launches[0])
+    assert not only_moves(program.launches[0])
+    (missed,) = program.rank()
+    assert missed.remedy.startswith("add into an array that exists anyway")
+
+
+def test_a_part_of_what_was_sorted_wants_a_selection() -> None:
+    program = Program().launch("s", {"x": 100}, 100, "sort", opcodes=("iota", "sort"))
+    (missed,) = program.launch("top", {"s": 100}, 1, "copy", opcodes=("slice",)).rank()
+    assert missed.remedy.startswith("a kernel that selects")
+
+
+def test_a_loops_product_of_a_part_and_of_what_does_not_change_leaves_the_loop() -> None:
+    def remedy(weight: str) -> str:
+        program = Program().launch("w", {"h": 1}, 1, repeat=9, computation="body")
+        program.launch("part", {"stack": 10}, 10, "copy", opcodes=("dynamic-slice",), repeat=9, computation="body")
+        reads = {"part": 10, weight: 1}
+        program.launch("p", reads, 10, "triton_gemm", opcodes=("dot",), repeat=9, computation="body")
+        return next(missed.remedy for missed in program.rank() if missed.value == "part")
+
+    assert remedy("wx").startswith("take the product out of the loop")
+    assert remedy("w").startswith("keep the parts apart")
+
+
+def test_groups_of_rows_want_a_grouped_product() -> None:
+    hlo = 'metadata={op_name="jit(f)/ragged_dot_general"}'
+    program = Program().launch("rows", {"x": 10}, 80, opcodes=("compare", "iota", "select"))
+    (missed,) = program.launch("y", {"rows": 80, "w": 80}, 10, "triton_gemm", opcodes=("dot",), hlo=hlo).rank()
+    assert missed.remedy.startswith("a grouped product")
+
+
+def test_two_products_in_a_row_are_no_epilogue() -> None:
+    program = Program().launch("o", {"p": 10, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+    (missed,) = program.launch("y", {"o": 10, "w": 10}, 10, "loop", opcodes=("dot",)).rank()
+    assert missed.remedy.startswith("both products in one kernel")
+
+
+def test_the_gates_of_a_recurrent_cell_are_no_gated_product() -> None:
+    program = Program().launch("zx", {"x": 10, "wx": 10}, 40, "triton_gemm", opcodes=("dot",))
+    program.launch("zh", {"h": 10, "wh": 10}, 40, "triton_gemm", opcodes=("dot",))
+    program.launch("c", {"zx": 40, "zh": 40, "s": 10}, 10, opcodes=("slice", "exponential", "tanh", "multiply"))
+    assert not any(missed.remedy.startswith("gated_linear:") for missed in program.rank())
+
+
+def test_sums_of_columns_that_are_summed_again_are_those_of_groups() -> None:
+    columns = "%x = f32[8,64,128]{2,1,0} parameter(0)\n%r = f32[8,128] reduce(%x, %z), dimensions={1}, to_apply=%add"
+    rows = "%x = f32[8,32,4]{2,1,0} parameter(0)\n%r = f32[8,32] reduce(%x, %z), dimensions={2}, to_apply=%add"
+
+    def remedy(second: str) -> str:
+        program = Program().launch("y", {"x": 100}, 100, "cudnn")
+        program.launch("s", {"y": 100}, 1, "reduction", opcodes=("reduce",), hlo=columns)
+        program.launch("t", {"s": 1}, 1, "reduction", opcodes=("reduce",), hlo=second)
+        program.launch("m", {"t": 1}, 1, opcodes=("rsqrt",))
+        program.launch("n", {"y": 100, "m": 1}, 100, opcodes=("subtract", "multiply"))
+        return next(missed.remedy for missed in program.rank() if missed.value == "y")
+
+    assert remedy(rows).startswith("one kernel a group")
+    assert remedy(columns).startswith("batch_norm:")
