@@ -32,7 +32,8 @@ def _as_array(operation: str, name: str, value: Any) -> jax.Array:
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{operation}: {name} must be an array, got {type(value).__name__}: {error}") from error
     check_width(operation, name, array.dtype)
-    return array
+    # Kernels' results are never weakly typed: those of "xla" shall not be, either.
+    return array.astype(array.dtype) if array.weak_type else array
 
 
 def check_width(operation: str, name: str, dtype: jnp.dtype) -> None:

@@ -25,7 +25,8 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64.
+    """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64, and
+    with its loops, also where `jax_disable_jit` unrolls them.
 
     The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
 
@@ -34,7 +35,7 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        with jax.enable_x64(False):
+        with jax.enable_x64(False), jax.disable_jit(False):
             return usual_promotion(body)(*args, **kwargs)
 
     launch = plgpu.kernel(narrow, **options)

@@ -174,6 +174,12 @@ def test_numbers_of_numpy_leave_the_precision_as_it_is():
     assert lse.dtype == jnp.float32
 
 
+def test_weakly_typed_arguments_give_results_that_are_not():
+    x = jnp.broadcast_to(jnp.asarray(2.0), (2, 8))
+    assert x.weak_type
+    assert not any(y.weak_type for y in OPS.rms_norm(x, SCALE, residual=x))
+
+
 def test_a_single_number_may_be_dropped():
     y = OPS.bias_activation(jnp.float32(1), None, activation="relu", dropout_rate=0.5, dropout_key=KEY)
     assert float(y) in (0.0, 2.0)

@@ -12,7 +12,14 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_kernels
-from pallas_kernels import REGISTRY, cross_entropy, decode_attention, gated_activation, rms_norm
+from pallas_kernels import (
+    REGISTRY,
+    cross_entropy,
+    decode_attention,
+    gated_activation,
+    linear_cross_entropy,
+    rms_norm,
+)
 from pallas_kernels.specs import plain
 
 HOPPER = AbstractMesh(
@@ -56,6 +63,18 @@ def test_strict_promotion_is_for_the_caller_s_own_expressions(op):
     usual = results()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert results() == usual
+
+
+def test_kernels_keep_their_loops_where_jit_is_disabled():
+    def function(hidden, w):
+        return linear_cross_entropy(hidden, w, jnp.zeros(8, "int32"), reduction="sum", implementation="mosaic")
+
+    hidden, w = jnp.ones((8, 64), "bfloat16"), jnp.ones((64, 320), "bfloat16")
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        usual = jax.make_jaxpr(function)(hidden, w)
+        with jax.disable_jit():
+            unrolled = jax.make_jaxpr(function)(hidden, w)
+    assert kernels(unrolled) == kernels(usual) != []
 
 
 def test_second_derivatives_are_refused():
