@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from hlo_analysis.errors import DumpError
 
+# Eighteen megabytes of a fusion dump are read by this: what stands between tokens is a part of the next one's match.
 _TOKEN = re.compile(
-    r"""(?P<space>\s+|\#[^\n]*)
-      | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    r"""(?:\s+|\#[^\n]*)*
+      (?:(?P<string>"[^"\\\n]*(?:\\.[^"\\\n]*)*"|'[^'\\\n]*(?:\\.[^'\\\n]*)*')
       | (?P<word>[A-Za-z_][\w.]*|[-+]?(?:\.?\d(?:[\w.]|(?<=[eE])[-+])*|inf|nan))
-      | (?P<mark>[{}<>\[\]:;,])""",
+      | (?P<mark>[{}<>\[\]:;,])
+      | (?P<end>\Z))""",
     re.VERBOSE,
 )
 
@@ -51,84 +53,90 @@ class Message:
         return found[-1] if found else default
 
 
+class _MalformedError(Exception):
+    def __init__(self, told: str, position: int) -> None:
+        super().__init__(told)
+        self.position = position
+
+
 def parse_textproto(text: str) -> Message:
     """Reads text format. Raises `DumpError` with the line number when it is not well formed."""
-    fields, closed = _message(_tokens(text), None)
-    if closed is not None:
-        raise DumpError(f"text proto, line {closed}: a closing bracket that nothing opened")
-    return Message(fields)
+    try:
+        return Message(_message(_tokens(text), None))
+    except _MalformedError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise DumpError(f"text proto, line {line}: {error}") from None
 
 
-def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    position, line = 0, 1
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise DumpError(f"text proto, line {line}: unexpected {text[position]!r}")
-        kind = match.lastgroup or ""
-        if kind != "space":
-            yield kind, match.group(), line
-        line += match.group().count("\n")
-        position = match.end()
-    yield "end", "", line
+def _tokens(text: str) -> Iterator[_Token]:
+    """Kind, text and position of each; the last is the end."""
+    position, kind, match = 0, "", _TOKEN.match
+    while kind != "end":
+        found = match(text, position)
+        if found is None:
+            position += len(text[position:]) - len(text[position:].lstrip())
+            raise _MalformedError(f"unexpected {text[position]!r}", position)
+        kind, position = found.lastgroup or "", found.end()
+        yield kind, found[kind], position
 
 
+_Token = tuple[str, str, int]
 _Fields = tuple[tuple[str, "str | Message"], ...]
 
 
-def _message(tokens: Iterator[tuple[str, str, int]], closer: str | None) -> tuple[_Fields, int | None]:
-    """Fields up to `closer` (or the end of text), and the line of a stray closing bracket at top level."""
+def _message(tokens: Iterator[_Token], closer: str | None) -> _Fields:
+    """Fields up to `closer`, or up to the end of text."""
     fields: list[tuple[str, str | Message]] = []
-    pending: tuple[str, str, int] | None = None
+    pending: _Token | None = None
     while True:
-        kind, token, line = pending or next(tokens)
+        kind, token, position = pending or next(tokens)
         pending = None
         if token == closer and kind == "mark":
-            return tuple(fields), None
+            return tuple(fields)
         if kind == "end":
             if closer is None:
-                return tuple(fields), None
-            raise DumpError(f"text proto, line {line}: the text ends inside a message, {closer!r} expected")
+                return tuple(fields)
+            raise _MalformedError(f"the text ends inside a message, {closer!r} expected", position)
         if kind == "mark" and token in ";,":
             continue
         if kind == "mark" and token in "}>" and closer is None:
-            return tuple(fields), line
+            raise _MalformedError("a closing bracket that nothing opened", position)
         if kind != "word":
-            raise DumpError(f"text proto, line {line}: a field name expected, found {token!r}")
+            raise _MalformedError(f"a field name expected, found {token!r}", position)
         name = token
-        kind, token, line = next(tokens)
+        kind, token, position = next(tokens)
         if token == ":" and kind == "mark":
-            kind, token, line = next(tokens)
+            kind, token, position = next(tokens)
         if kind == "mark" and token in "{<":
-            fields.append((name, Message(_message(tokens, "}" if token == "{" else ">")[0])))
+            fields.append((name, Message(_message(tokens, "}" if token == "{" else ">"))))
         elif kind == "mark" and token == "[":
             fields.extend((name, value) for value in _list(tokens))
         elif kind == "string":
             value = ""
             while kind == "string":  # adjacent literals are one string
                 value += _unquote(token)
-                kind, token, line = next(tokens)
+                kind, token, position = next(tokens)
             fields.append((name, Quoted(value)))
-            pending = (kind, token, line)
+            pending = (kind, token, position)
         elif kind == "word":
             fields.append((name, token))
         else:
-            raise DumpError(f"text proto, line {line}: a value for {name!r} expected, found {token or 'the end'!r}")
+            raise _MalformedError(f"a value for {name!r} expected, found {token or 'the end'!r}", position)
 
 
-def _list(tokens: Iterator[tuple[str, str, int]]) -> Iterator[str | Message]:
+def _list(tokens: Iterator[_Token]) -> Iterator[str | Message]:
     while True:
-        kind, token, line = next(tokens)
+        kind, token, position = next(tokens)
         if kind == "mark" and token == "]":
             return
         if kind == "mark" and token == ",":
             continue
         if kind == "mark" and token in "{<":
-            yield Message(_message(tokens, "}" if token == "{" else ">")[0])
+            yield Message(_message(tokens, "}" if token == "{" else ">"))
         elif kind in ("string", "word"):
             yield _unquote(token) if kind == "string" else token
         else:
-            raise DumpError(f"text proto, line {line}: a list item expected, found {token or 'the end'!r}")
+            raise _MalformedError(f"a list item expected, found {token or 'the end'!r}", position)
 
 
 def _unquote(literal: str) -> Quoted:
@@ -142,6 +150,8 @@ def _unquote(literal: str) -> Quoted:
             return bytes([int(escape[1:], 16)])
         return _NAMED.get(escape, escape)
 
+    if "\\" not in literal:
+        return Quoted(literal[1:-1])
     data = _ESCAPE.sub(replace, literal[1:-1].encode("utf-8", "surrogateescape"))
     return Quoted(data.decode("utf-8", "surrogateescape"))
 
