@@ -33,6 +33,7 @@ _TENSOR = "pipe_tensor_percent"
 """Share of the time that the tensor cores multiply; not every version of Nsight Compute has it for every GPU."""
 METRICS = {
     "us": "gpu__time_duration.sum",
+    "sm_cycles": "sm__cycles_elapsed.avg",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "read_bytes": "dram__bytes_read.sum",
     "written_bytes": "dram__bytes_write.sum",

@@ -156,6 +156,10 @@ def test_products_are_held_to_the_fastest_rival():
     cells = f"800 | **0.87** | 1.00 | Liger | 1700 (1500) | 650 (698) | {why}"
     assert f"| `linear` | forward | 8192-4096-4096-bf16 | {cells} |" in text
     assert "| torch.compile | `linear` | forward | 8192-4096-4096-bf16 (missed) |" in text
+    case = "linear:forward:8192-4096-4096-bfloat16"
+    launch = {**LAUNCH, "case": case, "us": 340.0, "sm_cycles": 340.0 * 1600, "pipe_tensor_percent": 96.0}
+    read = limits.markdown(kept, limits.Counters(cases={case: [launch]}, read="today"))
+    assert "power: a clock of 1600 of 1980 MHz within the launch; power limit: the clock fell to 1500" in read
     assert limits.missed(kept) == ["linear:forward:8192-4096-4096-bfloat16"]
     assert limits.summary(results(fast)).startswith(
         "Of 1 measured shapes with a bar 1 meet it, 1 of them not yet timed beside all rivals of the bar; "

@@ -126,6 +126,12 @@ def markdown(results: Results, counters: Counters) -> str:
             "MHz: median and lowest; W: median and highest, as in the table of matrix products. A rival of another run "
             "took turns with ours as it was then."
         )
+        if any("sm_cycles" in launch for launches in counters.cases.values() for launch in launches):
+            parts[-1] += (
+                " The clock within a launch is its cycles by its time: the GPU lowers it within 20 µs of multiplying "
+                "random numbers, in cuBLAS's kernels as in these, which a sample of nvidia-smi is too long to show "
+                "(see `pallas_kernels/primitives/gemm/TUNING.md`)."
+            )
     parts += [_told(verdict) for verdict in speeds if verdict.least is None]
     parts += _beside_not_all(speeds)
     parts += _not_measured(table)
@@ -177,8 +183,8 @@ def _late_speed_cells(verdict: SpeedVerdict, counters: Counters) -> list[str]:
     why = [] if verdict.is_choice else [f"{s.phase}: {_words(s, counters)}" for s in verdict.shapes]
     if len(why) == 1:
         why = [_words(shape, counters)]
-    if not verdict.is_choice and (lowered := _lowered_clock(shape)):
-        why.insert(0, lowered)
+    if not verdict.is_choice:
+        why = [words for words in (_own_clock(shape, counters), _lowered_clock(shape)) if words] + why
     return [
         f"`{shape.op}`",
         verdict.phase,
@@ -190,6 +196,18 @@ def _late_speed_cells(verdict: SpeedVerdict, counters: Counters) -> list[str]:
         *clock_and_power(shape),
         "; ".join(why) or "the choice",
     ]
+
+
+def _own_clock(shape: ShapeResult, counters: Counters) -> str:
+    """Words where the clock is low within the longest launch: nvidia-smi's samples are too long to show that."""
+    clock = shape.activity.quantities.get("sm_clock_mhz") if shape.activity else None
+    longest = max(counters.cases.get(case_name(shape), ()), key=lambda launch: launch["us"], default={})
+    if not clock or not longest.get("sm_cycles"):
+        return ""
+    within = longest["sm_cycles"] / longest["us"]
+    if within >= _LOWERED * clock.most:
+        return ""
+    return f"power: a clock of {within:.0f} of {clock.most:.0f} MHz within the launch"
 
 
 def _lowered_clock(shape: ShapeResult) -> str:
