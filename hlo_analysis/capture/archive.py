@@ -175,7 +175,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _MANIFEST.validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
-        raise DumpError(f"{folder / MANIFEST} is not a capture's manifest: {error}") from error
+        told = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise DumpError(f"{folder / MANIFEST} is not a capture's manifest: {told}") from error
     if manifest.format != FORMAT:
         raise DumpError(f"{folder} is a capture of format {manifest.format}; this version reads format {FORMAT}")
     names = [*manifest.files.values(), manifest.dump]

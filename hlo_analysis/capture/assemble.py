@@ -51,6 +51,8 @@ def assemble(
     if target.kind == "attached":
         config = folder / files["target_config"] if "target_config" in files else None
         target = attached.with_config(target, config.read_text(encoding="utf-8") if config else None)
+    memory = _memory(result.get("memory"))
+    notes += _too_large(memory, target)
     return Manifest(
         label=label or program.function,
         target=target.name,
@@ -61,7 +63,7 @@ def assemble(
         compute_capability=target.compute_capability,
         module=module,
         complete=bool(result["ok"]),
-        memory=_memory(result.get("memory")),
+        memory=memory,
         provenance=Provenance(
             function=program.function,
             mode=mode,
@@ -111,3 +113,12 @@ def _memory(stats: Mapping[str, int] | None) -> Memory:
         temp_bytes=stats["temp_bytes"],
         peak_bytes=stats["peak_bytes"] or counted,
     )
+
+
+def _too_large(memory: Memory, target: Target) -> list[str]:
+    if not target.memory_bytes or memory.peak_bytes <= target.memory_bytes:
+        return []
+    return [
+        f"The program takes {memory.peak_bytes / 1e9:.0f} GB of memory and the {target.device_kind} has "
+        f"{target.memory_bytes / 1e9:.0f} GB: it compiles, and would not run."
+    ]

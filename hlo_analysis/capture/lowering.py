@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -109,8 +110,10 @@ def lower(
                 bytecode = in_post_order(bytecode)
     except CaptureError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = str(error).strip().split("\n\n")[0]
+        if not reason or isinstance(error, SystemExit):  # an assertion, or exit(3): the place says more than nothing
+            reason = f"{reason} at {_where(error)}".strip()
         if _NO_CALLBACK in reason:
             reason += _WITHOUT_CALLBACK
         raise CaptureError(
@@ -118,6 +121,12 @@ def lower(
             f"mode {mode!r}: {type(error).__name__}: {reason}"
         ) from error
     return Lowered(bytecode=bytecode, function=name, arguments=described, devices=devices)
+
+
+def _where(error: BaseException) -> str:
+    """'file.py:line, in function' of what raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
 
 
 def _module(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:

@@ -42,6 +42,8 @@ class Target:
     device_kind: str = ""
     """The name that the GPU gives itself."""
     core_count: int = 0
+    memory_bytes: int = 0
+    """Of the device; 0 where not known."""
     compute_capability: tuple[int, int] = (0, 0)
     cudnn_version: tuple[int, int, int] = (9, 10, 0)
     autotune: Path | None = None
@@ -121,6 +123,7 @@ def target_from_config(name: str | None, config_text: str, *, autotune: Path | N
         device=_device(name, device_name, info),
         device_kind=device_name or "NVIDIA GPU",
         core_count=cores,
+        memory_bytes=int(info.scalar("device_memory_size", "0")),
         compute_capability=capability,
         cudnn_version=_cudnn_version(config, info),
         autotune=autotune,

@@ -78,6 +78,19 @@ def test_a_function_that_calls_back_to_python() -> None:
         capture(printing, FLOATS)
 
 
+def test_a_function_that_exits_or_asserts_is_told_by_its_place() -> None:
+    def leaves(x: jax.Array) -> jax.Array:
+        raise SystemExit(3)
+
+    def asserts(x: jax.Array) -> jax.Array:
+        raise AssertionError
+
+    with pytest.raises(CaptureError, match=r"SystemExit: 3 at .*test_failures\.py:\d+, in leaves"):
+        capture(leaves, FLOATS)
+    with pytest.raises(CaptureError, match=r"AssertionError: at .*test_failures\.py:\d+, in asserts"):
+        capture(asserts, FLOATS)
+
+
 def test_shapes_that_do_not_fit() -> None:
     wrong = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
     with pytest.raises(CaptureError, match=r"weights\['kernel'\]: bf16\[5,256\].*TypeError: dot_general requires"):

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from hlo_analysis.capture import resources
+from hlo_analysis.capture.assemble import _too_large
+from hlo_analysis.records import Memory
+from hlo_analysis.targets import load_target
 
 PTXAS = """
 ptxas info    : 0 bytes gmem
@@ -85,3 +88,11 @@ def test_ptxas_that_is_missing_or_fails(tmp_path: Path, monkeypatch: pytest.Monk
     text, note = resources.ptx_resources([tmp_path / "a.ptx"], (9, 0))
     assert text is None
     assert note.startswith("Registers and spills are not known: ptxas said")
+
+
+def test_a_program_that_is_larger_than_the_gpu_is_said_to_be() -> None:
+    h200 = load_target("h200")
+    assert _too_large(Memory(peak_bytes=h200.memory_bytes), h200) == []
+    (note,) = _too_large(Memory(peak_bytes=2 * h200.memory_bytes), h200)
+    assert "301 GB" in note
+    assert "would not run" in note
