@@ -60,7 +60,8 @@ class Table:
         largest = max(launch.bytes_read for launch in ends) / _SUMS
         found, new = {launch.index: launch for launch in ends}, list(near)
         for _ in range(_FAR):
-            new = [maker for launch in new for maker in self.makers(launch, largest) if maker.index not in found]
+            new = [maker for launch in new for maker in self.makers(launch, largest)]
+            new = [maker for maker in new if maker.index not in found and maker.kind != "copy"]  # a copy counts indices
             found |= {launch.index: launch for launch in new}
         return list(found.values())
 

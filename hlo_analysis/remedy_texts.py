@@ -77,6 +77,11 @@ UNSTACKED = Remedy(
     text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
     "is copied out of the stack",
 )
+APART = Remedy(
+    kind="rewrite",
+    text="keep what the loop gives apart (a Python loop, whose results are a list, in place of lax.scan), or give it "
+    "an array to update that is there anyway: here one value is written everywhere first",
+)
 HOISTED = Remedy(
     kind="rewrite",
     text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "

@@ -226,3 +226,16 @@ def test_thousands_of_launches_are_ranked_at_once() -> None:
     start = perf_counter()
     assert len(program.rank()) == 1999
     assert perf_counter() - start < 5  # 0.3 s on a busy machine; 6.8 s when each remedy walked over all launches
+
+
+@pytest.mark.parametrize("runs", [8, 4])
+def test_zeros_that_a_loop_writes_over_need_not_be_written(runs: int) -> None:
+    """As the arrays that `lax.scan` stacks its results in; one that the loop fills in part must be."""
+    program = Program().launch("zeros", {}, 80, opcodes=("broadcast",))
+    program.launch("y", {"zeros": 80, "x": 10}, 80, opcodes=("dynamic-update-slice",), computation="b", repeat=runs)
+    program.launches[1] = replace(program.launches[1], bytes_read=10 * MIB, bytes_written=10 * MIB)
+    found = [missed for missed in program.rank() if missed.value == "zeros"]
+    assert len(found) == (runs == 8)
+    for missed in found:
+        assert (missed.producer, missed.consumers, missed.bytes_at_stake) == (0, (1,), 80 * MIB)
+        assert missed.remedy.startswith("keep what the loop gives apart")

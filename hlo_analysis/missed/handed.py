@@ -1,0 +1,189 @@
+"""Values that one launch writes and another reads: straight, through an update in place, or into a loop."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
+from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
+from hlo_analysis.remedies import Table, vertical_remedy
+from hlo_analysis.remedy_texts import APART, MASKED
+from hlo_analysis.scores import attention_scores
+from hlo_analysis.traits import fills
+
+# A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
+_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
+
+_ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
+# What is made of (almost) nothing, as zeros to add to, is no work that could wait for its reader.
+_SMALLEST_INPUT = 8
+
+
+def between_launches(
+    launches: Sequence[Launch],
+    intermediates: Sequence[Intermediate],
+    decisions: Sequence[Decision],
+    device: Device,
+    outputs: frozenset[str],
+    donated: frozenset[str],
+) -> Iterator[MissedFusion]:
+    """One missed fusion for all that a launch hands the same readers."""
+    reasons: dict[tuple[int | None, int | None], Decision] = {}
+    for decision in decisions:
+        if decision.verdict != "fused":
+            reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
+    table, scores = Table(launches), attention_scores(launches, intermediates)
+    handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
+    for value in intermediates:
+        producer = launches[value.producer]
+        readers = [launches[index] for index in value.consumers if index != value.producer]
+        near = [reader for reader in readers if could_join(producer, reader, value.name in scores)]
+        if not near and _is_carried(value):
+            near = readers = [producer]
+        if near:
+            stake = _Stake(
+                value=value,
+                kept_for=_kept_for(value, producer, near, len(readers), outputs),
+                written=written(value, producer),
+                # A reader of the whole buffer that was updated in place would read the rest of it anyway.
+                read=min(read_by_each(value, producer), written(value, producer)),
+            )
+            handed[value.producer, tuple(reader.index for reader in near)].append(stake)
+    for (index, indices), stakes in handed.items():
+        producer, near = launches[index], [launches[reader] for reader in indices]
+        gone = sum(stake.written for stake in stakes if not stake.kept_for)
+        read = sum(stake.read for stake in stakes)
+        at_stake = gone + len(near) * read
+        time = waits(producer, gone, device) + sum(waits(reader, read, device) for reader in near)
+        if producer.kind == "copy" and gone:  # its readers read what was copied in its place
+            at_stake = gone + producer.bytes_read * producer.repeat
+            time = waits(producer, at_stake, device)
+        decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
+        reason = decision.reason if decision else "[no pass left a word about this value]"
+        category = decision.category if decision else categories.UNRECORDED
+        if indices == (index,):
+            reason, category = "[a loop's launch hands it to its next run]", categories.BOUNDARY
+        if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
+            reason += f" [written in any case: {', '.join(kept)}]"
+        largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
+        is_score = largest.name in scores
+        yield missed(
+            largest,
+            producer=index,
+            consumers=indices,
+            stake=at_stake,
+            time=time + device.launch_overhead_us * producer.repeat,
+            ends=[producer, *(reader for reader in near if reader is not producer)],
+            reason=reason,
+            category=category,
+            remedy=vertical_remedy(table, producer, near, category, is_score=is_score, donated=donated),
+        )
+
+
+def through_updates(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
+) -> Iterator[MissedFusion]:
+    """Arrays that a launch makes, that another updates in part, in place, and that a third reads whole."""
+    updated = {(value.producer, value.bytes): value for value in intermediates}
+    for value in intermediates:
+        maker, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
+        if len(value.consumers) > 1 or after is None or value.name in outputs or after.name in outputs:
+            continue
+        update, indices = launches[after.producer], [index for index in after.consumers if index != after.producer]
+        readers = [launches[index] for index in indices]
+        row = (maker.computation, maker.repeat)
+        if (
+            maker is not update
+            and updates_in_place(update, value)
+            and maker.kind in _ELEMENT_WISE
+            and _SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written >= value.bytes
+            and readers
+            and all(reader.kind in _ELEMENT_WISE and reader.bytes_read >= value.bytes for reader in readers)
+            and all((found.computation, found.repeat) == row for found in (update, *readers))
+            and all(could_join(maker, reader, False) for reader in readers)
+        ):
+            once = value.bytes * maker.repeat
+            yield missed(
+                value,
+                producer=maker.index,
+                consumers=tuple(indices),
+                stake=once * (1 + len(readers)),
+                time=sum(waits(end, once, device) for end in (maker, *readers)),
+                ends=[maker, update, *readers],
+                reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
+                category=categories.IN_PLACE,
+                remedy=MASKED,
+            )
+
+
+def filled_for_loops(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device
+) -> Iterator[MissedFusion]:
+    """Arrays of one value that a loop then writes all of, a part in each of its runs, as what `lax.scan` stacks."""
+    whole: dict[int, dict[Intermediate, list[Launch]]] = defaultdict(dict)
+    for value in intermediates:
+        filler = launches[value.producer]
+        writers = [
+            reader
+            for reader in (launches[index] for index in value.consumers)
+            if reader.computation != filler.computation and updates_in_place(reader, value)
+        ]
+        if fills(filler) and sum(writer.bytes_written * writer.repeat for writer in writers) >= value.bytes:
+            whole[value.producer][value] = writers
+    for index, values in whole.items():
+        filler, largest = launches[index], max(values, key=lambda value: value.bytes)
+        stake = sum(value.bytes for value in values) * filler.repeat
+        writers = {writer.index: writer for found in values.values() for writer in found}
+        yield missed(
+            largest,
+            producer=index,
+            consumers=tuple(sorted(writers)),
+            stake=stake,
+            time=waits(filler, stake, device) + device.launch_overhead_us * filler.repeat,
+            ends=[filler, *writers.values()],
+            reason="[a loop writes over all of it, a part in each of its runs]",
+            category=categories.BOUNDARY,
+            remedy=APART,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stake:
+    value: Intermediate
+    kept_for: str
+    """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
+    written: int
+    """Bytes, in one run of the program."""
+    read: int
+    """Bytes, by each reader, in one run."""
+
+
+def _kept_for(
+    value: Intermediate, producer: Launch, near: Sequence[Launch], readers: int, outputs: frozenset[str]
+) -> str:
+    if producer.repeat > 1 and producer.bytes_written >= value.bytes:  # only a loop's last run leaves it to others
+        return ""
+    if value.name in outputs:
+        return "an output of the program"
+    if producer.kind == "copy":  # what it copies is there already
+        return ""
+    if len(near) < readers:
+        return "the backward pass or another loop reads it"
+    return "its reader updates it in place" if any(updates_in_place(reader, value) for reader in near) else ""
+
+
+def _is_carried(value: Intermediate) -> bool:
+    """Whether a loop's launch reads in its next run what it wrote; a counter does not count."""
+    return value.producer in value.consumers and not value.shape.endswith("[]")
+
+
+def could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
+    """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
+    # What XLA put in itself bears no name, and so belongs to no pass.
+    same_pass = producer.phase == reader.phase or is_score or not (producer.op_name and reader.op_name)
+    same_pass = same_pass or (reader.phase == "backward" and bool(_BACKWARD.search(producer.hlo)))
+    return same_pass and producer.computation == reader.computation

@@ -1,0 +1,97 @@
+"""Values that several launches read where one could have read them once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.missed.stakes import missed, read_by_each, waits
+from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion, Value
+from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
+from hlo_analysis.rereads import find_ancestors, find_rereads
+from hlo_analysis.scores import attention_scores
+from hlo_analysis.traits import PRODUCTS
+
+_MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
+
+
+def read_at_once(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device
+) -> Iterator[MissedFusion]:
+    """Launches that depend on one another in no way and read the same values."""
+    readers: dict[str, list[Launch]] = defaultdict(list)
+    values: dict[str, Value] = {}
+    for launch in launches:
+        for value in launch.inputs:
+            readers[value.name].append(launch)
+            values[value.name] = value
+    handed = {value.name: read_by_each(value, launches[value.producer]) for value in intermediates}
+    ancestors = find_ancestors(launches)
+    groups: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+    for name, found in readers.items():
+        for group in _siblings(found, ancestors):
+            once = values[name].bytes * group[0].repeat
+            read = handed.get(name, min(once, *(launch.bytes_read * launch.repeat for launch in group)))
+            again = len(group) * read - once  # nothing where each reads a slice of its own
+            if again > 0:
+                groups[tuple(launch.index for launch in group)][name] = again
+    scores = attention_scores(launches, intermediates)
+    for indices, shared in groups.items():
+        group = [launches[index] for index in indices]
+        _, name = max((count, name) for name, count in shared.items())
+        remedy = shared_input_remedy(group, name)
+        if remedy is None or name in scores:
+            continue
+        largest, stake = values[name], sum(shared.values())
+        time = sum(waits(launch, stake, device) for launch in group[1:]) / len(group[1:])
+        what = f"{name} and {len(shared) - 1} more" if len(shared) > 1 else name
+        yield missed(
+            largest,
+            producer=indices[0] if largest.producer is None else largest.producer,
+            consumers=indices,
+            stake=stake,
+            time=time + sum(device.launch_overhead_us * launch.repeat for launch in group[1:]),
+            ends=group,
+            reason=f"[{len(group)} launches each read {what} anew]",
+            category=categories.SHARED_INPUT,
+            remedy=remedy,
+        )
+
+
+def read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFusion]:
+    """Arguments of which one kernel could have read each row once, with its sum and with what needs the sum."""
+    table = Table(launches)
+    for found in find_rereads(launches):
+        first, *later = found.readers
+        again = found.value.bytes * first.repeat
+        gone = [*later, *found.between]
+        waited = sum(waits(launch, again, device) for launch in later)
+        yield missed(
+            found.value,
+            producer=first.index,
+            consumers=tuple(launch.index for launch in found.readers),
+            stake=again * len(later),
+            time=waited + sum(device.launch_overhead_us * launch.repeat for launch in gone),
+            ends=[*found.readers, *found.between],
+            reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
+            category=categories.SHARED_INPUT,
+            remedy=rows_remedy(table, [*found.readers, *found.between]),
+        )
+
+
+def _siblings(readers: Sequence[Launch], ancestors: Sequence[int]) -> list[list[Launch]]:
+    """Groups of two and more readers that could be one launch: alike, in one pass, none needing another's result."""
+    alike: Mapping[tuple, list[Launch]] = defaultdict(list)
+    for launch in {reader.index: reader for reader in readers}.values():
+        if launch.kind in _MERGEABLE:
+            alike[launch.computation, launch.phase, launch.kind in PRODUCTS, launch.repeat].append(launch)
+    groups: list[list[Launch]] = []
+    for candidates in alike.values():
+        group: list[Launch] = []
+        for launch in candidates:
+            if not any(ancestors[launch.index] >> member.index & 1 for member in group):
+                group.append(launch)
+        if len(group) > 1:
+            groups.append(group)
+    return groups
