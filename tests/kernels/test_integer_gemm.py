@@ -11,6 +11,7 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, to_lanes
 
@@ -37,6 +38,7 @@ def operands(seed, m, k, n, dtype):
         (IntegerGemmConfig(rows=128, depth=128), (67, 256, 64), jnp.int8),
         (IntegerGemmConfig(rows=64, depth=256, store_slots=1), (64, 512, 128), jnp.int4),
         (IntegerGemmConfig(rows=64, stages=2, in_parts=True, last_rows=32), (136, 128, 128), jnp.uint8),
+        (IntegerGemmConfig(rows=64, stages=2, cluster=2, last_rows=32), (136, 128, 192), jnp.uint8),
         (IntegerGemmConfig(rows=104, store_rows=104, warpgroups=3, depth=128, in_parts=True), (67, 256, 64), jnp.uint8),
     ],
 )
@@ -82,3 +84,23 @@ def test_stages_are_those_that_fit():
     fitted = IntegerGemmConfig(stages=20).fitted(weight_bits=8, itemsize=2, out_itemsize=2)
     stage = 64 * (128 + 2 * 256)
     assert fitted.stages * stage < SHARED_BYTES < (fitted.stages + 2) * stage
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"), [(16, DirectConfig()), (3, DirectConfig(columns=32, warpgroups=1, tiles=2))]
+)
+def test_few_rows_by_registers(rows, config, seed):
+    x, values, scales, residual, exact = operands(seed, rows, 1024, 64, jnp.uint8)
+    bias = jnp.linspace(-2, 2, 64, dtype=jnp.float32)
+    y = direct_product(
+        x,
+        values,
+        scales,
+        epilogue=Epilogue(activation=get_activation("integer_gemm", "relu")),
+        bias=bias,
+        residual=residual,
+        out_dtype=jnp.dtype(jnp.float32),
+        config=config,
+    )
+    expected = np.maximum(exact + np.asarray(bias), 0) + np.asarray(residual)
+    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-4 * np.abs(exact).max())

@@ -11,6 +11,7 @@ from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 
 
@@ -29,7 +30,8 @@ def quantized_linear_forward(
     x: (rows, features), bfloat16 or float16, few rows where scales are of groups. bias: (outputs,). residual: (rows,
     outputs) of out_dtype.
     """
-    config = config or default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype)
+    groups = w.scales.shape[0]
+    config = config or default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype, scale_groups=groups)
     behind = {
         "epilogue": Epilogue(activation=activation),
         "bias": bias,
@@ -39,4 +41,6 @@ def quantized_linear_forward(
     }
     if isinstance(config, FewRowsConfig):
         return few_rows_product(x, [w.values], scales=[w.scales], config=config, **behind)[0]
+    if isinstance(config, DirectConfig):
+        return direct_product(x, w.values, w.scales[0], config=config, **behind)
     return integer_gemm(x, w.values, w.scales[0], config=config, **behind)

@@ -23,6 +23,7 @@ class IntegerGemmConfig:
     in_parts: whether a step is widened in parts of 64, each while the tensor cores have the part before. At least two.
     last_rows: tiles that would leave blocks idle at the end are cut into lower ones, of so many rows, if no block then
         has more than one; 0: they are not.
+    cluster: blocks, 1 or 2, that are neighbours along the columns and bring x's tile once, by multicast.
     group: tiles along the rows that follow one another, before the next columns.
     store_rows, store_slots: the result leaves in pieces of so many rows, through so many buffers a warpgroup.
     """
@@ -33,6 +34,7 @@ class IntegerGemmConfig:
     stages: int = 6
     in_parts: bool = False
     last_rows: int = 0
+    cluster: int = 1
     group: int = 8
     store_rows: int = 64
     store_slots: int = 2

@@ -92,7 +92,8 @@ class _Job:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.columns)
+        """Tiles along rows and columns, these in units of a cluster's."""
+        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.cluster * self.config.columns)
 
     @property
     def steps(self) -> int:
@@ -106,8 +107,8 @@ class _Job:
 
     @property
     def blocks(self) -> int:
-        """That run, each on a multiprocessor."""
-        return max(1, min(target_device().core_count, self.grid[0] * self.grid[1]))
+        """That run, each on a multiprocessor; or clusters of them."""
+        return max(1, min(target_device().core_count // self.config.cluster, self.grid[0] * self.grid[1]))
 
     @property
     def low_tiles(self) -> int:
@@ -122,6 +123,8 @@ class _Job:
 
         def place(number):
             i, j = plgpu.planar_snake(number, (rows, columns), 0, min(config.group, rows))
+            if config.cluster > 1:
+                j = config.cluster * j + lax.axis_index("cluster")
             return i * config.rows, j * config.columns
 
         @plgpu.nd_loop((high_tiles,), collective_axes="block", init_carry=jnp.int32(0))
@@ -169,11 +172,13 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
 
     body.__name__ = name
     stages = config.stages
+    barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if config.cluster > 1 else plgpu.Barrier
     kernel = settings.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((job.m, job.n), out_dtype),
         grid=(job.blocks,),
         grid_names=("block",),
+        **({"cluster": (config.cluster,), "cluster_names": ("cluster",)} if config.cluster > 1 else {}),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
@@ -181,7 +186,7 @@ def _launch(job: _Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dty
                 "w": integer_tiles((stages, config.columns, config.depth), values.dtype),
                 "x": shared((stages, config.rows, config.depth), x.dtype, swizzle=128),
                 "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+                "empty": barrier(num_arrivals=warpgroups, num_barriers=stages),
             },
             shared((warpgroups, config.store_slots, config.store_rows, GROUP), out_dtype),
             plgpu.Barrier(num_barriers=warpgroups),
@@ -205,7 +210,9 @@ def _produce(job: _Job, x_ref: Any, w_ref: Any, ring: Mapping[str, Any]) -> None
             depth = pl.ds(i * config.depth, config.depth)
             full = ring["full"].at[stage]
             plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring["w"].at[stage], full)
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), depth], ring["x"].at[stage, pl.ds(0, rows)], full)
+            place = ring["x"].at[stage, pl.ds(0, rows)]
+            axes = "cluster" if config.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), depth], place, full, collective_axes=axes)
 
         lax.fori_loop(0, job.steps, step, None)
 

@@ -26,7 +26,7 @@ SPAN = 16
 _SIGN = 128
 _SHAPE = (2, 4, 2)
 """Of those 16 values: the pair, the lane, the member of the pair."""
-_FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2.0**-9)}
+FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2.0**-9)}
 """For each dtype its instruction's name, the power of two as bits, and what one is then."""
 
 
@@ -52,7 +52,7 @@ def is_in_lanes(dtype: DTypeLike) -> bool:
 
 def unit(dtype: jnp.dtype) -> float:
     """What `widened_lanes` makes of 1: a power of two."""
-    return _FORMS[dtype.name][2]
+    return FORMS[dtype.name][2]
 
 
 def load_lanes(ref: Any) -> jax.Array:
@@ -64,7 +64,7 @@ def widened_lanes(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The integers, times `unit`, in a 16-bit dtype and their own order, as a product's left operand."""
     if is_interpreted():
         return (from_lanes(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
-    kind, factor, _ = _FORMS[dtype.name]
+    kind, factor, _ = FORMS[dtype.name]
     result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
     halves = (
         "and.b32 t, $1, 0x807f807f;",

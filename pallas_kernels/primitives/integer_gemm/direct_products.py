@@ -1,0 +1,149 @@
+"""What a warp does for a product of few rows with int8 weights that go from device memory to registers directly.
+
+The tensor cores' tiles (mma.m16n8k16) have 16 columns of the result as their rows, and rows of x as columns. A lane
+reads 16 bytes at once of a row of weights. In the lanes' order (see `lanes.py`) these are 16 neighbours along the
+depth, and each word makes two registers of a tile. The depth is then not in order, which a sum does not mind, as long
+as a lane takes the same neighbours of x: 32 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.primitives.integer_gemm.lanes import FORMS
+from pallas_kernels.primitives.integer_gemm.words import (
+    Word,
+    constant,
+    in_device_memory,
+    in_shared_memory,
+    inlined,
+    instruct,
+    load_four,
+    word_type,
+)
+
+PIECE = 128
+"""Of the depth, that a warp multiplies by at a time: a line of memory of each row of weights."""
+TILE = 16
+"""Columns of the result in a tile of the tensor cores."""
+TOKENS = 8
+"""Rows of x in such a tile."""
+_HALF, _LINE = 64, 16
+"""Of a piece, what the lanes that share a row read at once; and each of them."""
+_ONCE = ".L1::no_allocate"
+"""Of what no other warp of the multiprocessor will read."""
+_PAIRS = ("and.b32 t, $1, 0x807f807f;", "prmt.b32 t, $1, 0, 0x2301; and.b32 t, t, 0x807f807f;")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How a tile of the result is shared by the warps of a block.
+
+    tiles: of the tensor cores, that a warp has below one another. column_warps: beside each other; the block's other
+        warps, in all `depth_warps` times as many, take pieces of the depth in turn, so many each.
+    columns: of the block. tokens: rows of sums in shared memory, which lie so many words (`pitch`) apart.
+    """
+
+    rows: int
+    features: int
+    tiles: int
+    column_warps: int
+    depth_warps: int
+    pieces: int
+    columns: int
+    tokens: int
+    pitch: int
+    dtype: jnp.dtype
+
+    @property
+    def token_tiles(self) -> int:
+        """Of the tensor cores, beside each other."""
+        return -(-self.rows // TOKENS)
+
+
+def leave_partial_sums(share: Share, x: Any, values: Any, arriving: Any) -> None:
+    """Multiplies, and leaves the sums in shared memory, where all of the block's warps find them.
+
+    x: (rows, features) in device memory. values: likewise, from the block's first column on. arriving: (depth_warps,
+    tokens, pitch) float32 in shared memory.
+    """
+
+    def work(_, x_ref, values_ref, arriving_ref):
+        thread = Word.special("tid.x")
+        warp, lane = thread // 32, thread % 32
+        group, place = lane // 4, lane % 4
+        column, part = warp % share.column_warps * (TILE * share.tiles), warp // share.column_warps
+        first = part * PIECE + place * _LINE
+        weights = in_device_memory(values_ref, (column + group) * share.features + first)
+        tokens = [(group + TOKENS * i).least(share.rows - 1) for i in range(share.token_tiles)]
+        rows = [in_device_memory(x_ref, (token * share.features + first) * 2) for token in tokens]
+        sums = _sums(share, weights, rows)
+        for tile in range(share.tiles):
+            for half in range(2):
+                own = column + group + (TILE * tile + 8 * half)
+                for i in range(share.token_tiles):
+                    for member in range(2):
+                        token = place * 2 + (TOKENS * i + member)
+                        address = in_shared_memory(arriving_ref, (part * share.tokens + token) * share.pitch + own)
+                        operands = [address, token.value, constant(share.tokens), sums[tile][i][2 * half + member]]
+                        text = "{ .reg .pred p; setp.lt.u32 p, $1, $2; @p st.shared.f32 [$0], $3; }"
+                        instruct(None, operands, text, "r,r,r,f", ordered=True)
+        instruct(None, [], "bar.sync 0;", "~{memory}", ordered=True)
+
+    inlined(work, x, values, arriving)
+
+
+def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[list[Any]]]:
+    """For each tile of columns and of rows a lane's four sums. weights, rows: where its first bytes lie."""
+
+    def load(piece):
+        start = piece * PIECE * share.depth_warps
+        right = [
+            [[load_four(row, 2 * (start + _HALF * half) + 16 * pair) for pair in range(2)] for row in rows]
+            for half in range(2)
+        ]
+        left = [
+            [[load_four(weights, i * share.features + start + _HALF * half, _ONCE) for half in range(2)] for i in lines]
+            for lines in ((TILE * tile, TILE * tile + 8) for tile in range(share.tiles))
+        ]
+        return left, right
+
+    zero = mgpu.c(0.0, ir.F32Type.get())
+    sums = [[[zero] * 4 for _ in rows] for _ in range(share.tiles)]
+    for piece in range(share.pieces):  # the compiler loads as many pieces ahead as registers hold
+        left, right = load(piece)
+        for half in range(2):
+            for pair in range(2):
+                for word in (0, 2):
+                    for tile in range(share.tiles):
+                        words = [left[tile][i][half][word + j] for j in range(2) for i in range(2)]
+                        a = [_widened(each, pair, share.dtype) for each in words]
+                        for i in range(share.token_tiles):
+                            b = right[half][i][pair][word : word + 2]
+                            sums[tile][i] = _multiplied(sums[tile][i], a, b, share.dtype)
+    return sums
+
+
+def _widened(word: Any, pair: int, dtype: jnp.dtype) -> Any:
+    """One of the two pairs of weights in a word, as 16-bit values; see `lanes.py`."""
+    kind, factor, _ = FORMS[dtype.name]
+    text = f"{{ .reg .b32 t; {_PAIRS[pair]} mul.{kind} $0, t, $2; }}"
+    return instruct(word_type(), [word, constant(factor * 0x10001)], text, "=r,r,r")
+
+
+def _multiplied(sums: list[Any], left: list[Any], right: list[Any], dtype: jnp.dtype) -> list[Any]:
+    f32 = ir.F32Type.get()
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    struct = llvm.StructType.get_literal([f32] * 4)
+    four = instruct(struct, [*left, *right, *sums], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    return [llvm.extractvalue(f32, four, [i]) for i in range(4)]
