@@ -4,52 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import Origins, contents, stem, working
 from hlo_analysis.decisions.edges import Edge, launch_edges
+from hlo_analysis.decisions.explanations import Explanation, ours, said, unspoken
 from hlo_analysis.decisions.fold import Folded, Word
 from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
+from hlo_analysis.decisions.roles import TAKE_NONE, Role, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.kinds import COLLECTIVE_OPCODES
-from hlo_analysis.records import Verdict
 
 PRIORITY_PASS = "priority-fusion"
 _CONFIG_PASS = "config-assigner"
-_LIBRARIES = (
-    "__cublas",
-    "__cudnn",
-    "__cusolver",
-    "__cub",
-    "__onednn",
-    "__ynn",
-    "__xnn",
-    "cublas_",
-    "cusolver_",
-    "cusparse_",
-)
-
-# Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
-_CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
-_WHOLE = frozenset(
-    {"custom-call", "sort", "dot", "convolution", "fft", "cholesky", "triangular-solve", "rng-bit-generator"}
-)
-_TAKE_NONE = _CONTROL | _WHOLE
-
-Role = Literal["product", "library", "kernel", "other"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
-    """A verdict with its reason; the fields are those of `records.Decision`."""
-
-    verdict: Verdict
-    reason: str
-    category: str
-    pass_name: str
-    gain_us: float | None = None
 
 
 class Survivors:
@@ -108,10 +76,10 @@ class Survivors:
     def explain(self, edge: Edge) -> Explanation:
         """The reason for which the two launches of an edge are not one."""
         if edge.crosses:
-            return _ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
+            return ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
         late = self._late(edge)
         if self._early_module is not None and (copies := [name for name in late if self._final[name].opcode == "copy"]):
-            return _unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
+            return unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
         roles = (self._role(edge.producer), self._role(edge.consumer))
         if "kernel" in roles:
             name = edge.producer if roles[0] == "kernel" else edge.consumer
@@ -148,14 +116,14 @@ class Survivors:
         shared = set(self._origins.get(edge.producer, ())) & set(self._origins.get(edge.consumer, ()))
         if shared:
             text = f"XLA had fused the two into {min(shared)}, then took a library for the product, {call}"
-            return _ours(text, categories.LIBRARY_CALL, _CONFIG_PASS)
+            return ours(text, categories.LIBRARY_CALL, _CONFIG_PASS)
         return self._opaque(edge, roles, categories.LIBRARY_CALL, f"{call} is a library call")
 
     def _opaque(self, edge: Edge, roles: tuple[Role, Role], category: str, text: str) -> Explanation:
         """A kernel that takes no fusion, with what a pass said of the edge before it was known to be one."""
         spoken = self._product(edge, roles) or self._priority(edge, roles)
         if spoken.verdict != "ineligible" or spoken.reason.startswith("["):
-            return _ours(text, category)
+            return ours(text, category)
         return replace(spoken, reason=f"{spoken.reason} [{text}]", category=category)
 
     def _product(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation | None:
@@ -165,14 +133,14 @@ class Survivors:
                 if refused := self._refusals.get(("prologue", product)):
                     names, op_names = self._results(edge.producer)
                     if reason := _find(refused, names, op_names):
-                        return _said(GEMM_PASS, reason)
+                        return said(GEMM_PASS, reason)
         if roles[0] in ("product", "library"):
             for product in self._products(edge.producer):
                 if refused := self._refusals.get(("epilogue", product)):
                     inside = contents(self._module, self._final[edge.consumer])
                     names = {name for inner in inside for name in (inner.name, stem(inner.name))}
                     if reason := _find(refused, {"", *names}, set()):
-                        return _said(GEMM_PASS, reason)
+                        return said(GEMM_PASS, reason)
         return None
 
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
@@ -224,19 +192,19 @@ class Survivors:
 
     def _silent(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         if self._disabled:
-            return _ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
+            return ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
         if "product" in roles:
             text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
-            return _ours(text, categories.MATRIX_PRODUCT_OPAQUE)
+            return ours(text, categories.MATRIX_PRODUCT_OPAQUE)
         text, category = "no pass left a word about this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
         elif moving := next(filter(self._is_old_collective, (edge.producer, edge.consumer)), None):
             text = f"{moving} moves data between devices, and takes no fusion"
-            return _ours(text, categories.PRODUCER if moving == edge.producer else categories.CONSUMER)
+            return ours(text, categories.PRODUCER if moving == edge.producer else categories.CONSUMER)
         elif late := self._late(edge):
             text, category = f"{late[0]} was put in after fusion", categories.INSERTED
-        return _unspoken(text, category)
+        return unspoken(text, category)
 
     def _is_old_collective(self, name: str) -> bool:
         """Whether a collective was there when XLA fused: a later pass makes it asynchronous, under another name."""
@@ -261,7 +229,7 @@ class Survivors:
 
     def _takes_none(self, name: str) -> bool:
         """Whether priority fusion takes this instruction for one that no producer can be fused into."""
-        return self._early_role(name) != "other" or self._early[name].opcode in _TAKE_NONE
+        return self._early_role(name) != "other" or self._early[name].opcode in TAKE_NONE
 
     def _reduces(self, name: str) -> bool:
         module, instruction = self._early_module, self._early.get(name)
@@ -269,14 +237,14 @@ class Survivors:
 
     def _role(self, name: str) -> Role:
         """What a launch is; one that a library call left behind is still the matrix product that it came from."""
-        role = _role(self._module, self._final[name])
+        role = role_of(self._module, self._final[name])
         origins = self._origins.get(name, ())
         came_out = role == "other" and origins and all(self._early_role(origin) == "product" for origin in origins)
         return "product" if came_out else role
 
     def _early_role(self, name: str) -> Role:
         instruction = self._early.get(name)
-        return _role(self._early_module, instruction) if self._early_module and instruction else "other"
+        return role_of(self._early_module, instruction) if self._early_module and instruction else "other"
 
     def _products(self, name: str) -> list[str]:
         """The dots behind a launch, under the names that the matrix-product rewriter knew."""
@@ -317,37 +285,3 @@ def _parameters_behind(fused: Computation, name: str) -> set[int]:
         seen.update(new)
         queue += new
     return found
-
-
-def _role(module: Module, instruction: Instruction) -> Role:
-    if instruction.opcode == "custom-call":
-        target = instruction.attributes.get("custom_call_target", "").strip('"')
-        return "library" if target.startswith(_LIBRARIES) else "kernel"
-    generator = generator_of(instruction) if instruction.opcode == "fusion" else ""
-    if generator.startswith(_LIBRARIES):
-        return "library"
-    if generator.startswith("__custom"):
-        return "kernel"
-    has_dot = generator.startswith("__triton") and any(
-        inner.opcode in ("dot", "scaled-dot") for inner in contents(module, instruction)
-    )
-    return "product" if has_dot else "other"
-
-
-def generator_of(fusion: Instruction) -> str:
-    """What makes the code of a fusion, as XLA calls it ('__triton', '__cudnn$fusion'); '' for its own emitters."""
-    config = fusion.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    return str(settings.get("kind", ""))
-
-
-def _ours(text: str, category: str, pass_name: str = "") -> Explanation:
-    return Explanation(verdict="ineligible", reason=f"[{text}]", category=category, pass_name=pass_name)
-
-
-def _unspoken(text: str, category: str) -> Explanation:
-    return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
-
-
-def _said(pass_name: str, reason: str) -> Explanation:
-    return Explanation(verdict="ineligible", reason=reason, category=categories.classify(reason), pass_name=pass_name)

@@ -1,0 +1,54 @@
+"""What an instruction is to XLA's fusion passes: a matrix product, a library call, a kernel from outside, or other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hlo_analysis.decisions.align import contents
+from hlo_analysis.hlo import Instruction, Module
+
+_LIBRARIES = (
+    "__cublas",
+    "__cudnn",
+    "__cusolver",
+    "__cub",
+    "__onednn",
+    "__ynn",
+    "__xnn",
+    "cublas_",
+    "cusolver_",
+    "cusparse_",
+)
+
+# Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
+_CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
+_WHOLE = frozenset(
+    {"custom-call", "sort", "dot", "convolution", "fft", "cholesky", "triangular-solve", "rng-bit-generator"}
+)
+TAKE_NONE = _CONTROL | _WHOLE
+"""Opcodes that no producer can be fused into."""
+
+Role = Literal["product", "library", "kernel", "other"]
+
+
+def role_of(module: Module, instruction: Instruction) -> Role:
+    """The role of an instruction of the module."""
+    if instruction.opcode == "custom-call":
+        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        return "library" if target.startswith(_LIBRARIES) else "kernel"
+    generator = generator_of(instruction) if instruction.opcode == "fusion" else ""
+    if generator.startswith(_LIBRARIES):
+        return "library"
+    if generator.startswith("__custom"):
+        return "kernel"
+    has_dot = generator.startswith("__triton") and any(
+        inner.opcode in ("dot", "scaled-dot") for inner in contents(module, instruction)
+    )
+    return "product" if has_dot else "other"
+
+
+def generator_of(fusion: Instruction) -> str:
+    """What makes the code of a fusion, as XLA calls it ('__triton', '__cudnn$fusion'); '' for its own emitters."""
+    config = fusion.backend_config
+    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
+    return str(settings.get("kind", ""))
