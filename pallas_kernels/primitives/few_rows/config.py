@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 
 _RESERVED_BYTES = 3072
-"""For Mosaic GPU's own scratch (2048), barriers, alignment and what a norm inside keeps of rows: 2776 have been seen."""
+"""For Mosaic GPU's own scratch (2048), barriers, alignment, and what a norm inside keeps of rows: 2776 were seen."""
 GROUP = 64
 """Columns of the result that the tensor cores compute at a time: the product is made transposed."""
 
