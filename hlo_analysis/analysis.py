@@ -23,6 +23,8 @@ from hlo_analysis.rows import Context, launch_row
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
 
+_OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
+
 
 def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
     """What the compiler did with the captured program, and why. Pure: reads the capture and nothing else.
@@ -125,8 +127,9 @@ def _opaque_kernels(launches: Sequence[Launch]) -> list[str]:
     opaque = {launch.kind for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops}
     if not opaque:
         return []
+    names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
     return [
-        f"What happens inside {' and '.join(sorted(opaque))} kernels is not known: no FLOPs are counted for them, and "
+        f"What happens inside {' and '.join(names)} kernels is not known: no FLOPs are counted for them, and "
         "their traffic unfused is that of the kernel."
     ]
 

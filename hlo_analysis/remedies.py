@@ -18,6 +18,7 @@ from hlo_analysis.traits import (
     PRODUCTS,
     fills,
     has,
+    is_closed,
     is_product,
     is_softmax,
     normalizes,
@@ -127,6 +128,8 @@ def vertical_remedy(
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     is_small = producer.bytes_written * _SUMS <= max(reader.bytes_read for reader in readers)
     rows = rows_remedy(table, table.with_sums(ends, [producer] if is_small else readers))
+    if rows is texts.ONE_KERNEL and any(map(is_closed, ends)):
+        return texts.OWN_KERNEL
     return texts.RECOMPUTE if rows is texts.ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
 
 

@@ -164,6 +164,9 @@ RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
 )
 ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends")
+OWN_KERNEL = Remedy(
+    kind="kernel", text="a kernel of one's own in the library's place: what a library brings takes no work of others"
+)
 KEEP_TRITON = Remedy(
     kind="option",
     text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from hlo_analysis.records import Intermediate, Launch, Value
-from hlo_analysis.traits import is_product
+from hlo_analysis.traits import has, is_product
 
 # Scores of T queries and keys of D features are T / 2D times as large as what they are made from: those of short
 # sequences (197 patches, heads of 64) hardly larger, those of a router (8 experts of 1024 features) far smaller.
 _GROWTH = 0.5
+# A head has at least so many features: the cache that scores are made with is so many times as large.
+_FEATURES = 8
 _SOFTMAX = {"exponential", "reduce"}
 
 
@@ -28,7 +30,7 @@ def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Interme
     sizes: set[int] = set()
     for value in intermediates:
         launch = launches[value.producer]
-        if is_product(launch):
+        if is_product(launch) or _sums_products(launch, value):
             grown = _has_grown(launch, value)
             is_score = grown and _softmax_meets_a_product(launches, values, value)
             is_score |= grown and launch.phase == "backward" and elements(value) in sizes
@@ -46,6 +48,13 @@ def elements(value: Intermediate | Value) -> int:
     """Number of elements, read off the shape's text."""
     sizes = value.shape.partition("[")[2].partition("]")[0]
     return prod(int(size) for size in sizes.split(",") if size.isdecimal())
+
+
+def _sums_products(launch: Launch, scores: Intermediate) -> bool:
+    """Whether a reduction multiplies a cache by a query, or by weights: so XLA makes the products of a single row."""
+    if not (has(launch, "multiply") and has(launch, "reduce")) or has(launch, "exponential"):
+        return False
+    return any(elements(given) >= _FEATURES * elements(scores) for given in launch.inputs)
 
 
 def _has_grown(product: Launch, value: Intermediate) -> bool:
@@ -73,7 +82,7 @@ def _softmax_meets_a_product(
     queue, seen = [scores], {scores.name}
     while queue:
         for reader in (launches[index] for index in queue.pop().consumers):
-            if is_product(reader):
+            if is_product(reader) or _sums_products(reader, scores):
                 meets = True
             elif reader.phase == phase:
                 opcodes.update(opcode for opcode, _ in reader.opcodes)

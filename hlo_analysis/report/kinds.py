@@ -8,12 +8,12 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "library": ("library", "NVIDIA's cuBLAS or cuDNN: fast at what it offers, closed to fusion by XLA."),
     "triton-gemm": ("Triton GEMM", "A matrix product that XLA generates through Triton; elementwise neighbours fuse."),
     "triton": ("Triton fusion", "A fusion that XLA generates through Triton, softmax and normalizations mostly."),
-    "ours": ("our kernel", "A Pallas (Mosaic GPU) or jax-triton kernel, opaque to XLA."),
+    "ours": ("custom kernel", "A kernel of one's own in Pallas (Mosaic GPU, Triton) or jax-triton, opaque to XLA."),
     "loop": ("loop fusion", "Elementwise work, one thread for each few output elements."),
     "reduction": ("reduction fusion", "Elementwise work around a reduction over rows or columns."),
     "layout": ("data movement fusion", "Transposes, concatenations, scatters and sorts, with work fused around them."),
     "copy": ("copy", "A plain copy or fill of memory."),
-    "other": ("other", "Collectives and custom calls."),
+    "other": ("other", "Collectives, Fourier transforms and custom calls."),
 }
 """Family → (label, what it is)."""
 

@@ -21,6 +21,21 @@ def test_attention_of_short_sequences_has_scores_hardly_larger_than_what_they_ar
     assert all(missed.remedy.startswith("attention:") for missed in program.rank())
 
 
+def test_a_single_query_makes_its_scores_in_reductions() -> None:
+    program = (
+        Program()
+        .launch("s", {"q": 1, "keys": 500}, 8, "reduction", opcodes=("multiply", "reduce"))
+        .launch("max", {"s": 8}, 1, "reduction", opcodes=("multiply", "reduce"))
+        .launch("e", {"s": 8, "max": 1}, 8, opcodes=("exponential", "subtract"))
+        .launch("sum", {"e": 8}, 1, "reduction", opcodes=("reduce",))
+        .launch("p", {"e": 8, "sum": 1}, 8, opcodes=("divide",))
+        .launch("o", {"p": 8, "values": 500}, 1, "reduction", opcodes=("multiply", "reduce"))
+    )
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert remedies["e"].startswith("attention:")
+    assert not any(remedies.get(value, "").startswith("attention:") for value in ("max", "sum"))
+
+
 def test_the_weights_of_a_router_are_no_scores() -> None:
     dot = "%r = f32[8,8] dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     program = (
