@@ -73,8 +73,9 @@ def test_shift_invariance_and_one_hot():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_floating_mask_has_a_gradient(seed):
-    x, mask, dy = rows(seed, 2, 3, 128), rows(seed + 1, 2, 1, 128), rows(seed + 2, 2, 3, 128)
+@pytest.mark.parametrize("mask_shape", [(2, 1, 128), (128,)])
+def test_a_floating_mask_has_a_gradient(seed, mask_shape):
+    x, mask, dy = rows(seed, 2, 3, 128), rows(seed + 1, *mask_shape), rows(seed + 2, 2, 3, 128)
 
     def gradients(implementation):
         run = lambda x, m: softmax(x, mask=m, scale=0.5, implementation=implementation)  # noqa: E731

@@ -15,7 +15,7 @@ from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag, static_integer, static_number
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
@@ -83,9 +83,7 @@ def softmax(
         weights = softmax_rows(rows, 1.0 if scale is None else scale, x.shape[-2] if is_causal else 0)  # pyright: ignore
         return weights.reshape(x.shape)
     masking, mask = masking_of(x, scale=scale, mask=mask, is_causal=is_causal)
-    if mask is not None:
-        # Marked as varying alike, so that shard_map sums a shared mask's gradient over the devices.
-        rows, mask = varying_like(rows, mask), varying_like(mask, rows)
+    rows, mask = varying_alike((rows, mask))
     weights: jax.Array = _softmax_mosaic(masking, rows, mask)  # pyright: ignore
     return weights.reshape(x.shape)
 
@@ -172,7 +170,8 @@ def _mask_gradient(weights: jax.Array, dy: jax.Array, mask: jax.Array, masking: 
     total = jnp.sum(p, axis=-1, keepdims=True)
     dscores = p * (dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total))
     rows = jnp.arange(weights.shape[0])
-    return jnp.zeros(mask.shape, jnp.float32).at[masking.mask_row(rows)].add(dscores).astype(mask.dtype)
+    own = jnp.broadcast_to(masking.mask_row(rows), rows.shape)  # a number where all rows share one of the mask
+    return jnp.zeros(mask.shape, jnp.float32).at[own].add(dscores).astype(mask.dtype)
 
 
 _softmax_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)
