@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, SHARED, choose_few_rows
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.direct import COLUMNS, DirectConfig
 from pallas_kernels.primitives.integer_gemm.direct import MOST_ROWS as MOST_DIRECT_ROWS
-from pallas_kernels.primitives.integer_gemm.direct import DirectConfig
 from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
 from pallas_kernels.primitives.platform import target_device
 
@@ -25,32 +25,28 @@ _SHORT = 1024
 _SQUARE = IntegerGemmConfig(rows=128, depth=128, in_parts=True, stages=12)
 _LOW = IntegerGemmConfig(rows=104, warpgroups=3, depth=128, in_parts=True, stages=12, store_rows=32)
 """The cuts for so many rows; the second for weights in the lanes' order, where its tiles fit in fewer waves."""
+_MANY_ROWS, _MANY_WAVES = 4096, 16
 _PAIRED = IntegerGemmConfig(cluster=2, last_rows=64)
-"""The cut for more rows of weights in the lanes' order."""
-_FEWEST_TOKENS = 8
-_SMALL_BLOCKS = DirectConfig()
-_LARGE_BLOCKS = DirectConfig(columns=32, warpgroups=4, tiles=2)
-_FEW_FEATURES = range(2048, 8192)
-_LEAST_BUSY = 0.9
-"""Of the multiprocessors, that have 32 outputs each where those configurations run: 4096 outputs were measured."""
+_PAIRED_LONG = replace(_PAIRED, group=4, store_rows=128)
+"""The cuts above so many rows of weights in the lanes' order; the second above so many waves of tiles."""
+_DIRECT = DirectConfig()
+_DIRECT_FEATURES = range(2048, 8192)
+_BLOCKS = (0.9, 2.0)
+"""Its blocks a multiprocessor, at least and at most. Of more rows than one, only twice the least was measured."""
 
 
 def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, scale_groups: int = 1) -> Config:
     """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
     bits, in_lanes = jnp.iinfo(dtype).bits, is_in_lanes(dtype)
     if rows <= MOST_ROWS:
-        direct = _SMALL_BLOCKS if rows == 1 else _LARGE_BLOCKS
-        cores = target_device().core_count
-        is_known = (
-            not 1 < rows <= _FEWEST_TOKENS
-            and features in _FEW_FEATURES
-            and _LEAST_BUSY * cores <= outputs // 32 <= cores
-        )
-        if in_lanes and scale_groups == 1 and is_known and direct.fits(rows, outputs, features):
-            return direct
+        if in_lanes and scale_groups == 1 and _goes_direct(rows, outputs, features):
+            return _DIRECT
         return choose_few_rows(rows, outputs, features, weight_bits=bits, in_lanes=in_lanes)
     if rows > _SHORT:
-        return _PAIRED if in_lanes else IntegerGemmConfig(depth=_LINE_BITS // bits)
+        if not in_lanes or rows <= _MANY_ROWS:
+            return IntegerGemmConfig(depth=_LINE_BITS // bits)
+        tiles = -(-rows // _PAIRED.rows) * -(-outputs // _PAIRED.columns)
+        return _PAIRED_LONG if tiles > _MANY_WAVES * target_device().core_count else _PAIRED
     if bits < 8:
         return IntegerGemmConfig(rows=128, depth=_LINE_BITS // bits, stages=12)
 
@@ -59,6 +55,13 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, 
         return -(-tiles // target_device().core_count) * config.rows * config.columns
 
     return min((_SQUARE, _LOW), key=work) if in_lanes else _SQUARE
+
+
+def _goes_direct(rows: int, outputs: int, features: int) -> bool:
+    if not _DIRECT.fits(rows, outputs, features) or features not in _DIRECT_FEATURES:
+        return False
+    least, most = (share * target_device().core_count for share in _BLOCKS)
+    return (least if rows == 1 else 2 * least) <= outputs // COLUMNS <= most
 
 
 def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
@@ -81,6 +84,7 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
             found["104 rows, 192 columns, 128 deep, in parts"] = _LOW
             found["128 rows, 128 deep, in parts, 64 at last"] = replace(_SQUARE, last_rows=64)
             found["256 rows, 64 deep, pairs of blocks, 64 at last"] = _PAIRED
+            found["256 rows, 64 deep, pairs of blocks, 64 at last, groups of 4"] = _PAIRED_LONG
         return found
     line = {8: 128, 4: 256}[bits]
     cuts = (
@@ -93,7 +97,7 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64, in_parts=is_in_lanes(dtype)
         )
     if is_in_lanes(dtype) and rows <= MOST_DIRECT_ROWS:
-        found["16 columns by registers"], found["32 columns by registers"] = _SMALL_BLOCKS, _LARGE_BLOCKS
+        found["16 columns, by registers"] = _DIRECT
     if is_in_lanes(dtype):
         found["64 columns, 256 deep, depth shared by 2, 4 stages, direct"] = SHARED
         found["64 columns, 256 deep, 4 warpgroups, direct"] = replace(SHARED, splits=1, warpgroups=4, stages=2)

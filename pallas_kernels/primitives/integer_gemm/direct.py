@@ -1,7 +1,7 @@
 """The product of at most 16 rows with int8 weights in the lanes' order, which go from device memory to registers.
 
-Every warp of a block has columns and a part of the depth of its own, and asks for nearly all of its weights before it
-looks at the first. No barrier is waited for until the sums of the parts meet in shared memory.
+The warps of a block take pieces of the depth in turn, and ask for as many weights as registers hold before they look at
+the first. No barrier is waited for until the sums of the parts meet in shared memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.integer_gemm.direct_products import PIECE, TILE, TOKENS, Share, leave_partial_sums
+from pallas_kernels.primitives.integer_gemm.direct_products import (
+    PIECE,
+    PITCH,
+    TILE,
+    TOKENS,
+    Share,
+    leave_partial_sums,
+)
 from pallas_kernels.primitives.integer_gemm.direct_sums import (
     gathered,
     keep_order,
@@ -31,44 +38,19 @@ from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, unit
 from pallas_kernels.primitives.platform import is_interpreted, varying_like
 
 MOST_ROWS = 2 * TOKENS
-_PAD = 4
-"""Behind the columns of a token's sums: the lanes that write them at once then have banks of their own."""
+COLUMNS = TILE
+"""Of the result, that a block computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectConfig:
-    """How a product is cut up.
+    """How a product is cut up. warpgroups: of a block, 1, 2 or 4."""
 
-    columns: of the result, that a block computes: 16, 32 or 64.
-    warpgroups: of a block.
-    tiles: of 16 columns, that a warp multiplies; x is read less often where there are more.
-    """
-
-    columns: int = 16
     warpgroups: int = 2
-    tiles: int = 1
-
-    def share(self, rows: int, features: int, dtype: jnp.dtype) -> Share:
-        """What a warp does."""
-        column_warps, turn = self.columns // (TILE * self.tiles), 128 // self.columns
-        depth_warps = 4 * self.warpgroups // column_warps
-        return Share(
-            rows=rows,
-            features=features,
-            tiles=self.tiles,
-            column_warps=column_warps,
-            depth_warps=depth_warps,
-            pieces=features // (PIECE * depth_warps),
-            columns=self.columns,
-            tokens=-(-rows // turn) * turn,
-            pitch=self.columns + _PAD,
-            dtype=dtype,
-        )
 
     def fits(self, rows: int, outputs: int, features: int) -> bool:
         """Whether a product can be cut up so."""
-        depth_warps = self.share(rows, features, jnp.dtype(jnp.bfloat16)).depth_warps
-        return rows <= MOST_ROWS and outputs % self.columns == 0 and features % (PIECE * depth_warps) == 0
+        return rows <= MOST_ROWS and outputs % COLUMNS == 0 and features % (PIECE * 4 * self.warpgroups) == 0
 
 
 def direct_product(
@@ -80,40 +62,47 @@ def direct_product(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
-    config: DirectConfig,
+    config: DirectConfig | None = None,
     name: str = "direct_product",
 ) -> jax.Array:
     """Returns the epilogue's result, (M, N).
 
     Args:
-        x: (M, K), M at most 16, bfloat16 or float16.
-        values: (N, K), uint8 in the order of `lanes.py`; N a multiple of a block's columns.
+        x: (M, K), M at most 16, bfloat16 or float16; K a multiple of what `config` shares.
+        values: (N, K), uint8 in the order of `lanes.py`; N a multiple of 16.
         scales: (N,) float32.
         bias: (N,), bfloat16, float16 or float32.
         residual: (M, N) of out_dtype.
+        config: the cut.
+
+    Raises:
+        ValueError: `config` does not fit.
     """
     (rows, features), outputs = x.shape, values.shape[0]
+    config = config or DirectConfig()
     if not config.fits(rows, outputs, features):
         raise ValueError(f"{rows} rows of {features} features to {outputs} outputs cannot be cut up by {config}")
-    share = config.share(rows, features, x.dtype)
+    turn = 128 // COLUMNS
+    tokens = -(-rows // turn) * turn
+    share = Share(rows=rows, features=features, warps=4 * config.warpgroups, tokens=tokens, dtype=x.dtype)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     operands = {"scales": scales, "bias": bias, "residual": residual}
     extras = {key: value for key, value in operands.items() if value is not None}
 
     def body(x_ref, values_ref, extra_refs, out_ref, arriving):
-        own = pl.ds(lax.axis_index("block") * config.columns, config.columns)
-        work = _interpreted if is_interpreted() else partial(_compute, share, config)
+        own = pl.ds(lax.axis_index("block") * COLUMNS, COLUMNS)
+        work = _interpreted if is_interpreted() else partial(_compute, share)
         work(epilogue, x_ref, values_ref, extra_refs, out_ref, arriving, own)
 
     body.__name__ = name
     kernel = settings.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, outputs), out_dtype),
-        grid=(outputs // config.columns,),
+        grid=(outputs // COLUMNS,),
         grid_names=("block",),
         num_threads=config.warpgroups,
         thread_name="warpgroup",
-        scratch_types=(plgpu.SMEM((share.depth_warps, share.tokens, share.pitch), jnp.float32),),
+        scratch_types=(plgpu.SMEM((share.warps, tokens, PITCH), jnp.float32),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return varying_like(kernel(x, values, extras), x, values, *extras.values())
@@ -121,7 +110,6 @@ def direct_product(
 
 def _compute(
     share: Share,
-    config: DirectConfig,
     epilogue: Epilogue,
     x: Any,
     values: Any,
@@ -131,9 +119,9 @@ def _compute(
     own: Any,
 ) -> None:
     width = values.shape[0]
-    turns = range(0, share.rows, 128 * config.warpgroups // config.columns)
-    scale = load_vector(extras["scales"].at[own], config.columns) * (1 / unit(share.dtype))
-    bias = load_vector(extras["bias"].at[own], config.columns) if "bias" in extras else None
+    turns = range(0, share.rows, 32 * share.warps // COLUMNS)
+    scale = load_vector(extras["scales"].at[own]) * (1 / unit(share.dtype))
+    bias = load_vector(extras["bias"].at[own]) if "bias" in extras else None
     residuals = [
         load_rows(share, extras["residual"].at[:, own], width, token) if "residual" in extras else None
         for token in turns

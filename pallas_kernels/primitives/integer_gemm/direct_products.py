@@ -34,32 +34,32 @@ TILE = 16
 """Columns of the result in a tile of the tensor cores."""
 TOKENS = 8
 """Rows of x in such a tile."""
+PITCH = TILE + 4
+"""Words from one row's sums to the next: the lanes that write them at once then have banks of their own."""
 _HALF, _LINE = 64, 16
 """Of a piece, what the lanes that share a row read at once; and each of them."""
-_ONCE = ".L1::no_allocate"
-"""Of what no other warp of the multiprocessor will read."""
+_ONCE = ".L1::no_allocate.L2::256B"
+"""What no other warp of the multiprocessor will read; its neighbours come to the L2 cache, for other warps."""
 _PAIRS = ("and.b32 t, $1, 0x807f807f;", "prmt.b32 t, $1, 0, 0x2301; and.b32 t, t, 0x807f807f;")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How a tile of the result is shared by the warps of a block.
+    """How the depth of a tile of the result is shared by the warps of a block, which take pieces of it in turn.
 
-    tiles: of the tensor cores, that a warp has below one another. column_warps: beside each other; the block's other
-        warps, in all `depth_warps` times as many, take pieces of the depth in turn, so many each.
-    columns: of the block. tokens: rows of sums in shared memory, which lie so many words (`pitch`) apart.
+    warps: of the block. tokens: rows of sums in shared memory, which lie `PITCH` words apart.
     """
 
     rows: int
     features: int
-    tiles: int
-    column_warps: int
-    depth_warps: int
-    pieces: int
-    columns: int
+    warps: int
     tokens: int
-    pitch: int
     dtype: jnp.dtype
+
+    @property
+    def pieces(self) -> int:
+        """Of each warp."""
+        return self.features // (PIECE * self.warps)
 
     @property
     def token_tiles(self) -> int:
@@ -70,63 +70,49 @@ class Share:
 def leave_partial_sums(share: Share, x: Any, values: Any, arriving: Any) -> None:
     """Multiplies, and leaves the sums in shared memory, where all of the block's warps find them.
 
-    x: (rows, features) in device memory. values: likewise, from the block's first column on. arriving: (depth_warps,
-    tokens, pitch) float32 in shared memory.
+    x: (rows, features) in device memory. values: likewise, from the block's first column on. arriving: (warps, tokens,
+    `PITCH`) float32 in shared memory.
     """
 
     def work(_, x_ref, values_ref, arriving_ref):
         thread = Word.special("tid.x")
         warp, lane = thread // 32, thread % 32
         group, place = lane // 4, lane % 4
-        column, part = warp % share.column_warps * (TILE * share.tiles), warp // share.column_warps
-        first = part * PIECE + place * _LINE
-        weights = in_device_memory(values_ref, (column + group) * share.features + first)
+        first = warp * PIECE + place * _LINE
+        weights = in_device_memory(values_ref, group * share.features + first)
         tokens = [(group + TOKENS * i).least(share.rows - 1) for i in range(share.token_tiles)]
         rows = [in_device_memory(x_ref, (token * share.features + first) * 2) for token in tokens]
         sums = _sums(share, weights, rows)
-        for tile in range(share.tiles):
-            for half in range(2):
-                own = column + group + (TILE * tile + 8 * half)
-                for i in range(share.token_tiles):
-                    for member in range(2):
-                        token = place * 2 + (TOKENS * i + member)
-                        address = in_shared_memory(arriving_ref, (part * share.tokens + token) * share.pitch + own)
-                        operands = [address, token.value, constant(share.tokens), sums[tile][i][2 * half + member]]
-                        text = "{ .reg .pred p; setp.lt.u32 p, $1, $2; @p st.shared.f32 [$0], $3; }"
-                        instruct(None, operands, text, "r,r,r,f", ordered=True)
+        for half in range(2):
+            for i in range(share.token_tiles):
+                for member in range(2):
+                    token, column = place * 2 + (TOKENS * i + member), group + 8 * half
+                    address = in_shared_memory(arriving_ref, (warp * share.tokens + token) * PITCH + column)
+                    operands = [address, token.value, constant(share.tokens), sums[i][2 * half + member]]
+                    text = "{ .reg .pred p; setp.lt.u32 p, $1, $2; @p st.shared.f32 [$0], $3; }"
+                    instruct(None, operands, text, "r,r,r,f", ordered=True)
         instruct(None, [], "bar.sync 0;", "~{memory}", ordered=True)
 
     inlined(work, x, values, arriving)
 
 
-def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[list[Any]]]:
-    """For each tile of columns and of rows a lane's four sums. weights, rows: where its first bytes lie."""
-
-    def load(piece):
-        start = piece * PIECE * share.depth_warps
-        right = [
-            [[load_four(row, 2 * (start + _HALF * half) + 16 * pair) for pair in range(2)] for row in rows]
-            for half in range(2)
-        ]
-        left = [
-            [[load_four(weights, i * share.features + start + _HALF * half, _ONCE) for half in range(2)] for i in lines]
-            for lines in ((TILE * tile, TILE * tile + 8) for tile in range(share.tiles))
-        ]
-        return left, right
-
+def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[Any]]:
+    """For each tile of rows a lane's four sums. weights, rows: where its first bytes lie."""
     zero = mgpu.c(0.0, ir.F32Type.get())
-    sums = [[[zero] * 4 for _ in rows] for _ in range(share.tiles)]
-    for piece in range(share.pieces):  # the compiler loads as many pieces ahead as registers hold
-        left, right = load(piece)
+    sums = [[zero] * 4 for _ in rows]
+    for piece in range(share.pieces):  # the compiler asks for as many pieces ahead as registers hold
+        start = piece * PIECE * share.warps
+        halves = (start, start + _HALF)
+        right = [[[load_four(row, 2 * half + 16 * pair) for pair in range(2)] for row in rows] for half in halves]
+        left = [[load_four(weights, line + half, _ONCE) for half in halves] for line in (0, 8 * share.features)]
         for half in range(2):
             for pair in range(2):
                 for word in (0, 2):
-                    for tile in range(share.tiles):
-                        words = [left[tile][i][half][word + j] for j in range(2) for i in range(2)]
-                        a = [_widened(each, pair, share.dtype) for each in words]
-                        for i in range(share.token_tiles):
-                            b = right[half][i][pair][word : word + 2]
-                            sums[tile][i] = _multiplied(sums[tile][i], a, b, share.dtype)
+                    words = [left[i][half][word + j] for j in range(2) for i in range(2)]
+                    a = [_widened(each, pair, share.dtype) for each in words]
+                    for i in range(share.token_tiles):
+                        b = right[half][i][pair][word : word + 2]
+                        sums[i] = _multiplied(sums[i], a, b, share.dtype)
     return sums
 
 

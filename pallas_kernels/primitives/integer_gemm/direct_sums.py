@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.primitives.integer_gemm.direct_products import Share
+from pallas_kernels.primitives.integer_gemm.direct_products import PITCH, TILE, Share
 from pallas_kernels.primitives.integer_gemm.words import (
     Word,
     as_array,
@@ -23,55 +23,55 @@ from pallas_kernels.primitives.integer_gemm.words import (
     store_number,
 )
 
-
-def _result(columns: int) -> Any:
-    """What a warpgroup finishes at a time, (tokens, columns), a value a thread."""
-    shape = (128 // columns, columns)
-    return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=1))
+_SHAPE = (128 // TILE, TILE)
+"""Of what a warpgroup finishes at a time, (tokens, columns), a value a thread."""
 
 
-def _array(columns: int, value: Any) -> Any:
-    result = _result(columns)
-    return as_array(value, result.shape, result.layout)
+def _result() -> Any:
+    return plgpu.ShapeDtypeStruct(_SHAPE, jnp.float32, layout=plgpu.Layout.WG_STRIDED(_SHAPE, vec_size=1))
 
 
-def _own(columns: int, first_token: int) -> tuple[Word, Word]:
+def _array(value: Any) -> Any:
+    return as_array(value, _SHAPE, _result().layout)
+
+
+def _own(first_token: int) -> tuple[Word, Word]:
     """A thread's token, and its column."""
     thread = Word.special("tid.x")
-    return thread // columns + first_token, thread % columns
+    return thread // TILE + first_token, thread % TILE
 
 
-def load_vector(ref: Any, columns: int) -> Any:
+def load_vector(ref: Any) -> Any:
     """For each thread the value of its column, float32. ref: from the block's first column on."""
 
     def load(_, vector_ref):
-        _, column = _own(columns, 0)
+        _, column = _own(0)
         address = in_device_memory(vector_ref, column * ref.dtype.itemsize)
-        return _array(columns, load_number(address, ref.dtype, column, columns))
+        return _array(load_number(address, ref.dtype, column, TILE))
 
-    return inlined(load, ref, result=_result(columns))
+    return inlined(load, ref, result=_result())
 
 
 def load_rows(share: Share, ref: Any, width: int, first_token: int) -> Any:
     """For each thread its value of `ref`, which begins at the block's first column and has rows of `width`; float32."""
 
     def load(_, rows_ref):
-        token, column = _own(share.columns, first_token)
+        token, column = _own(first_token)
         address = in_device_memory(rows_ref, (token * width + column) * ref.dtype.itemsize)
-        return _array(share.columns, load_number(address, ref.dtype, token, share.rows))
+        return _array(load_number(address, ref.dtype, token, share.rows))
 
-    return inlined(load, ref, result=_result(share.columns))
+    return inlined(load, ref, result=_result())
 
 
 def store_rows(share: Share, values: Any, ref: Any, width: int, first_token: int) -> None:
     """Likewise writes it."""
 
     def store(_, array, rows_ref):
-        token, column = _own(share.columns, first_token)
+        token, column = _own(first_token)
         address = in_device_memory(rows_ref, (token * width + column) * ref.dtype.itemsize)
         store_number(address, of_array(array), ref.dtype, token, share.rows)
 
-    inlined(store, values, ref, arrays=(_result(share.columns).layout,))
+    inlined(store, values, ref, arrays=(_result().layout,))
 
 
 def keep_order() -> None:
@@ -88,13 +88,12 @@ def gathered(share: Share, arriving: Any, first_token: int) -> Any:
     """The sums of all parts of the depth, always added up in the same order."""
 
     def gather(_, arriving_ref):
-        token, column = _own(share.columns, first_token)
-        address = in_shared_memory(arriving_ref, token * share.pitch + column)
-        size = 4 * share.tokens * share.pitch
-        parts = [load_shared(address, part * size, token, share.rows) for part in range(share.depth_warps)]
+        token, column = _own(first_token)
+        address = in_shared_memory(arriving_ref, token * PITCH + column)
+        size = 4 * share.tokens * PITCH
+        parts = [load_shared(address, part * size, token, share.rows) for part in range(share.warps)]
         while len(parts) > 1:
-            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-            parts = [arith.addf(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-        return _array(share.columns, parts[0])
+            parts = [arith.addf(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return _array(parts[0])
 
-    return inlined(gather, arriving, result=_result(share.columns))
+    return inlined(gather, arriving, result=_result())
