@@ -89,6 +89,13 @@ def varying_like(value: jax.Array, *operands: jax.Array) -> jax.Array:
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
+def varying_alike[T](operands: T) -> T:
+    """A tree of arrays, all marked as varying alike, so that `jax.shard_map` sums gradients over the devices that any
+    of them is spread over."""
+    leaves = jax.tree.leaves(operands)
+    return jax.tree.map(lambda leaf: varying_like(leaf, *leaves), operands)
+
+
 def mosaic_gpu_unsupported() -> str | None:
     """Why Mosaic GPU kernels cannot run on the device of the current trace, or None where they can."""
     device = target_device()

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import pytest
 from compile_deviceless import kernel_calls
 from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import pallas_kernels
 from pallas_kernels import (
     REGISTRY,
+    batch_norm,
+    bias_activation,
     cross_entropy,
     decode_attention,
     gated_activation,
@@ -103,3 +105,29 @@ def test_labels_alone_make_no_nan():
         with pytest.raises(FloatingPointError):
             cross_entropy(jnp.zeros((2, 4)), jnp.array([1, 4]))
     assert losses[1] == 0
+
+
+SHARED_ROWS = {
+    "batch_norm": lambda x, scale: batch_norm(x, scale, scale, implementation="mosaic")[0],
+    "bias_activation": lambda x, bias: bias_activation(x, bias, implementation="mosaic"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_ROWS)
+def test_rows_that_devices_share_beside_what_they_do_not(name):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    x, vectors = jnp.ones((4, 256)), jnp.ones((2, 256))
+
+    def function(x, vectors):
+        local = jax.shard_map(
+            lambda x, vector: SHARED_ROWS[name](x, vector[0])[None],
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec("data"),
+        )
+        return jnp.sum(local(x, vectors))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradients = jax.eval_shape(jax.grad(function, argnums=(0, 1)), x, vectors)
+    assert [gradient.shape for gradient in gradients] == [x.shape, vectors.shape]

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -63,10 +63,7 @@ def apply_norm(
     """The kernels on (..., features): y, and the sum that was normalised where there is a residual. Differentiable."""
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)
-    arrays = [array for array in operands if array is not None]
-    # All marked as varying alike, so that shard_map sums the gradients of what its devices share.
-    operands = (None if array is None else varying_like(array, *arrays) for array in operands)
-    y, total = _norm_rows(norm, *operands)  # pyright: ignore[reportGeneralTypeIssues]
+    y, total = _norm_rows(norm, *varying_alike(operands))  # pyright: ignore[reportGeneralTypeIssues]
     return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
 
 

@@ -20,7 +20,6 @@ from pallas_kernels.ops._norms.norm import Norm as RowNorm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.checks import static_number
-from pallas_kernels.primitives.platform import varying_like
 
 
 def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeStruct) -> None:
@@ -97,13 +96,6 @@ def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
         y = rms_norm_reference(x, scale, epsilon=norm.epsilon)
     assert isinstance(y, jax.Array)
     return y
-
-
-def varying_alike[T](operands: T) -> T:
-    """A tree of arrays, all marked as varying alike, so that shard_map sums gradients over the devices that any of them
-    is spread over."""
-    leaves = jax.tree.leaves(operands)
-    return jax.tree.map(lambda leaf: varying_like(leaf, *leaves), operands)
 
 
 def as_rows(x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import as_arrays, static_number
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -59,10 +59,8 @@ def batch_norm(
     chosen = choose("batch_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return batch_norm_reference(x, scale, bias, epsilon=epsilon)
-    rows = x.reshape(-1, x.shape[-1])
-    # Marked as varying like x, so that shard_map sums their gradients over the devices that x is spread over.
-    scale, bias = varying_like(scale, rows), varying_like(bias, rows)
-    outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(epsilon, rows, scale, bias)  # pyright: ignore
+    operands = varying_alike((x.reshape(-1, x.shape[-1]), scale, bias))
+    outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(epsilon, *operands)  # pyright: ignore
     y, mean, variance = outputs
     return y.reshape(x.shape), mean, variance
 

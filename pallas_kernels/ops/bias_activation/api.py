@@ -14,7 +14,7 @@ from pallas_kernels.ops.bias_activation.reference import bias_activation_referen
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -75,12 +75,8 @@ def bias_activation(
         )
     # Without a bias rows do not matter: one long row needs the fewest unaligned accesses.
     rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
-    residual_rows = None if residual is None else varying_like(residual.reshape(rows.shape), rows)
-    if residual_rows is not None:
-        rows = varying_like(rows, residual_rows)
-    # Marked as varying like x, so that shard_map sums its gradient over the devices that x is spread over.
-    bias = None if bias is None else varying_like(bias, rows)
-    y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), rows, bias, residual_rows, words)  # pyright: ignore
+    operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
+    y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), *operands)  # pyright: ignore
     return y.reshape(x.shape)
 
 

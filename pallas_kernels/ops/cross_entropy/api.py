@@ -16,7 +16,7 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, g
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -88,8 +88,7 @@ def cross_entropy(
     if chosen == "xla" or logits.size == 0:
         return cross_entropy_reference(logits, labels, **options, reduction=reduction)
     vocabulary = logits.shape[-1]
-    rows = varying_like(logits.reshape(-1, vocabulary), labels)
-    flat_labels = varying_like(labels.reshape(-1), rows)
+    rows, flat_labels = varying_alike((logits.reshape(-1, vocabulary), labels.reshape(-1)))
     weights = None
     if reduction == "mean":
         weights = jnp.sum(flat_labels != ignore_index, dtype=jnp.int32).reshape(1)

@@ -12,7 +12,7 @@ from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_integer, static_number
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
@@ -90,10 +90,7 @@ def decode_attention(
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):
         return _xla(rule, query, key_cache, value_cache, lengths, page_table)
-    operands = [query, key_cache, value_cache, lengths] + ([] if page_table is None else [page_table])
-    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
-    marked = [varying_like(operand, *operands) for operand in operands] + [None] * (5 - len(operands))
-    return _mosaic(rule, *marked)  # pyright: ignore
+    return _mosaic(rule, *varying_alike((query, key_cache, value_cache, lengths, page_table)))  # pyright: ignore
 
 
 def mosaic_unsupported(query: jax.Array, key_cache: jax.Array, page_table: jax.Array | None = None) -> str | None:

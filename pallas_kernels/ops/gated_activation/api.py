@@ -14,7 +14,7 @@ from pallas_kernels.ops.gated_activation.reference import gated_activation_refer
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -65,7 +65,7 @@ def gated_activation(
         gate_rows, up_rows, shape = gate.reshape(-1, 2, features), None, (*gate.shape[:-1], features)
     else:  # rows do not matter: one long row needs the fewest unaligned accesses
         gate_rows, up_rows, shape = gate.reshape(1, -1), up.reshape(1, -1), gate.shape
-        gate_rows, up_rows = varying_like(gate_rows, up_rows), varying_like(up_rows, gate_rows)
+        gate_rows, up_rows = varying_alike((gate_rows, up_rows))
     y: jax.Array = _gated_activation_mosaic(activation, gate_rows, up_rows)  # pyright: ignore
     return y.reshape(shape)
 

@@ -16,7 +16,7 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.prologue import as_rows, varying_alike
+from pallas_kernels.ops._products.prologue import as_rows
 from pallas_kernels.ops._products.row_scale import scaled_rows
 from pallas_kernels.ops.linear.config import preferred
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
@@ -24,6 +24,7 @@ from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_missing
 

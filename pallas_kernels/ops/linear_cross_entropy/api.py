@@ -12,7 +12,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
-from pallas_kernels.ops._products.prologue import varying_alike
 from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
@@ -23,7 +22,7 @@ from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import RowSlopes, gr
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS = 8

@@ -8,13 +8,14 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_linear, check_operands
-from pallas_kernels.ops._products.prologue import as_rows, varying_alike
+from pallas_kernels.ops._products.prologue import as_rows
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu_vjp import linear_residual_norm_backward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 

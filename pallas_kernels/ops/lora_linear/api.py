@@ -13,13 +13,14 @@ from pallas_kernels.ops._products.checks import (
     check_weight,
     linear_unsupported,
 )
-from pallas_kernels.ops._products.prologue import as_rows, varying_alike
+from pallas_kernels.ops._products.prologue import as_rows
 from pallas_kernels.ops.lora_linear.config import default_gradient_config, is_preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOST_RANK = 128

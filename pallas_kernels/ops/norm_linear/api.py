@@ -17,13 +17,14 @@ from pallas_kernels.ops._products.checks import (
     result_dtype,
 )
 from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
-from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
+from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.config import Config, problem, tuned_config
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.config import is_preferred
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 

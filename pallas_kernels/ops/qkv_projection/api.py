@@ -12,7 +12,7 @@ from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.norm_inside import row_norm
-from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue, varying_alike
+from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     Config,
@@ -26,7 +26,7 @@ from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")

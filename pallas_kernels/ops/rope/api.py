@@ -13,7 +13,7 @@ from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.pairs import pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
@@ -66,8 +66,8 @@ def rope(
     chosen = choose("rope", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key.size == 0:
         return rope_reference(query, key, positions, theta=theta, interleaved=interleaved)
-    query, key = varying_like(query, key, positions), varying_like(key, query, positions)
-    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(theta, interleaved, query, key, positions)  # pyright: ignore
+    operands = varying_alike((query, key, positions))
+    rotated: tuple[jax.Array, jax.Array] = _rope_mosaic(theta, interleaved, *operands)  # pyright: ignore
     return rotated
 
 
