@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Memory errors and races of the kernels, found by NVIDIA's compute-sanitizer on an attached Hopper GPU.
 
-    scripts/sanitize.py [-o FILE] [--tools memcheck,racecheck] [--match SPEC] [--jobs N] [--seconds S] [OPERATION ...]
+    scripts/sanitize.py [-o FILE] [--tools memcheck,racecheck] [--match SPEC] [--every] [--jobs N] [--seconds S]
+        [OPERATION ...]
 
 One line an operation and tool, and FILE as JSON, written after each. Of each operation one small call of every kind
-(dtype, ragged or long rows, arguments given) is run forward and backward with "mosaic". First a kernel with a planted
-fault: a tool that does not see that one sees nothing. Only Mosaic GPU's kernels are watched. Where the tool itself dies
-or stands still, another process goes on. What FILE has of the same commit is kept. Exits with 1 where one of ours is at
-fault, where a case was not finished, and where the planted fault was not seen.
+(dtype, ragged or long rows, arguments given) is run forward and backward with "mosaic"; with --every each call of the
+GPU tests, as after changes to which kernel a shape takes. First a kernel with a planted fault: a tool that does not see
+that one sees nothing. Only Mosaic GPU's kernels are watched. Where the tool itself dies or stands still, another
+process goes on. What FILE has of the same commit is kept. Exits with 1 where one of ours is at fault, where a case was
+not finished, and where the planted fault was not seen.
 
 Racecheck (2025.3, on an H200) saw lanes that wrote one word with different bits (in cross-entropy's exchange between
 warpgroups, since mended), and one thread's words read by another. It saw nothing of races planted between two
@@ -97,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the tools' own words here")
     parser.add_argument("--match", default="", metavar="SPEC", help="only calls whose name holds this")
+    parser.add_argument("--every", action="store_true", help="every call that the GPU tests have, not one of each kind")
     parser.add_argument("--details", action="store_true", help="racecheck: every hazard with its threads and values")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--jobs", type=int, default=6, help="processes that share the GPU")
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="with --run: leave out the first N cases")
     options = parser.parse_args(argv)
     if options.run:
-        run(options.operations[0], options.tools, options.match, options.skip)
+        run(options.operations[0], options.tools, options.match, options.skip, is_every=options.every)
         return 0
     from pallas_kernels import REGISTRY
     from xlafuse.bench.environment import commit
@@ -178,7 +181,7 @@ def _sanitize(operation: str, tool: str, options: argparse.Namespace, skip: int,
     details = ("--racecheck-report", "all") if options.details and tool == "racecheck" else _OPTIONS[tool]
     command = ["compute-sanitizer", "--tool", tool, *details, *_WATCHED, "--print-limit", "20"]
     command += [sys.executable, __file__, "--run", operation, "--tools", tool, "--match", options.match]
-    command += ["--skip", str(skip)]
+    command += ["--skip", str(skip), *(["--every"] if options.every else [])]
     # With an allocation for each array, the first byte past its end is past an allocation, too.
     allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     # Neither trial runs of XLA's own products nor CUDA graphs, whose kernels the tool has to take apart.
@@ -265,8 +268,11 @@ def line(found: Outcome) -> str:
     return "\n".join([text, *(f"    {each.case}: {each.kernel}: {each.message}" for each in ours)])
 
 
-def run(operation: str, tool: str, match: str = "", skip: int = 0) -> None:
-    """Runs an operation's calls after the first `skip`, printing each before it; what compute-sanitizer watches."""
+def run(operation: str, tool: str, match: str = "", skip: int = 0, *, is_every: bool = False) -> None:
+    """Runs an operation's calls after the first `skip`, printing each before it; what compute-sanitizer watches.
+
+    is_every: all of its GPU tests' calls, and not one of each kind.
+    """
     import jax
 
     from pallas_kernels import get_op, testing
@@ -278,7 +284,8 @@ def run(operation: str, tool: str, match: str = "", skip: int = 0) -> None:
         print(f"{_CASE}end", flush=True)
         return
     op = get_op(operation)
-    specs = [spec for spec in one_of_each_kind(op) if match in spec.name]
+    calls = gpu_calls(op) if is_every else one_of_each_kind(op)
+    specs = [spec for spec in calls if match in spec.name]
     for number, spec in enumerate(specs):
         if 2 * (number + 1) <= skip:
             continue
@@ -298,11 +305,15 @@ def run(operation: str, tool: str, match: str = "", skip: int = 0) -> None:
 def one_of_each_kind(op) -> list:
     """The first GPU test's spec of each dtype, shape of row, and set of arguments."""
     kinds = {}
-    for spec in op.tagged("gpu"):
-        if "bench" not in spec.tags:
-            main = spec.arguments[op.batched[0]]
-            kinds.setdefault((main.dtype, spec.tags, frozenset(spec.arguments)), spec)
+    for spec in gpu_calls(op):
+        main = spec.arguments[op.batched[0]]
+        kinds.setdefault((main.dtype, spec.tags, frozenset(spec.arguments)), spec)
     return list(kinds.values())
+
+
+def gpu_calls(op) -> list:
+    """Every GPU test's spec: shapes, too, decide which kernel runs."""
+    return [spec for spec in op.tagged("gpu") if "bench" not in spec.tags]
 
 
 def shortened(op, spec, most: int):

@@ -12,7 +12,8 @@ The usual formulas cancel, divide or call erf; these do not:
   number.
   For 16-bit results it is exp2 of a polynomial, fitted to a relative 7e-5 on [0, 9]: 11 instructions in place of 20,
   with which 8192 x 8192 bf16 values took 78 µs on an H200 where memory takes 64. With the tail, gelu(x) = relu(x) - |x|
-  q(|x|), relatively exact on the left, too.
+  q(|x|), relatively exact on the left, too. Of infinity it is NaN, where jax.nn's gives infinity: with |x| kept finite,
+  one instruction more, those values took 68.5 µs, without it 63.7.
 
 Source of gelu: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, https://arxiv.org/abs/1606.08415; of the
 squared relu: So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668
