@@ -46,6 +46,7 @@ def render_html(comparison: Comparison) -> str:
         .render(
             comparison=comparison,
             base=base,
+            is_alone=sum(result.analysis is not None for result in comparison.strategies) < 2,
             units=units,
             verdict=words.verdict_sentences(comparison),
             strategies=[_strategy(result, base.analysis, units) for result in comparison.strategies],

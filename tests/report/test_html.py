@@ -97,6 +97,15 @@ def test_what_a_reader_must_find(comparison: Comparison):
     assert "in mlp_norm" in text
 
 
+def test_a_program_by_itself_is_compared_with_nothing(comparison: Comparison):
+    from dataclasses import replace
+
+    alone = replace(comparison, strategies=(comparison[comparison.baseline],), rows=())
+    for text, hidden in ((render_html(comparison), False), (render_html(alone), True)):
+        assert ('<div class="choices" hidden>' in text) == hidden
+        assert ("compiled in different ways" in text) != hidden
+
+
 def test_failed_baseline_still_gives_a_page(comparison: Comparison):
     from dataclasses import replace
 
