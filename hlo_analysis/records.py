@@ -35,9 +35,10 @@ LaunchKind = Literal[
     "custom_call",
     "other",
 ]
+"""What makes the launch: an XLA emitter (loop, reduction, ...), a code generator, a library, or a custom kernel."""
+
 OPAQUE_KINDS: tuple[LaunchKind, ...] = ("mosaic", "jax_triton", "custom_call")
 """Kernels that show their operands and results alone."""
-"""What makes the launch: an XLA emitter (loop, reduction, ...), a code generator, a library, or a kernel of ours."""
 
 Phase = Literal["forward", "backward"]
 """Backward is everything whose op name holds JAX's `transpose(`; recomputation under it counts as backward."""
