@@ -51,8 +51,11 @@ SHORT = {
     "blocks share a group, a tile of keys that is not whole": ((1, 24, 71, 2, 1, 128), {}),
     "folded, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
     "folded": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
+    "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
+    "in place": ((2, 32, 72, 8, 2, 128), {}),
 }
-"""Blocks that share a group's heads (`KeysConfig.parts`), and queries of several heads in one tile (`folded`)."""
+"""Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile (`folded`), which XLA
+turns or TMA brings."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {

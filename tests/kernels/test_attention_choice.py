@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward_choice import default_backward
 from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
-from pallas_kernels.ops.attention.folded import can_fold
+from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
@@ -106,19 +106,33 @@ LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True
 
 
 @pytest.mark.parametrize(
-    ("given", "parts"),
-    [({"queries": 512}, 4), ({"queries": 512, "batch": 2}, 2), ({"queries": 512, "batch": 4}, 1),
-     ({"queries": 1024}, 4), ({"queries": 1024, "is_causal": False}, 2), ({"queries": 2048}, 2),
-     ({"queries": 2048, "size": 64}, 1), ({"queries": 4096}, 1), ({"queries": 128}, 1),
-     ({"queries": 512, "softcap": 1.0}, 1), ({"queries": 512, "key_heads": 32}, 1)],
+    ("given", "parts", "columns"),
+    [({"queries": 512}, 4, 64), ({"queries": 512, "is_causal": False}, 4, 128), ({"queries": 512, "batch": 2}, 4, 128),
+     ({"queries": 512, "batch": 4}, 2, 128), ({"queries": 512, "batch": 8}, 1, 128), ({"queries": 1024}, 4, 128),
+     ({"queries": 1024, "is_causal": False}, 2, 128), ({"queries": 1024, "heads": 12, "key_heads": 12}, 1, 64),
+     ({"queries": 2048}, 2, 128), ({"queries": 2048, "size": 64}, 2, 128), ({"queries": 2048, "batch": 4}, 1, 128),
+     ({"queries": 4096}, 1, 128), ({"queries": 256}, 4, 64), ({"queries": 128}, 4, 64), ({"queries": 63}, 1, 128),
+     ({"queries": 128, "size": 256}, 1, 64), ({"queries": 256, "size": 256}, 4, 64),
+     ({"queries": 512, "softcap": 1.0}, 1, 128), ({"queries": 512, "key_heads": 32}, 1, 64)],
 )  # fmt: skip
-def test_blocks_share_a_group_where_keys_make_few(given, parts):
+def test_more_blocks_where_keys_make_few(given, parts, columns):
     problem = described(**{**LLAMA, **given, "keys": given["queries"]})
     with jax.sharding.use_abstract_mesh(MESH):
         config = default_backward(problem)
-    assert config.keys.parts == parts
+    assert (config.keys.parts, config.keys.columns) == (parts, columns)
     assert (config.fused is not None) == (given["queries"] >= 2048 and parts == 1)
     assert not config.folds
+
+
+@pytest.mark.parametrize(
+    ("given", "warpgroups"),
+    [({"queries": 64}, 1), ({"queries": 128}, 1), ({"queries": 129}, 2), ({"queries": 64, "batch": 8}, 2),
+     ({"queries": 128, "size": 256}, 2), ({"queries": 128, "softcap": 1.0}, 2)],
+)  # fmt: skip
+def test_one_warpgroup_makes_dquery_where_blocks_are_few(given, warpgroups):
+    problem = described(**{**LLAMA, **given, "keys": given["queries"]})
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert default_backward(problem).queries.warpgroups == warpgroups
 
 
 @pytest.mark.parametrize(
@@ -131,6 +145,16 @@ def test_blocks_share_a_group_where_keys_make_few(given, parts):
 def test_few_queries_of_a_group_are_rows_of_one_tile(given, folds):
     problem = described(**given)
     assert default_backward(problem).folds == can_fold(problem) == folds
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "heads"),
+    [({"queries": 16}, 64, 4), ({"queries": 32}, 64, 2), ({"queries": 32}, 128, 4), ({"queries": 8}, 64, 0),
+     ({"queries": 16, "heads": 24}, 128, 0), ({"queries": 5}, 64, 0), ({"queries": 24}, 64, 0)],
+)  # fmt: skip
+def test_rows_of_whole_heads_are_brought_from_where_they_are(given, rows, heads):
+    folds = folds_in_place(described(**given), rows)
+    assert (0 if folds is None else folds.heads_of(rows)) == heads
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -28,6 +28,7 @@ from pallas_kernels.ops.attention.backward_tiles import (
     not_invariant,
     store_columns,
 )
+from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import settings
@@ -46,6 +47,7 @@ def key_value_gradients(
     *,
     problem: Problem,
     config: KeysConfig,
+    folds: Folds | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
@@ -54,6 +56,7 @@ def key_value_gradients(
         rows: of `rows_of`.
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
+        folds: how rows of the problem, which is folded, lie in query and dout; None: as they are.
     """
     batch, _, _, size = query.shape
     masking = problem.masking
@@ -62,10 +65,11 @@ def key_value_gradients(
     own_heads = problem.group // parts
     lanes = batch * problem.key_heads * parts
     at_once = target_device().core_count
+    copies = 1 if folds is None else folds.heads_of(config.rows)
 
-    def attention_backward_keys(
-        query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, dkey_ref, dvalue_ref, scratch
-    ):
+    def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *refs):
+        *gradients, scratch = refs
+        dkey_ref, dvalue_ref = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
         k, v, q, do, qrows, held, full, empty, finished = scratch
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the first keys are those that the most queries see.
@@ -103,10 +107,12 @@ def key_value_gradients(
                     def _():
                         plgpu.barrier_wait(empty.at[stage])
 
-                    place = pl.ds(tile_of(i) * config.rows, config.rows)
-                    plgpu.copy_gmem_to_smem(query_ref.at[b, place, head], q.at[stage], full.at[stage])
-                    plgpu.copy_gmem_to_smem(dout_ref.at[b, place, head], do.at[stage], full.at[stage])
-                    plgpu.copy_gmem_to_smem(rows_ref.at[b, head, :, place], qrows.at[stage], full.at[stage])
+                    row = tile_of(i) * config.rows
+                    for place, own in row_places(b, row, head, config.rows, folds):
+                        plgpu.copy_gmem_to_smem(query_ref.at[place], q.at[stage, own], full.at[stage])
+                        plgpu.copy_gmem_to_smem(dout_ref.at[place], do.at[stage, own], full.at[stage])
+                    rows_here = rows_ref.at[b, head, :, pl.ds(row, config.rows)]
+                    plgpu.copy_gmem_to_smem(rows_here, qrows.at[stage], full.at[stage])
                     return head, step + 1
 
                 def one(g, step):
@@ -232,12 +238,12 @@ def key_value_gradients(
             pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
 
     dtype = problem.dtype
-    result = jax.ShapeDtypeStruct(key.shape, dtype)
+    result = [jax.ShapeDtypeStruct(key.shape, dtype)] * 2
     if parts > 1:
-        result = jax.ShapeDtypeStruct((parts, *key.shape), dtype)
+        result = [jax.ShapeDtypeStruct((2, parts, *key.shape), dtype)]
     kernel = settings.kernel(
         attention_backward_keys,
-        out_type=[result, result],
+        out_type=result,
         grid=(blocks * lanes,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
@@ -250,15 +256,15 @@ def key_value_gradients(
                 shared((config.stages, config.rows, size), dtype),
                 plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
                 plgpu.Barrier(num_arrivals=2),
-                plgpu.Barrier(num_arrivals=3, num_barriers=config.stages),
+                plgpu.Barrier(num_arrivals=1 + 2 * copies, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups),
             ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    dkey, dvalue = kernel(query, key, value, dout, rows, dict(extras))
-    return (_added(dkey), _added(dvalue)) if parts > 1 else (dkey, dvalue)
+    made = kernel(query, key, value, dout, rows, dict(extras))
+    return (_added(made[0][0]), _added(made[0][1])) if parts > 1 else tuple(made)
 
 
 def _lane_place(lane: jax.Array, key_heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:

@@ -6,11 +6,15 @@ With q, k, v, do tiles of query, key, value and dout,
 
 where ds is a left operand that never leaves its registers. Scores are computed here once more instead of being added up
 over blocks of the other kernel: results do not depend on the order in which blocks run.
+
+What each query's row needs (`rows_of`) this kernel can make, too: a block has its queries' dout, and is brought their
+output in the place of the first keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,8 +24,9 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, QueriesConfig
 from pallas_kernels.ops.attention.backward_tiles import Tile, Visits, block_place, not_invariant, store_columns
+from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.problem import LOG2_E, Problem
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.random import mixed_words
@@ -32,34 +37,42 @@ def query_gradients(
     key: jax.Array,
     value: jax.Array,
     dout: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | tuple[jax.Array, jax.Array],
     extras: Mapping[str, jax.Array],
     *,
     problem: Problem,
     config: QueriesConfig,
     makes_dbias: bool = False,
-    by_number: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dquery, like query, and the gradients of all scores where they are asked for.
+    numbers: int | None = None,
+    folds: Folds | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
     Args:
         query, key, value, dout: lengths in multiples of 8, head size in multiples of 64.
-        rows: of `rows_of`.
+        rows: of `rows_of`; or what the kernel makes them of: the output, like query, and the log-sum-exp, (batch,
+            heads, queries padded to whole tiles).
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of queries, 4)), "words", "dense"; and "places", the keys' numbers (padded, int32).
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
-        by_number: whether the third line of `rows` says what a query sees under a causal mask, and not its place.
+        numbers: after so many queries their numbers begin anew, and these say what is seen under a causal mask. None:
+            they are the queries' places.
+        folds: how rows of the problem, which is folded, lie in query, dout and output; None: as they are.
     """
-    batch, _, heads, size = query.shape
+    batch, heads, size = query.shape[0], problem.heads, query.shape[3]
     masking = problem.masking
     blocks = pl.cdiv(masking.queries, config.rows)
     key_blocks = pl.cdiv(masking.keys, config.columns)
     lanes = batch * heads
     dtype = problem.dtype
+    makes_rows = isinstance(rows, tuple)
+    # Slots of the ring that the output of a block's queries takes.
+    lead = pl.cdiv(config.rows, config.columns) if makes_rows else 0
+    held_arrivals = (3 if makes_rows else 2) * (1 if folds is None else folds.heads_of(WARPGROUP_ROWS))
 
-    def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, dquery_ref, *refs):
-        dbias_ref = refs[0] if makes_dbias else None
+    def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, dquery_ref, *refs):
+        dbias_ref = refs[-2] if makes_dbias else None
         q, do, ring, held, full, empty = refs[-1]
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the last queries are those that see the most keys.
@@ -81,15 +94,23 @@ def query_gradients(
             tiles = tiles._replace(first=0, last=key_blocks)
         visits = Visits(tiles=tiles)
 
+        def out_of(i):
+            """Where the output of a warpgroup's queries is."""
+            row = i * WARPGROUP_ROWS
+            return ring.at[lax.div(row, config.columns), pl.ds(lax.rem(row, config.columns), WARPGROUP_ROWS)]
+
         @pl.when(warpgroup == config.warpgroups)
         def _():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             for i in range(config.warpgroups):
-                place = (b, pl.ds(first_query + i * WARPGROUP_ROWS, WARPGROUP_ROWS), head)
-                plgpu.copy_gmem_to_smem(query_ref.at[place], q.at[i], held.at[i])
-                plgpu.copy_gmem_to_smem(dout_ref.at[place], do.at[i], held.at[i])
+                tiles_of = [(query_ref, q.at[i]), (dout_ref, do.at[i])]
+                if makes_rows:
+                    tiles_of.append((rows_refs[0], out_of(i)))
+                for place, own in row_places(b, first_query + i * WARPGROUP_ROWS, head, WARPGROUP_ROWS, folds):
+                    for ref, tile in tiles_of:
+                        plgpu.copy_gmem_to_smem(ref.at[place], tile.at[own], held.at[i])
 
-            def bring(tile_of, before):
+            def bring(tile_of):
                 def step(i, n):
                     place = (b, pl.ds(tile_of(i) * config.columns, config.columns), key_head)
                     for ref in (key_ref, value_ref):
@@ -105,8 +126,8 @@ def query_gradients(
 
                 return step
 
-            n = lax.fori_loop(0, visits.masked, bring(visits.masked_tile, 0), jnp.int32(0))
-            n = lax.fori_loop(0, visits.full, bring(visits.full_tile, 0), n)
+            n = lax.fori_loop(0, visits.masked, bring(visits.masked_tile), jnp.int32(lead))
+            n = lax.fori_loop(0, visits.full, bring(visits.full_tile), n)
 
             # No barrier may be left with an arrival that nobody has seen.
             def drain(i, _):
@@ -121,22 +142,46 @@ def query_gradients(
             shape = (WARPGROUP_ROWS, config.columns)
             words = mixed_words(extras_refs["words"]) if "words" in extras_refs else None
             vector = plgpu.Layout.WGMMA.reduce(1)
-            lse, delta = (
-                plgpu.load(rows_ref.at[b, head, i, pl.ds(first, WARPGROUP_ROWS)], layout=vector, optimized=False)
-                for i in (0, 1)
-            )
-            numbers = None
-            if by_number:
-                place = (b, head, 2, pl.ds(first, WARPGROUP_ROWS))
-                numbers = plgpu.load(rows_ref.at[place], layout=vector, optimized=False).astype(jnp.int32)
-            plgpu.barrier_wait(held.at[warpgroup])
+            place = (b, head, pl.ds(first, WARPGROUP_ROWS))
+
+            def row_values(ref):
+                return plgpu.load(ref, layout=vector, optimized=False)
+
+            def row_numbers():
+                """Of the queries, in the row layout."""
+                number = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=vector) + first
+                return number if numbers is None else lax.rem(number, numbers)
+
+            def made_rows():
+                """lse in base 2 and delta; and the rows are in device memory for the other kernel."""
+                lse = row_values(rows_refs[1].at[place]) * LOG2_E
+                plgpu.barrier_wait(held.at[warpgroup])
+                delta = _row_sums(out_of(warpgroup), do.at[warpgroup])
+                # What TMA writes there next must come after these reads.
+                plgpu.commit_smem()
+                for i in range(lead):
+                    plgpu.barrier_arrive(empty.at[i])
+                for i, line in enumerate((lse, delta, row_numbers().astype(jnp.float32))):
+                    refs[0].at[b, head, i, pl.ds(first, WARPGROUP_ROWS)][...] = line
+                return lax.optimization_barrier((lse, delta))
+
+            def given_rows():
+                lse, delta = (row_values(rows_refs.at[b, head, i, pl.ds(first, WARPGROUP_ROWS)]) for i in (0, 1))
+                plgpu.barrier_wait(held.at[warpgroup])
+                return lse, delta
+
+            lse, delta = made_rows() if makes_rows else given_rows()
+            own_numbers = None if numbers is None else row_numbers()
 
             def run(dq):
+                def slots_of(n):
+                    return (lax.rem(lead + 2 * n + i, config.slots) for i in (0, 1))
+
                 def release(n):
-                    plgpu.barrier_arrive(empty.at[lax.rem(2 * n, config.slots)])
+                    plgpu.barrier_arrive(empty.at[lax.rem(lead + 2 * n, config.slots)])
 
                 def step(n, key_tile, is_masked):
-                    k_slot, v_slot = lax.rem(2 * n, config.slots), lax.rem(2 * n + 1, config.slots)
+                    k_slot, v_slot = slots_of(n)
                     tile = Tile(
                         problem=problem,
                         query_axis=0,
@@ -148,7 +193,7 @@ def query_gradients(
                         extras=extras_refs,
                         words=words,
                         places=extras_refs["places"].at[pl.ds(key_tile * config.columns, config.columns)],
-                        numbers=numbers,
+                        numbers=own_numbers,
                     )
 
                     own = warpgroup + not_invariant(n)
@@ -196,10 +241,13 @@ def query_gradients(
             own_q = q.at[warpgroup]
             store_columns(own_q, dq * problem.scale)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own_q, dquery_ref.at[b, pl.ds(first, WARPGROUP_ROWS), head])
+            for place, own in row_places(b, first, head, WARPGROUP_ROWS, folds):
+                plgpu.copy_smem_to_gmem(own_q.at[own], dquery_ref.at[place])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out_type = [jax.ShapeDtypeStruct(query.shape, dtype)]
+    if makes_rows:
+        out_type.append(jax.ShapeDtypeStruct((batch, heads, 3, blocks * config.rows), jnp.float32))
     if makes_dbias:
         shape = (batch, heads, blocks * config.rows, key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -215,7 +263,7 @@ def query_gradients(
                 shared((config.warpgroups, WARPGROUP_ROWS, size), dtype),
                 shared((config.warpgroups, WARPGROUP_ROWS, size), dtype),
                 shared((config.slots, config.columns, size), dtype),
-                plgpu.Barrier(num_arrivals=2, num_barriers=config.warpgroups),
+                plgpu.Barrier(num_arrivals=held_arrivals, num_barriers=config.warpgroups),
                 plgpu.Barrier(num_barriers=config.slots),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.slots),
             ),
@@ -223,4 +271,16 @@ def query_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
     dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
-    return dquery, others[0] if others else None
+    made = rows if isinstance(rows, jax.Array) else others.pop(0)
+    return dquery, made, others[0] if others else None
+
+
+def _row_sums(left: Any, right: Any, columns: int = 64) -> jax.Array:
+    """The sum of left * right along each row, in float32, of references to 64 rows; some columns at a time."""
+
+    def part(ref, start):
+        values = plgpu.load(ref.at[:, pl.ds(start, columns)], layout=plgpu.Layout.WGMMA)
+        return values.astype(jnp.float32)
+
+    first, *others = (part(left, start) * part(right, start) for start in range(0, left.shape[1], columns))
+    return jnp.sum(sum(others, first), axis=1)

@@ -4,38 +4,48 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, BackwardConfig, features_of
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, BackwardConfig, QueriesConfig, features_of
 from pallas_kernels.ops.attention.folded import can_fold, folded
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
-_LEAST, _MOST = 256, 2048
-"""Lengths with which blocks share a group's heads."""
-_LONG = 1024
+_LEAST, _LEAST_OF_LARGE, _MOST = 64, 256, 2048
+"""Lengths with which more blocks are made of the same work; with heads over 128, which spill with fewer keys."""
+_LONG = 512
 """From so many keys on, blocks under a causal mask differ by more than a second round of them costs."""
+_SMALL_HEAD = 128
+_ONE_STEP = 128
+"""Keys with which a block of one warpgroup does not spill under a causal mask."""
 
 
 def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config, with more blocks where keys make few, or with one tile for a group's queries where those are few."""
-    if not can_fold(problem):
-        return replace(config, keys=replace(config.keys, parts=_parts(problem, config.keys.columns)))
-    queries = config.queries
-    if folded(problem).masking.queries <= WARPGROUP_ROWS:
+    """config, with more blocks where there are few, or with one tile for a group's queries where those are few."""
+    if can_fold(problem):
         # A second warpgroup would have no queries.
-        queries = replace(queries, warpgroups=1, memory_registers=40, compute_registers=232)
-    return replace(config, queries=queries, folds=True)
-
-
-def _parts(problem: Problem, columns: int) -> int:
-    """Blocks that share a group's heads, of `columns` keys each: as many as there are multiprocessors for."""
+        is_one = folded(problem).masking.queries <= WARPGROUP_ROWS
+        return replace(config, queries=_one_warpgroup(config.queries) if is_one else config.queries, folds=True)
     masking = problem.masking
     lengths = (masking.queries, masking.keys)
     is_plain = not features_of(problem) and masking.left is None and masking.right in (None, 0)
-    if not is_plain or min(lengths) < _LEAST or max(lengths) > _MOST:
-        return 1
-    if max(lengths) == _MOST and (problem.head_size != 128 or not masking.is_causal):
-        return 1  # One kernel makes all gradients.
-    rounds = 2 if masking.is_causal and masking.keys >= _LONG else 1
-    blocks = problem.batch * problem.key_heads * -(-masking.keys // columns)
-    most = rounds * target_device().core_count // blocks
-    return max((parts for parts in range(1, most + 1) if problem.group % parts == 0), default=1)
+    is_small = problem.head_size <= _SMALL_HEAD
+    if not is_plain or min(lengths) < (_LEAST if is_small else _LEAST_OF_LARGE) or max(lengths) > _MOST:
+        return config
+    if max(lengths) == _MOST and not masking.is_causal:
+        return config  # One kernel makes all gradients.
+    keys, queries = config.keys, config.queries
+    # Blocks of this kernel and of the other.
+    most = target_device().core_count * (2 if masking.is_causal and masking.keys >= _LONG else 1)
+    lanes = problem.batch * problem.key_heads
+    blocks = lanes * -(-masking.keys // keys.columns)
+    parts = max((n for n in range(1, most // blocks + 1) if problem.group % n == 0), default=1)
+    halves = replace(keys, shares_keys=False)
+    if parts * lanes * -(-masking.keys // halves.columns) <= most:
+        keys = halves
+    of_queries = problem.batch * problem.heads * -(-masking.queries // WARPGROUP_ROWS)
+    if is_small and masking.keys <= _ONE_STEP and of_queries <= target_device().core_count:
+        queries = _one_warpgroup(queries)
+    return replace(config, keys=replace(keys, parts=parts), queries=queries)
+
+
+def _one_warpgroup(queries: QueriesConfig) -> QueriesConfig:
+    return replace(queries, warpgroups=1, memory_registers=40, compute_registers=232)

@@ -5,9 +5,12 @@ A tile has rows for 64 queries of a head, however few there are.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
+from jax import lax
 
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.problem import Extras, Problem
@@ -44,6 +47,41 @@ def folded(problem: Problem) -> Problem:
     """The problem of `fold`'s arrays. A causal mask is that of the queries' numbers in their heads."""
     masking = replace(problem.masking, queries=problem.masking.queries * problem.group)
     return replace(problem, heads=problem.key_heads, masking=masking)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folds:
+    """Folded rows that stay where they are: TMA brings those of each head.
+
+    queries: of a head. group: heads that have one key head.
+    """
+
+    queries: int
+    group: int
+
+    def heads_of(self, rows: int) -> int:
+        """Heads of a tile of so many rows."""
+        return rows // self.queries
+
+
+def folds_in_place(problem: Problem, rows: int) -> Folds | None:
+    """How a tile of so many rows lies in the arrays of a problem that can be folded; None where it is no whole heads.
+
+    TMA writes shared memory by eight rows.
+    """
+    queries, group = problem.masking.queries, problem.group
+    is_whole = queries % 8 == 0 and rows % queries == 0 and queries * group % rows == 0
+    return Folds(queries=queries, group=group) if is_whole else None
+
+
+def row_places(batch: Any, row: Any, head: Any, rows: int, folds: Folds | None) -> list[tuple[Any, Any]]:
+    """Where `rows` rows of a head from `row` on are: places in (batch, queries, heads, head size), and in a tile."""
+    if folds is None:
+        return [((batch, pl.ds(row, rows), head), pl.ds(0, rows))]
+    first = head * folds.group + lax.div(row, folds.queries)
+    whole = pl.ds(0, folds.queries)
+    heads = range(folds.heads_of(rows))
+    return [((batch, whole, first + i), pl.ds(i * folds.queries, folds.queries)) for i in heads]
 
 
 def fold(array: jax.Array, group: int) -> jax.Array:

@@ -14,7 +14,7 @@ from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
-from pallas_kernels.ops.attention.folded import can_fold, fold, folded, unfold
+from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import varying_like
@@ -51,35 +51,9 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    makes_dbias = problem.dense == "bias"
-    whole = math.lcm(_TILE, config.queries.rows)
-    group = problem.group if config.folds and can_fold(problem) else 1
-    rows = rows_of(out, lse, dout, dlse, whole, group=group)
-    q, do = query, dout
-    if group > 1:
-        problem = folded(problem)
-        q, do = fold(query, group), fold(dout, group)
-    q, k, v, do = (_whole(array) for array in (q, key, value, do))
-    by_keys, by_queries = _extras(extras, problem, config, whole)
-    dscores = None
-    if config.fused is not None and can_fuse(problem) and group == 1:
-        dq, dk, dv = fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused)
-    else:
-        dk, dv = key_value_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.keys)
-        dq, dscores = query_gradients(
-            q,
-            k,
-            v,
-            do,
-            rows,
-            by_queries,
-            problem=problem,
-            config=config.queries,
-            makes_dbias=makes_dbias,
-            by_number=group > 1 and problem.masking.is_causal,
-        )
-        if group > 1:
-            dq = unfold(dq[:, : problem.masking.queries], group)
+    by_one = config.fused is not None and can_fuse(problem) and not (config.folds and can_fold(problem))
+    compute = _by_one_kernel if by_one else _by_two_kernels
+    dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
     gradients = [
         varying_like(gradient[:, : array.shape[1], :, : array.shape[3]], *operands)
         for gradient, array in ((dq, query), (dk, key), (dv, value))
@@ -94,10 +68,59 @@ def attention_backward(
     return dquery, dkey, dvalue, ddense
 
 
+def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
+    whole = math.lcm(_TILE, config.queries.rows)
+    rows = rows_of(out, lse, dout, dlse, whole)
+    by_keys, _ = _extras(extras, problem, config, whole)
+    q, k, v, do = (_whole(array) for array in (query, key, value, dout))
+    assert config.fused is not None
+    return (*fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused), None)
+
+
+def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
+    whole = math.lcm(_TILE, config.queries.rows)
+    group = problem.group if config.folds and can_fold(problem) else 1
+    folds, numbers = None, None
+    if group > 1:
+        folds = folds_in_place(problem, config.queries.rows)
+        numbers = problem.masking.queries if problem.masking.is_causal else None
+        problem = folded(problem)
+    turns = group > 1 and folds is None
+    q, do, own_out = (_whole(fold(array, group) if turns else array) for array in (query, dout, out))
+    k, v = _whole(key), _whole(value)
+    by_keys, by_queries = _extras(extras, problem, config, whole)
+    if dlse is None:
+        rows = own_out, _padded_lse(lse, problem, config.queries.rows)
+    else:
+        rows = rows_of(out, lse, dout, dlse, whole, group=group)
+    dq, made_rows, dscores = query_gradients(
+        q,
+        k,
+        v,
+        do,
+        rows,
+        by_queries,
+        problem=problem,
+        config=config.queries,
+        makes_dbias=problem.dense == "bias",
+        numbers=numbers,
+        folds=folds,
+    )
+    dk, dv = key_value_gradients(q, k, v, do, made_rows, by_keys, problem=problem, config=config.keys, folds=folds)
+    return unfold(dq[:, : problem.masking.queries], group) if turns else dq, dk, dv, dscores
+
+
 def _whole(array: jax.Array) -> jax.Array:
     """(batch, length, heads, head size) with zeros up to whole groups of rows and of columns."""
     rows, columns = -array.shape[1] % _LINES, padded_head(array.shape[3]) - array.shape[3]
     return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else array
+
+
+def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
+    """(batch, heads, queries padded to whole tiles), of the problem's heads, which may be those of keys."""
+    lse = lse.reshape(problem.batch, problem.heads, -1)
+    extra = -lse.shape[2] % rows
+    return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra else lse
 
 
 def _counted(count: int) -> jax.Array:
