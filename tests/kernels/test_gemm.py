@@ -31,6 +31,11 @@ CUTS = {
     "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
     "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
     "two widths, columns shared": (GemmConfig(tile_n=256, split="n", passes=(256, 128)), (72, 448, 128)),
+    "even waves, every other tile from behind": (replace(SMALL, even_waves=True, reverses=True), (328, 192, 192)),
+    "the same in clusters, brought by a warp": (
+        replace(SMALL, tile_m=128, cluster="m", even_waves=True, reverses=True),
+        (800, 128, 192),
+    ),
     "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }
 

@@ -18,7 +18,7 @@ from pallas_kernels.primitives.few_rows.choice import (
 )
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
+from pallas_kernels.primitives.gemm.choice import EVEN, MIXED, MOST_MIXED_ROWS, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_ROWS = 512
@@ -50,7 +50,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = Fal
     """
     outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # with one buffer a result it has not been measured
-    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed)
+    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed, is_even=not keeps_products)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
         untuned = with_norm_inside(untuned, rows) if is_normed else untuned
@@ -78,5 +78,6 @@ def candidates(rows: int) -> dict[str, Config]:
         "128x(256+256+256+128)": MIXED[2],
         "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m, even waves": EVEN,
         "128x256 cluster n": GemmConfig(cluster="n"),
     }

@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import MIXED, MOST_MIXED_ROWS, choose_config, fills
+from pallas_kernels.primitives.gemm.choice import EVEN, MIXED, MOST_MIXED_ROWS, NARROW, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_MANY_ROWS = 512
@@ -64,7 +64,10 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
     outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
     is_shared = FEWEST_FEATURES <= features <= MOST_SHARED_FEATURES and not keeps_product
-    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_shared=is_shared)
+    is_even = not keeps_product
+    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_shared=is_shared, is_even=is_even)
+    if untuned == NARROW and known["behind"] == "nothing":
+        untuned = replace(NARROW, warpgroups=1)  # 1.4 % faster at 512 rows and 4096 features; with a residual even
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features)
     config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
@@ -96,8 +99,10 @@ def candidates(rows: int) -> dict[str, Config]:
         "128x256": GemmConfig(),
         "128x(256+192)": MIXED[1],
         "256x128": GemmConfig(tile_m=256, tile_n=128),
-        "128x128": GemmConfig(tile_m=128, tile_n=128, stages=6),
+        "128x128": NARROW,
+        "128x128, one warpgroup": replace(NARROW, warpgroups=1),
         "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m, even waves": EVEN,
         "128x256 cluster m, last wave shared": GemmConfig(cluster="m", shares_last_wave=True),
         "128x256 cluster n": GemmConfig(cluster="n"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import choose_config, fills
+from pallas_kernels.primitives.gemm.choice import EVEN, NARROW, choose_config, fills
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 FEWEST_ROWS = 512
@@ -21,7 +21,7 @@ def default_config(rows: int, outputs: int, features: int) -> Config:
     """The untuned choice."""
     if rows <= MOST_FEW_ROWS and features >= FEWEST_FEATURES:
         return choose_few_rows(rows, outputs, features)
-    return choose_config(rows, outputs)
+    return choose_config(rows, outputs, is_even=True)
 
 
 def is_preferred(rows: int, outputs: int) -> bool:
@@ -42,7 +42,8 @@ def candidates(rows: int) -> dict[str, Config]:
         return {**whole, **few_rows_candidates()}
     return {
         "128x256": GemmConfig(),
-        "128x128": GemmConfig(tile_n=128, stages=6),
+        "128x128": NARROW,
         "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m, even waves": EVEN,
         "128x256 skew 3, none in flight": GemmConfig(skew=3, in_flight=0),
     }

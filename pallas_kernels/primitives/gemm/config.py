@@ -39,6 +39,10 @@ class GemmConfig:
         split to the compiler: for several blocks a multiprocessor.
     shares_last_wave: tiles that would keep only some blocks busy at the end are shared by all of them, see `sharing`.
     blocks_per_core: persistent blocks a streaming multiprocessor; None starts a block for each tile.
+    even_waves: no more blocks than the number of waves needs, so that none waits in the last one, and waves are whole
+        squares of tiles.
+    reverses: every other tile of a block is gone through from its last step to its first, since the L2 cache still has
+        the last steps' operands. Sums are rounded in another order.
     """
 
     tile_m: int = 128
@@ -59,6 +63,8 @@ class GemmConfig:
     automatic_barriers: bool = True
     passes: tuple[int, ...] = ()
     shares_last_wave: bool = False
+    even_waves: bool = False
+    reverses: bool = False
 
     @property
     def unshared(self) -> GemmConfig:

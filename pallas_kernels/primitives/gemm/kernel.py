@@ -19,9 +19,11 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.gemm.choice import FEW_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside
@@ -171,7 +173,11 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
             sums = None if sharing is None else Sums.of(problem, refs[len(out_type) - 1], warpgroup)
             compute(problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
 
-        return partial(produce, problem, a_refs, b_refs, ring, sharing=sharing), multiply
+        bring = partial(produce, problem, a_refs, b_refs, ring, sharing=sharing)
+        if config.tile_m > FEW_ROWS:
+            # One warp is enough, and power sets the clock. Of few rows it has not been measured.
+            return partial(plgpu.warp_map, lambda warp: pl.when(warp == 0)(bring)), multiply
+        return bring, multiply
 
     kernel = launcher(
         problem,

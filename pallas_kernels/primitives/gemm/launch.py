@@ -26,7 +26,8 @@ def blocks_of(problem: Problem) -> int:
     most = tiles
     if config.blocks_per_core is not None:
         most = target_device().core_count * config.blocks_per_core // problem.cluster_size
-    return max(1, min(most, tiles))
+    most = max(1, min(most, tiles))
+    return pl.cdiv(tiles, pl.cdiv(tiles, most)) if config.even_waves else most
 
 
 def sharing_of(problem: Problem) -> Sharing | None:
@@ -36,6 +37,8 @@ def sharing_of(problem: Problem) -> Sharing | None:
         return None
     if config.passes or config.blocks_per_core != 1 or len(problem.widths) > 1:
         raise ValueError("gemm: the last wave is shared by one block a core, of tiles of one width and one result.")
+    if config.even_waves or config.reverses:
+        raise ValueError("gemm: a last wave that blocks share is an uneven one, and its steps are in their order.")
     sharing = Sharing(
         tiles=problem.grid[0] * problem.grid[1],
         blocks=blocks_of(problem),

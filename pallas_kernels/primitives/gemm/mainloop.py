@@ -126,7 +126,11 @@ def produce(
             def _():
                 plgpu.barrier_wait(ring.empty.at[stage])
 
-            depth = pl.ds((part.first + i) * config.tile_k, config.tile_k)
+            place = part.first + i
+            if config.reverses:
+                is_odd = lax.rem(lax.div(before, problem.steps), 2) == 1
+                place = jnp.where(is_odd, problem.steps - 1 - i, i)
+            depth = pl.ds(place * config.tile_k, config.tile_k)
             a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
 
             def bring_b(ref, buffer, column):

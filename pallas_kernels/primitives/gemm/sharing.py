@@ -92,8 +92,8 @@ class Sharing:
                 first=jnp.where(is_tail, done, 0),
                 steps=jnp.where(is_head, head, jnp.where(is_tail, steps - done, steps)),
                 boundary=jnp.where(is_head, block + 1, block),
-                begins=~is_tail,
-                ends=~is_head,
+                begins=place != heads + whole,
+                ends=(place != 0) | (head == 0),
             )
             work(tile, part, before)
             return before + part.steps
