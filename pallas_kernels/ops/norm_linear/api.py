@@ -19,9 +19,9 @@ from pallas_kernels.ops._products.checks import (
 from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
 from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
 from pallas_kernels.ops.linear import api as linear_api
-from pallas_kernels.ops.linear.config import Config, problem, tuned_config
+from pallas_kernels.ops.linear.config import Config, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
-from pallas_kernels.ops.norm_linear.config import is_preferred
+from pallas_kernels.ops.norm_linear.config import is_preferred, normed_config
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.platform import varying_alike
@@ -101,7 +101,7 @@ def norm_linear(
         weights, *behind = others
         y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *behind)  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
-    config = tuned_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
+    config = normed_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
     product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
     y: jax.Array = product(activation, dtype, rows, norm, *others)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])

@@ -1,7 +1,10 @@
-"""Where the normalised linear layer takes its kernels; their configurations are those of `linear`."""
+"""Where the normalised linear layer takes its kernels; their configurations are those of `linear`, but for few rows."""
 
 from __future__ import annotations
 
+from pallas_kernels import tuning
+from pallas_kernels.ops.linear.config import Config, tuned_config
+from pallas_kernels.primitives.few_rows.choice import ALONE, TOGETHER, with_norm_inside
 from pallas_kernels.primitives.gemm.choice import fills
 
 FEWEST_ROWS = 512
@@ -15,3 +18,12 @@ def is_preferred(rows: int, outputs: int) -> bool:
     at 8192 rows with RMSNorm and 4096 outputs.
     """
     return rows >= FEWEST_ROWS and fills(rows, outputs)
+
+
+def normed_config(known: tuning.Problem, rows: int) -> Config:
+    """What `linear` has for a problem, with the norm in the launch where that was measured.
+
+    On an H200, 4096 features and outputs: 9.9 µs at 1 row and 11.0 at 16, where a norm before takes 11.2 and 11.3.
+    """
+    config = tuned_config(known, rows)
+    return with_norm_inside(config, rows) if config in (ALONE, TOGETHER) else config

@@ -25,6 +25,9 @@ _WORTH = 0.7
 _NEARLY = 0.45
 """Of them, that are enough where the depth is not `_DEEP`."""
 _MOST_STAGES = 64
+ALONE = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
+TOGETHER = FewRowsConfig(columns=GROUP, depth=128, warpgroups=4, stages=2)
+"""The cuts where tiles are nearly enough: a warpgroup alone, or four that take steps in turn."""
 SHARED = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True, direct=True)
 """The cut of integers in the order of lanes, where tiles are too few."""
 
@@ -51,15 +54,15 @@ def choose_few_rows(
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
     is_nearly = groups >= _NEARLY * device.core_count and products == 1
     if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
-        if 1 < rows <= _FEWEST_TOKENS:
-            return FewRowsConfig(columns=GROUP, depth=128, warpgroups=4, stages=2)
-        return FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
+        return TOGETHER if 1 < rows <= _FEWEST_TOKENS else ALONE
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
 
 
 def with_norm_inside(config: FewRowsConfig, rows: int) -> FewRowsConfig:
     """The same cut with a norm of x's rows in the launch, where that was measured to be faster than one before it."""
+    if rows <= MOST_NORM_INSIDE and config in (ALONE, TOGETHER):
+        return replace(ALONE, norm_inside=True, in_flight=1)
     if rows > MOST_NORM_INSIDE or config.columns != 2 * GROUP:
         return config
     return replace(config, warpgroups=2, norm_inside=True, direct=True, in_flight=1)
@@ -90,7 +93,7 @@ def candidates() -> dict[str, FewRowsConfig]:
         )
         for columns, depth, splits, warpgroups in cuts
     }
-    found["64 columns, 256 deep, 4 stages, direct"] = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
+    found["64 columns, 256 deep, 4 stages, direct"] = ALONE
     return found
 
 
@@ -100,4 +103,5 @@ def with_norms_inside() -> dict[str, FewRowsConfig]:
     return {
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
         "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
+        "64 columns, 256 deep, norm inside": with_norm_inside(ALONE, rows=1),
     }

@@ -178,6 +178,8 @@ def _launch(
                 send_for_x()
 
         if norm is not None:  # what comes behind all the weights that are sent for at first comes after them
+            block, blocks = first_tile * config.splits + rank, clusters * config.splits
+            pl.when(warpgroup == 0)(partial(_fetch_rows, problem, x_ref, block, blocks))
             norm.bring(extra_refs, norming, rank, warpgroup)
         lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
         finish = Finish(
@@ -262,3 +264,14 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(x, weights, extras)
+
+
+def _fetch_rows(problem: Problem, x_ref, block: jax.Array, blocks: int) -> None:
+    """Sends for x into the L2 cache, a step by each block, before the first weights: 0.1 to 0.2 µs of query, key and
+    value."""
+    config = problem.config
+    steps = config.splits * problem.steps
+    for first in range(0, steps, blocks):
+        step = first + block
+        place = x_ref.at[pl.ds(0 * step, problem.tokens), pl.ds(step * config.depth, config.depth)]
+        pl.when(step < steps)(partial(plgpu.async_prefetch, place))

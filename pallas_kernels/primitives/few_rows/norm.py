@@ -89,14 +89,22 @@ def no_squares(problem: Problem) -> jax.Array:
 
 
 def scaled(problem: Problem, x: Any, scales: list[jax.Array] | None, squares: jax.Array) -> jax.Array:
-    """Multiplies a step's x (tokens, depth) by scales where it lies; returns squares plus its own, column by column."""
-    for i in range(problem.config.depth // GROUP):
-        ref = x.at[slice(None), pl.ds(i * GROUP, GROUP)].transpose((1, 0))
-        value = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-        squares = squares + value * value
-        if scales is not None:
-            scale = lax.broadcast_in_dim(scales[i].astype(jnp.float32), value.shape, (0,))
-            ref[...] = (value * scale).astype(problem.dtype)
+    """Multiplies a step's x (tokens, depth) by scales where it lies; returns squares plus its own, column by column.
+
+    All is read before the first is written, and squared when the tensor cores may already read it: a write waits for
+    all the warpgroup's threads.
+    """
+    places = [pl.ds(start, GROUP) for start in range(0, problem.config.depth, GROUP)]
+    refs = [x.at[slice(None), place].transpose((1, 0)) for place in places]
+    values = [plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs]
     if scales is not None:
+        # Products of 16-bit values of one dtype are rounded once, as those in float32 are.
+        dtype = problem.dtype if scales[0].dtype == problem.dtype else jnp.float32
+        for ref, value, scale in zip(refs, values, scales, strict=True):
+            wide = lax.broadcast_in_dim(scale.astype(dtype), value.shape, (0,))
+            ref[...] = (value.astype(dtype) * wide).astype(problem.dtype)
         plgpu.commit_smem()
+    for value in values:
+        wide = value.astype(jnp.float32)
+        squares = squares + wide * wide
     return squares
