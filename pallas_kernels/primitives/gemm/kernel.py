@@ -174,8 +174,10 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
             compute(problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
 
         bring = partial(produce, problem, a_refs, b_refs, ring, sharing=sharing)
-        if config.tile_m > FEW_ROWS:
-            # One warp is enough, and power sets the clock. Of few rows it has not been measured.
+        varies = any(not jax.typeof(ref).manual_axis_type.empty for ref in (*a_refs, *b_refs))
+        if config.tile_m > FEW_ROWS and not varies:
+            # One warp is enough, and power sets the clock. Of few rows it has not been measured; JAX's warps take no
+            # array that varies over the devices of `jax.shard_map`.
             return partial(plgpu.warp_map, lambda warp: pl.when(warp == 0)(bring)), multiply
         return bring, multiply
 
