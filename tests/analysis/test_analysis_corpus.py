@@ -225,7 +225,7 @@ def test_unknown_kernels_count_their_operands_and_results(analyses):
     (kernel,) = launches(analyses["mosaic"], "mosaic")
     assert (kernel.bytes_read, kernel.bytes_written, kernel.flops) == (128 * 128 * 4, 128 * 128 * 4, 0)
     assert kernel.unfused_bytes == 2 * 128 * 128 * 4
-    assert any("inside mosaic kernels is not known" in note for note in analyses["mosaic"].provenance.notes)
+    assert any("inside Mosaic GPU kernels is not known" in note for note in analyses["mosaic"].provenance.notes)
     # Its module is not for reading.
     assert len(kernel.hlo) < 5000
     assert kernel.hlo.startswith("%mpmd_map") or "mosaic_gpu" in kernel.hlo
