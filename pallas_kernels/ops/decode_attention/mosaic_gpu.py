@@ -11,9 +11,6 @@ Tiles that no query sees are not read: the time is that of the lengths, not of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,45 +21,14 @@ from pallas_kernels.ops.decode_attention.combine import LANES, combine
 from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, default_config
 from pallas_kernels.ops.decode_attention.finish import Finish, finish_types
 from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
+from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 _LOWEST = -1e30
 """Below all scores, and where maxima begin."""
 _UNSEEN = -3e38
 """Scores of keys that a query does not see: their weights are zero beside any maximum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ring:
-    """Shared memory and its barriers: of keys and values a ring for each computing warpgroup."""
-
-    query: Any
-    keys: Any
-    values: Any
-    query_full: Any
-    query_empty: Any
-    keys_full: Any
-    keys_empty: Any
-    values_full: Any
-    values_empty: Any
-
-
-def _ring_types(plan: Plan) -> dict[str, Any]:
-    config = plan.config
-    tiles = (config.warpgroups, config.stages, config.tile_keys, plan.head_size)
-    queries = 2 if config.is_persistent else 1
-    rings = config.warpgroups * config.stages
-    return {
-        "query": shared((queries, ROWS, plan.head_size), plan.dtype),
-        "keys": shared(tiles, plan.dtype),
-        "values": shared(tiles, plan.dtype),
-        "query_full": plgpu.Barrier(num_barriers=queries),
-        "query_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=queries),
-        **{n: plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings) for n in ("keys_full", "values_full")},
-        **{name: plgpu.Barrier(num_barriers=rings) for name in ("keys_empty", "values_empty")},
-    }
 
 
 def decode_forward(
@@ -139,7 +105,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         def _():
             if config.memory_registers is not None:
                 plgpu.set_max_registers(config.memory_registers, action="decrease")
-            _produce(plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring)
+            produce(plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring)
 
         @pl.when(warpgroup < config.warpgroups)
         def _():
@@ -159,84 +125,9 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=(_ring_types(plan), finish_types(plan)),
+        scratch_types=(ring_types(plan), finish_types(plan)),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(query, key_cache, value_cache, list(indices))
-
-
-def _for_each_item(plan: Plan, work, carry: Any) -> Any:
-    """Calls work(item, its number among the block's, carry), which gives the next carry; returns the last."""
-
-    @plgpu.nd_loop((plan.items,), collective_axes="block", init_carry=carry)
-    def last(info, carry: Any) -> Any:
-        return work(plan.item(info.index[0]), info.local_index, carry)
-
-    return last
-
-
-def _produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring: Ring) -> None:
-    """Brings queries, keys and values of every part, as early as there is room."""
-    config = plan.config
-    queries = 2 if config.is_persistent else 1
-    brought = min(ROWS, -(-plan.rows // 8) * 8)
-
-    def work(item: Item, number, before):
-        first, count = item.tiles(lengths_ref)[1:]
-        slot = lax.rem(number, queries)
-
-        @pl.when(number >= queries)
-        def _():
-            plgpu.barrier_wait(ring.query_empty.at[slot])
-
-        plgpu.copy_gmem_to_smem(
-            query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, brought)],
-            ring.query.at[slot, pl.ds(0, brought)],
-            ring.query_full.at[slot],
-        )
-
-        def bring(i, _):
-            for warpgroup in range(config.warpgroups):
-                tile = i * config.warpgroups + warpgroup
-
-                @pl.when(tile < count)
-                def _(warpgroup=warpgroup, tile=tile):
-                    load = before[warpgroup] + i
-                    stage = lax.rem(load, config.stages)
-                    place = warpgroup * config.stages + stage
-                    sources = item.sources(first + tile, page_table_ref)
-                    for ref, buffer, full, empty in (
-                        (keys_ref, ring.keys, ring.keys_full, ring.keys_empty),
-                        (values_ref, ring.values, ring.values_full, ring.values_empty),
-                    ):
-
-                        @pl.when(load >= config.stages)
-                        def _(empty=empty):
-                            plgpu.barrier_wait(empty.at[place])
-
-                        size = config.tile_keys // plan.pieces
-                        for piece, source in enumerate(sources):
-                            rows = pl.ds(piece * size, size)
-                            target = (
-                                buffer.at[warpgroup, stage, rows] if plan.pieces > 1 else buffer.at[warpgroup, stage]
-                            )
-                            plgpu.copy_gmem_to_smem(ref.at[source], target, full.at[place])
-
-        lax.fori_loop(0, item.own(count, 0), bring, None)
-        return *(before[w] + item.own(count, w) for w in range(config.warpgroups)), number + 1
-
-    *loads, items = _for_each_item(plan, work, (jnp.int32(0),) * (config.warpgroups + 1))
-
-    # No barrier may be left with an arrival that nobody has seen.
-    def drain(barriers, first, places, total):
-        def wait(i, _):
-            plgpu.barrier_wait(barriers.at[first + lax.rem(i, places)])
-
-        lax.fori_loop(jnp.maximum(total - places, 0), total, wait, None)
-
-    for warpgroup, total in enumerate(loads):
-        for barriers in (ring.keys_empty, ring.values_empty):
-            drain(barriers, warpgroup * config.stages, config.stages, total)
-    drain(ring.query_empty, 0, queries, items)
 
 
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
@@ -317,5 +208,5 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
             pl.when(warpgroup > 0)(lambda: finish.give(warpgroup - 1, sums, maximum, total))
         return before + own
 
-    _for_each_item(plan, work, jnp.int32(0))
+    for_each_item(plan, work, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

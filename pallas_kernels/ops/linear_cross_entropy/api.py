@@ -18,8 +18,9 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import label_kinds
 from pallas_kernels.ops.linear_cross_entropy.config import LossConfig, default_config, is_preferred, kept_rows
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logits_statistics
-from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import RowSlopes, gradients
+from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike

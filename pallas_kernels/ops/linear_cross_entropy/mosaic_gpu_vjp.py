@@ -24,56 +24,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.formula import Slope
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import Cut, write_gradient
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, LossConfig, chunk_bounds
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
-from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import BINARY, load_rows, spread
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
-from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.gemm.operands import padded_vector
+from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes, chunk_gradients, is_checked
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
-
-_COLUMNS = 8192
-"""Of a row, for one block of the kernel that turns kept logits into gradients."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSlopes:
-    """The slopes of rows and their labels: (rows,) arrays, or references to them in a kernel."""
-
-    shift: Any
-    factor: Any
-    everywhere: Any
-    at_label: Any
-    label: Any
-
-    @classmethod
-    def of(cls, slope: Slope, label: jax.Array) -> RowSlopes:
-        """From arrays."""
-        return cls(
-            shift=slope.shift,
-            factor=slope.factor,
-            everywhere=slope.everywhere,
-            at_label=slope.at_label,
-            label=label,
-        )
-
-    def slope(self, read) -> tuple[Slope, Any]:
-        """A slope and its label out of what `read` makes of each reference."""
-        everywhere = None if self.everywhere is None else read(self.everywhere)
-        slope = Slope(
-            exponential=BINARY,
-            shift=read(self.shift),
-            factor=read(self.factor),
-            everywhere=everywhere,
-            at_label=read(self.at_label),
-        )
-        return slope, read(self.label)
-
-
-jax.tree_util.register_dataclass(RowSlopes, ["shift", "factor", "everywhere", "at_label", "label"], [])
 
 
 def gradients(
@@ -95,7 +50,7 @@ def gradients(
     bounds = chunk_bounds(w.shape[1], config.chunk)
     for start, width in bounds:
         first = jnp.full(1, start // CHUNK_UNIT, jnp.int32)
-        d = _chunk(hidden, w, slopes, dw, first, width=width, kept_rows=kept_rows, config=config)
+        d = chunk_gradients(hidden, w, slopes, dw, first, width=width, kept_rows=kept_rows, config=config)
         if wants_hidden:
             dhidden = _add_to_hidden(d, w, dhidden, first, config=config, is_only=len(bounds) == 1)
             # Both products of a chunk before the next one, or the chunks would be in memory together.
@@ -105,118 +60,7 @@ def gradients(
     return None if dhidden is None else dhidden.astype(hidden.dtype), dw if wants_w else None
 
 
-def _is_checked(*arrays: jax.Array) -> bool:
-    """Under jax.shard_map(check_vma=True), where jax 0.11.2 takes no references."""
-    return any(jax.typeof(array).manual_axis_type.varying for array in arrays)
-
-
 # What chunks have in common is traced and, called eagerly, compiled once.
-
-
-@partial(jax.jit, static_argnames=("width", "kept_rows", "config"))
-def _chunk(hidden, w, slopes, logits, first, *, width, kept_rows, config) -> jax.Array:
-    """The gradients of a chunk's logits, (rows, width)."""
-    rows = hidden.shape[0]
-    if not kept_rows:
-        return _from_products(hidden, w, slopes, None, first, width, kept_rows=0, config=config)
-    kept = _from_logits(logits, slopes, rows, first, width, kept_rows=kept_rows)
-    if kept_rows == rows:
-        return kept
-    return _from_products(hidden, w, slopes, kept, first, width, kept_rows=kept_rows, config=config)
-
-
-def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
-    """(rows, width), of which the first `kept_rows` are written: the gradients of kept logits, one pass over them."""
-    cut = Cut.make(width, logits.dtype.itemsize, _COLUMNS)
-
-    def linear_cross_entropy_slopes(logits_ref, slopes_ref, first_ref, d_ref):
-        row, part = lax.axis_index("row"), lax.axis_index("part")
-        start = first_ref[0] * CHUNK_UNIT
-        slope, label = slopes_ref.slope(lambda ref: ref[row])
-        columns = logits_ref.at[row, pl.ds(start, width)]
-        write_gradient(columns, d_ref.at[row], cut, part, slope, label - start)
-
-    d = settings.kernel(
-        linear_cross_entropy_slopes,
-        out_type=jax.ShapeDtypeStruct((rows, width), logits.dtype),
-        grid=(kept_rows, cut.parts),
-        grid_names=("row", "part"),
-        compiler_params=compiler_params(logits.dtype),
-    )(logits, slopes, first)
-    return varying_like(d, logits, *jax.tree.leaves(slopes))
-
-
-def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> jax.Array:
-    """The rows from `kept_rows` on, from logits computed again; `d` holds the others."""
-    (rows, features), dtype = hidden.shape, hidden.dtype
-    problem = problem_of(rows - kept_rows, width, features, dtype, config.recompute, stored_bytes=dtype.itemsize)
-    pieces = Pieces.of(problem)
-    height = problem.grid[0] * problem.clusters[0] * problem.config.tile_m
-    slopes = jax.tree.map(lambda array: padded_vector(array[kept_rows:], height), slopes)
-    is_separate = d is None or _is_checked(hidden, w, d)
-    out_type = [jax.ShapeDtypeStruct((rows - kept_rows, width), dtype)] if is_separate else []
-
-    def make_store(extras, outputs, buffer, arrived, warpgroup):
-        del arrived, warpgroup
-        output = outputs[0] if is_separate else extras["d"].at[pl.ds(kept_rows, rows - kept_rows)]
-        return GradientStore(
-            pieces=pieces,
-            slopes=extras["slopes"],
-            first_column=extras["first"][0] * CHUNK_UNIT,
-            output=output,
-            buffer=buffer,
-        )
-
-    outputs = product_kernel(
-        problem,
-        hidden,
-        w,
-        name="linear_cross_entropy_gradient",
-        make_store=make_store,
-        extras={"slopes": slopes, "first": first},
-        changed=None if is_separate else {"d": d},
-        out_type=out_type,
-        buffer_dtype=dtype,
-        view_a=lambda ref, extras: ref.at[pl.ds(kept_rows, rows - kept_rows)] if kept_rows else ref,
-        view_b=lambda ref, extras: ref.at[:, pl.ds(extras["first"][0] * CHUNK_UNIT, width)],
-    )
-    if not is_separate:
-        return outputs[0]
-    rest = varying_like(outputs[0], hidden, w, *jax.tree.leaves(slopes))
-    return rest if d is None else jnp.concatenate((d[:kept_rows], rest))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientStore:
-    """What a warpgroup does with a tile of logits: their gradients leave by TMA, in pieces.
-
-    slopes: references to (rows and more,) arrays. first_column: of the chunk. output: the chunk in device memory.
-    """
-
-    pieces: Pieces
-    slopes: RowSlopes
-    first_column: jax.Array
-    output: Any
-    buffer: Any
-
-    def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Nothing to do before the products."""
-
-    def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Computes and stores."""
-        (logits,), pieces = products, self.pieces
-        rows, width = pieces.rows, pieces.columns
-        slope, label = self.slopes.slope(lambda ref: spread(load_rows(ref, row, rows), width))
-        columns = plgpu.broadcasted_iota(jnp.int32, (rows, width), 1, layout=plgpu.Layout.WGMMA)
-        label = label - (self.first_column + column)
-        for piece in range(pieces.count):
-            slot, start = piece % pieces.slots, piece * width
-            plgpu.wait_smem_to_gmem(pieces.slots - 1, wait_read_only=True)
-            values = slope(logits[:, start : start + width], columns == label - start)
-            self.buffer[slot] = values.astype(self.buffer.dtype)
-            plgpu.commit_smem()
-            place = self.output.at[pl.ds(row, rows), pl.ds(column + start, width)]
-            plgpu.copy_smem_to_gmem(self.buffer.at[slot], place)
 
 
 @partial(jax.jit, static_argnames=("config", "is_only"))
@@ -225,7 +69,7 @@ def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
     (rows, width), features = d.shape, w.shape[0]
     dtype = d.dtype if is_only else jnp.dtype(jnp.float32)
     problem = problem_of(rows, features, width, d.dtype, config.hidden, transpose_b=True, stored_bytes=dtype.itemsize)
-    is_apart = dhidden is None or _is_checked(d, w)
+    is_apart = dhidden is None or is_checked(d, w)
 
     def make_store(extras, outputs, buffer, arrived, warpgroup):
         del arrived, warpgroup
@@ -284,7 +128,7 @@ def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
     (rows, width), (features, vocabulary) = d.shape, w.shape
     problem = problem_of(features, width, rows, d.dtype, config.weight, transpose_a=True, stored_bytes=d.dtype.itemsize)
     is_new = dw is None
-    is_apart = not is_new and _is_checked(hidden, d)
+    is_apart = not is_new and is_checked(hidden, d)
     shape = (features, width) if is_apart else (features, vocabulary)
     is_changed = not is_new and not is_apart
 
