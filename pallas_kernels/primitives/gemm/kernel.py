@@ -174,7 +174,8 @@ def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
             compute(problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
 
         bring = partial(produce, problem, a_refs, b_refs, ring, sharing=sharing)
-        varies = any(not jax.typeof(ref).manual_axis_type.empty for ref in (*a_refs, *b_refs))
+        whole = (getattr(ref, "ref", ref) for ref in (*a_refs, *b_refs))  # under `jax.vmap` they are parts of arrays
+        varies = any(not jax.typeof(ref).manual_axis_type.empty for ref in whole)
         if config.tile_m > FEW_ROWS and not varies:
             # One warp is enough, and power sets the clock. Of few rows it has not been measured; JAX's warps take no
             # array that varies over the devices of `jax.shard_map`.
