@@ -29,7 +29,7 @@ from pallas_kernels.ops.rms_norm import api as rms_norm
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rope import api as rope
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from xlafuse.models.config import BlockConfig
 
 
@@ -40,10 +40,8 @@ def normalise(config: BlockConfig, x: Array, scale: Array, bias: Array | None) -
     own gradient: else that sum would be a launch of its own. The forward sum is left to the matrix product before it,
     whose epilogue adds for one array more to read; in the norm it would be one more to read and one more to write.
     """
-    # All marked as varying alike, so that shard_map sums the weights' gradients over the devices.
-    weights = (None if weight is None else varying_like(weight, x) for weight in (scale, bias))
-    rows = x.reshape(-1, config.hidden_size)
-    y, stream = _norm_and_stream(config.norm, config.epsilon, rows, *weights)  # pyright: ignore
+    operands = varying_alike((x.reshape(-1, config.hidden_size), scale, bias))
+    y, stream = _norm_and_stream(config.norm, config.epsilon, *operands)  # pyright: ignore
     return y.reshape(x.shape), stream.reshape(x.shape)
 
 
