@@ -149,6 +149,8 @@ def query_gradients(
 
             def row_numbers():
                 """Of the queries, in the row layout."""
+                if numbers == 1:  # a remainder by one folds to a constant, which has no layout to infer
+                    return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.int32), vector)
                 number = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=vector) + first
                 return number if numbers is None else lax.rem(number, numbers)
 
