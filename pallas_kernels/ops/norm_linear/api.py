@@ -88,7 +88,7 @@ def norm_linear(
         "norm_linear",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], *reversed(w.shape)) else (),
     )
     if chosen == "xla" or x.size == 0 or w.size == 0:
         y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)

@@ -11,7 +11,7 @@ import jax
 from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
-from pallas_kernels.primitives.gemm.choice import FEW_ROWS, MANY_ROWS
+from pallas_kernels.primitives.gemm.choice import EVEN, FEW_ROWS, MANY_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 MOST_FEW_ROWS = 16
@@ -58,7 +58,7 @@ def gemm_config(rows: int, *, head_size: int | None) -> GemmConfig:
     """The untuned choice for the kernel that also normalises heads, which must lie whole in a tile."""
     if rows <= FEW_ROWS:
         return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
-    return GemmConfig(cluster="m" if rows >= MANY_ROWS else None)
+    return EVEN if rows >= MANY_ROWS else GemmConfig()
 
 
 def is_preferred(rows: int) -> bool:
