@@ -144,14 +144,18 @@ PRODUCT_BARS = (
              shapes=("4096-4096-128256-bfloat16-reduction_mean",)),
 )  # fmt: skip
 
-_CUDNN, _CAUSAL = ("cudnn", "torch_eager"), ("cudnn", "torch_eager", "jla")
+_FULL, _CAUSAL = ("cudnn", "torch_eager", "jax_mosaic"), ("cudnn", "torch_eager", "jla")
+"""Rivals without a mask, and under a causal one in both passes; forward JAX's own kernel is one of these, too."""
+_CAUSAL_FORWARD = (*_CAUSAL, "jax_mosaic")
 _FULL_128 = ("4x4096x4096x32x8x128-bfloat16", "1x16384x16384x32x8x128-bfloat16")
 _CAUSAL_128 = (
     *(f"{full}-causal" for full in _FULL_128),
     "2x4096x4096x32x8x128-bfloat16-causal",
 )
-_OTHER_FULL = ("4x4096x4096x32x8x64-bfloat16", "4x4096x4096x16x4x256-bfloat16*")
+_OTHER_FULL = ("4x4096x4096x32x8x64-bfloat16", "4x4096x4096x16x4x256-bfloat16")
 _OTHER_CAUSAL = ("4x4096x4096x32x8x64-bfloat16-causal",)
+_WIDE_CAUSAL = ("4x4096x4096x16x4x256-bfloat16-causal",)
+"""Of a head size that jla does not take."""
 _WINDOW = "1x16384x16384x32x8x128-bfloat16-causal-window_1023_0"
 _PACKED = "1x16384x16384x32x8x128-bfloat16-8_documents-causal"
 _DROPOUT = "-dropout_0.1"
@@ -159,14 +163,17 @@ _SHORT = (
     "16x1x1x*", "1x1x1x*", "16x1x4096x*", "16x16x4096x*", "16x16x16x*", "16x128x128x*", "1x512x512x*", "16x512x512x*",
 )  # fmt: skip
 ATTENTION_BARS = (
-    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_CUDNN, shapes=_FULL_128),
-    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_CAUSAL, shapes=_CAUSAL_128),
-    SpeedBar(operations=("attention",), phases=_BOTH, together=True, least=1.03, rivals=_CUDNN, shapes=_FULL_128),
+    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_FULL, shapes=_FULL_128),
+    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=_CAUSAL_FORWARD, shapes=_CAUSAL_128),
+    SpeedBar(operations=("attention",), phases=_BOTH, together=True, least=1.03, rivals=_FULL, shapes=_FULL_128),
     SpeedBar(operations=("attention",), phases=_BOTH, together=True, least=1.03, rivals=_CAUSAL, shapes=_CAUSAL_128),
-    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.00, rivals=_CUDNN, shapes=_OTHER_FULL),
-    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.00, rivals=_CAUSAL, shapes=_OTHER_CAUSAL),
-    SpeedBar(operations=("attention",), phases=_BACKWARD, least=0.95, rivals=_CUDNN, shapes=_OTHER_FULL),
+    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.00, rivals=_FULL, shapes=_OTHER_FULL),
+    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.00, rivals=_CAUSAL_FORWARD, shapes=_OTHER_CAUSAL),
+    SpeedBar(operations=("attention",), phases=_FORWARD, least=1.00, rivals=_FULL, shapes=_WIDE_CAUSAL),
+    SpeedBar(operations=("attention",), phases=_BACKWARD, least=0.95, rivals=_FULL, shapes=_OTHER_FULL),
     SpeedBar(operations=("attention",), phases=_BACKWARD, least=0.95, rivals=_CAUSAL, shapes=_OTHER_CAUSAL),
+    SpeedBar(operations=("attention",), phases=_BACKWARD, least=0.95, rivals=("cudnn", "torch_eager"),
+             shapes=_WIDE_CAUSAL),
     SpeedBar(operations=("attention",), phases=_FORWARD, least=1.05, rivals=("cudnn", "jla"),
              shapes=(_WINDOW, _PACKED)),
     SpeedBar(operations=("attention",), phases=_FORWARD, least=3.0, rivals=("cudnn_dense_mask",), against="named",
@@ -177,7 +184,7 @@ ATTENTION_BARS = (
     DropoutBar(operations=("attention",), phases=_FORWARD, least=0.85, suffix=_DROPOUT, shapes=(f"*{_DROPOUT}",)),
     DropoutBar(operations=("attention",), phases=_BACKWARD, least=None, suffix=_DROPOUT, shapes=(f"*{_DROPOUT}",)),
     ChoiceBar(operations=("attention",), phases=_BOTH, least=0.98, rivals=("xla", "cudnn"),
-              shapes=(*_FULL_128, *_CAUSAL_128, *_OTHER_FULL, *_OTHER_CAUSAL, _WINDOW, *_SHORT)),
+              shapes=(*_FULL_128, *_CAUSAL_128, *_OTHER_FULL, *_OTHER_CAUSAL, *_WIDE_CAUSAL, _WINDOW, *_SHORT)),
     # cuDNN is no implementation of these: no dropout with our mask, no segments.
     ChoiceBar(operations=("attention",), phases=_BOTH, least=0.98, rivals=("xla",), shapes=(_PACKED, f"*{_DROPOUT}")),
     ChoiceBar(operations=("decode_attention",), phases=_FORWARD, least=0.98, rivals=("xla",), shapes=("*",)),

@@ -131,10 +131,11 @@ class Results:
     @property
     def visits(self) -> tuple[int, ...]:
         """For each run the index of its visit's first: runs on one kind of GPU that began within two hours."""
-        found: list[int] = []
-        for i, run in enumerate(self.runs):
-            found.append(next((first for first in sorted(set(found)) if _is_one_visit(self.runs[first], run)), i))
-        return tuple(found)
+        found: dict[int, int] = {}
+        for i in sorted(range(len(self.runs)), key=lambda i: datetime.fromisoformat(self.runs[i].started)):
+            run = self.runs[i]
+            found[i] = next((first for first in set(found.values()) if _is_one_visit(self.runs[first], run)), i)
+        return tuple(found[i] for i in range(len(self.runs)))
 
 
 def _is_one_visit(first: Run, run: Run) -> bool:
