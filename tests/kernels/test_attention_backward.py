@@ -53,6 +53,7 @@ SHORT = {
     "folded": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
     "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
     "in place": ((2, 32, 72, 8, 2, 128), {}),
+    "folded, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
 }
 """Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile (`folded`), which XLA
 turns or TMA brings."""

@@ -132,7 +132,7 @@ class Results:
     def visits(self) -> tuple[int, ...]:
         """For each run the index of its visit's first: runs on one kind of GPU that began within two hours."""
         found: dict[int, int] = {}
-        for i in sorted(range(len(self.runs)), key=lambda i: datetime.fromisoformat(self.runs[i].started)):
+        for i in sorted(range(len(self.runs)), key=lambda i: self.runs[i].started):
             run = self.runs[i]
             found[i] = next((first for first in set(found.values()) if _is_one_visit(self.runs[first], run)), i)
         return tuple(found[i] for i in range(len(self.runs)))
