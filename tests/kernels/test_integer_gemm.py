@@ -52,10 +52,19 @@ def test_product(config, sizes, dtype, seed):
     )
 
 
-def test_epilogue_order(seed):
-    x, values, scales, residual, exact = operands(seed, 72, 128, 192, jnp.int8)
-    bias = jnp.linspace(-2, 2, 192, dtype=jnp.float32)
-    y = integer_gemm(
+@pytest.mark.parametrize(
+    ("product", "config", "sizes", "dtype"),
+    [
+        (integer_gemm, SMALL, (72, 128, 192), jnp.int8),
+        (direct_product, DirectConfig(), (16, 1024, 64), jnp.uint8),
+        (direct_product, DirectConfig(warpgroups=1), (3, 1024, 64), jnp.uint8),
+    ],
+)
+def test_epilogue_order(product, config, sizes, dtype, seed):
+    m, k, n = sizes
+    x, values, scales, residual, exact = operands(seed, m, k, n, dtype)
+    bias = jnp.linspace(-2, 2, n, dtype=jnp.float32)
+    y = product(
         x,
         values,
         scales,
@@ -63,7 +72,7 @@ def test_epilogue_order(seed):
         bias=bias,
         residual=residual,
         out_dtype=jnp.dtype(jnp.float32),
-        config=SMALL,
+        config=config,
     )
     expected = np.maximum(exact + np.asarray(bias), 0) + np.asarray(residual)
     np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-4 * np.abs(exact).max())
@@ -84,21 +93,3 @@ def test_stages_are_those_that_fit():
     fitted = IntegerGemmConfig(stages=20).fitted(weight_bits=8, itemsize=2, out_itemsize=2)
     stage = 64 * (128 + 2 * 256)
     assert fitted.stages * stage < SHARED_BYTES < (fitted.stages + 2) * stage
-
-
-@pytest.mark.parametrize(("rows", "config"), [(16, DirectConfig()), (3, DirectConfig(warpgroups=1))])
-def test_few_rows_by_registers(rows, config, seed):
-    x, values, scales, residual, exact = operands(seed, rows, 1024, 64, jnp.uint8)
-    bias = jnp.linspace(-2, 2, 64, dtype=jnp.float32)
-    y = direct_product(
-        x,
-        values,
-        scales,
-        epilogue=Epilogue(activation=get_activation("integer_gemm", "relu")),
-        bias=bias,
-        residual=residual,
-        out_dtype=jnp.dtype(jnp.float32),
-        config=config,
-    )
-    expected = np.maximum(exact + np.asarray(bias), 0) + np.asarray(residual)
-    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-4 * np.abs(exact).max())

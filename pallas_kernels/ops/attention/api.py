@@ -80,7 +80,7 @@ def attention(
             None: "mosaic" where it runs, else "xla"; "xla" too for one token that sees itself. Where no gradient is
             asked for, "mosaic" computes a few queries that see all keys by `decode_attention`'s kernel. Its gradient
             gives the same bits each time; at 4096 queries it took 11 % less time than cuDNN's under a causal mask and
-            6 % less without. Where there are few keys, it rounds the gradients of key and value once for each query
+            3 % less without. Where there are few keys, it rounds the gradients of key and value once for each query
             head, as cuDNN does, before they are summed over the heads of a group.
 
     Returns:

@@ -107,8 +107,8 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
     """Whether a kernel runs where the caller leaves the choice: where it was measured to be faster.
 
-    On an H200 with eight bits, times as fast as XLA's product of 16-bit weights, of 4096 features: 1.01 at 8192 rows,
-    1.00 at 512 of 4096 outputs and 1.08 of 14336, 1.7 to 1.8 at 16 and 1. XLA's own product of integers widens the
-    weights in a pass of its own.
+    On an H200 with eight bits, times as fast as XLA's product of 16-bit weights, of 4096 features: 1.00 and 1.01 at
+    8192 rows, 1.00 at 512 of 4096 outputs and 1.08 of 14336, 1.7 to 1.8 at 16 and 1. XLA's own product of integers
+    widens the weights in a pass of its own.
     """
     return rows <= MOST_PREFERRED_ROWS and outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES
