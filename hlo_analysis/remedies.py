@@ -32,6 +32,8 @@ from hlo_analysis.traits import (
 
 # What launches hand on as sums over rows is at most this part of what they read.
 _SUMS = 8
+# Of what is sorted at most this part is taken where selecting would do.
+_SMALL_PART = 8
 # Launches from a sum to what is made with it, at most: finished in two steps, divided, and its root taken.
 _FAR = 5
 
@@ -74,6 +76,7 @@ def vertical_remedy(
     category: str,
     *,
     is_score: bool,
+    feeds_attention: bool = False,
     donated: Collection[str] = (),
 ) -> Remedy:
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
@@ -84,6 +87,7 @@ def vertical_remedy(
         readers: those that read it and could be one kernel with the producer.
         category: why XLA left them apart.
         is_score: whether the value is one of attention scores, or made from them.
+        feeds_attention: whether all readers are products that make or read such scores.
         donated: names of arguments whose buffers the program may overwrite.
     """
     if category == categories.SWITCHED_OFF:
@@ -106,13 +110,20 @@ def vertical_remedy(
         return texts.KEEP_TRITON
     if fills(producer) and any(has(reader, "scatter") for reader in table.readers.get(producer.index, ())):
         return texts.ADD_TO
-    if producer.kind == "sort" and all(has(reader, "slice") and only_moves(reader) for reader in readers):
+    if producer.kind == "sort" and all(_takes_part(reader, producer) for reader in readers):
         return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
-        return texts.HOISTED if all(_knows_all_steps(producer, reader) for reader in readers) else texts.UNSTACKED
+        if all(_knows_all_steps(producer, reader) for reader in readers):
+            return texts.HOISTED
+        # cuBLAS takes no part whose index is counted down, as in a backward pass.
+        counts_up = producer.kind == "copy" and not has(producer, "subtract")
+        of_triton = all(reader.kind == "triton_gemm" for reader in readers)
+        return texts.BY_CUBLAS if counts_up and of_triton else texts.UNSTACKED
     if takes_every_other(producer) and any(map(takes_every_other, readers)):
         return texts.SCAN
+    if feeds_attention and has(producer, "transpose"):
+        return texts.AS_PROJECTED
     if moves := [end for end in ends if only_moves(end)]:
         return (
             texts.LAYOUT if any(map(relays, moves)) else texts.JOINED if has(moves[0], "concatenate") else texts.PARTS
@@ -128,9 +139,18 @@ def vertical_remedy(
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     is_small = producer.bytes_written * _SUMS <= max(reader.bytes_read for reader in readers)
     rows = rows_remedy(table, table.with_sums(ends, [producer] if is_small else readers))
-    if rows is texts.ONE_KERNEL and any(map(is_closed, ends)):
+    return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
+
+
+def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+    """The remedy where neither a product nor a normalization or softmax is near."""
+    if is_closed(producer) or any(map(is_closed, readers)):
         return texts.OWN_KERNEL
-    return texts.RECOMPUTE if rows is texts.ONE_KERNEL and category == categories.SLOWER and len(readers) > 1 else rows
+    if category == categories.IN_PLACE and has(producer, "scatter") and _scatters_all(producer):
+        return texts.GATHERED
+    if len(readers) == 1 and _sums_on(producer, readers[0]):
+        return texts.TWO_STEPS
+    return texts.RECOMPUTE if category == categories.SLOWER and len(readers) > 1 else texts.ONE_KERNEL
 
 
 def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
@@ -144,7 +164,8 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
             return texts.LAYER_NORM if centred else texts.RMS_NORM
         around = [*ends, *(maker for end in sums for maker in table.makers(end))]
-        if any(map(shifts, around)) and not any(map(is_softmax, ends)):
+        runs_on = any(has(end, "reduce-window") for end in ends)  # what sums up as it goes is made of a softmax
+        if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if _takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
 
@@ -154,6 +175,25 @@ def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
     columns = {launch.index for launch in sums if sums_columns(launch)}
     again = [reader for index in columns for reader in table.readers.get(index, ()) if has(reader, "reduce")]
     return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)
+
+
+def _takes_part(reader: Launch, whole: Launch) -> bool:
+    """Whether a launch reads a small part of what another writes, or moves a part of it."""
+    given = [value.bytes for value in reader.inputs if value.producer == whole.index]
+    moves = has(reader, "slice") and only_moves(reader)
+    return moves or (bool(given) and _SMALL_PART * reader.bytes_read <= max(given))
+
+
+def _scatters_all(scatter: Launch) -> bool:
+    """Whether a scatter sets as many elements as there are, and adds up none."""
+    whole = max(value.bytes for value in scatter.outputs)
+    return scatter.bytes_written >= whole and not re.search(r"scatter-(add|mul|min|max)", scatter.op_name)
+
+
+def _sums_on(first: Launch, second: Launch) -> bool:
+    """Whether two launches are steps of one reduction of the program: both then bear its name."""
+    named = [set(re.findall(r' reduce\(.*op_name="([^"]+)"', launch.hlo)) for launch in (first, second)]
+    return has(first, "reduce") and bool(named[0] & named[1])
 
 
 def _knows_all_steps(slice_: Launch, reader: Launch) -> bool:
@@ -187,6 +227,8 @@ def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
 def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
     if any(_adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
+    if all(map(only_casts, readers)):
+        return texts.TYPED
     if any(_gates(reader, table.launches) for reader in readers):
         return texts.GATED_LINEAR
     if all(map(is_product, readers)):

@@ -19,6 +19,11 @@ ATTENTION = Remedy(
     text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
     "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16",
 )
+AS_PROJECTED = Remedy(
+    kind="kernel",
+    text="attention: a kernel that takes query, key and value as their projections write them (batch, length, heads, "
+    "size), e.g. cuDNN's through jax.nn.dot_product_attention, so that none is transposed first",
+)
 GATED_LINEAR = Remedy(
     kind="kernel",
     text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
@@ -77,6 +82,11 @@ UNSTACKED = Remedy(
     text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
     "is copied out of the stack",
 )
+BY_CUBLAS = Remedy(
+    kind="option",
+    text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "
+    "Triton products have it copied; measure both",
+)
 APART = Remedy(
     kind="rewrite",
     text="keep what the loop gives apart (a Python loop, whose results are a list, in place of lax.scan), or give it "
@@ -101,6 +111,17 @@ ADD_TO = Remedy(
     kind="rewrite",
     text="add into an array that exists anyway (residual.at[indices].add(...) in place of zeros), or gather what "
     "belongs to each row where the indices can be turned round: here an array of zeros is written first",
+)
+GATHERED = Remedy(
+    kind="rewrite",
+    text="gather in place of .at[...].set: with the indices turned round (jnp.argsort of a permutation) whoever reads "
+    "the rows takes them from where they are, since a gather fuses into its reader and a scatter does not",
+)
+PICKED = Remedy(
+    kind="rewrite",
+    text="pick by a mask, jnp.where(jnp.arange(n) == index[..., None], x, 0).sum(-1), in place of "
+    "jnp.take_along_axis: its gradient is an array of zeros that is written, updated and read again, the mask's "
+    "fuses into its readers",
 )
 TOP_K = Remedy(
     kind="kernel",
@@ -135,6 +156,11 @@ KEPT = Remedy(
     text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
     "is needed twice",
 )
+TYPED = Remedy(
+    kind="rewrite",
+    text="have the product write this type (preferred_element_type= of jnp.matmul, jnp.einsum, lax.dot_general), so "
+    "that nothing converts it afterwards",
+)
 MASKED = Remedy(
     kind="rewrite",
     text="make the update a part of the element-wise work (jnp.where on a comparison with the indices, as "
@@ -163,7 +189,12 @@ BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or
 RECOMPUTE = Remedy(
     kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
 )
-ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends")
+ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends, which keeps the value on the chip")
+TWO_STEPS = Remedy(
+    kind="kernel",
+    text="one kernel for the whole reduction, which the last of its blocks finishes: XLA makes a long one in two "
+    "launches",
+)
 OWN_KERNEL = Remedy(
     kind="kernel", text="a kernel of one's own in the library's place: what a library brings takes no work of others"
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from hlo_analysis.records import Intermediate, Launch, Value
@@ -42,6 +42,14 @@ def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Interme
         if is_score:
             found[value.name] = value.bytes
     return frozenset(found)
+
+
+def attention_products(
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], scores: Collection[str]
+) -> frozenset[int]:
+    """The products that make scores, and those that read them."""
+    ends = {end for value in intermediates if value.name in scores for end in (value.producer, *value.consumers)}
+    return frozenset(end for end in ends if is_product(launches[end]))
 
 
 def elements(value: Intermediate | Value) -> int:

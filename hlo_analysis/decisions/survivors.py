@@ -159,7 +159,7 @@ class Survivors:
             count = max((self._users_before[name] for name in sources), default=0)
             if roles[0] == "product" and count > 1:
                 category = categories.SEVERAL_USERS
-                reason += f" [{count} users read the product, and only a single one can become its epilogue]"
+                reason += f" [{count} instructions read the product, and only a single one can become its epilogue]"
         elif self._concerns_another(category, sources[0], consumers):
             category = categories.OTHER_CONSUMER
         return Explanation(verdict="ineligible", reason=reason, category=category, pass_name=PRIORITY_PASS)

@@ -11,9 +11,9 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
-from hlo_analysis.remedy_texts import APART, MASKED
-from hlo_analysis.scores import attention_scores
-from hlo_analysis.traits import fills
+from hlo_analysis.remedy_texts import APART, MASKED, PICKED
+from hlo_analysis.scores import attention_products, attention_scores
+from hlo_analysis.traits import fills, has
 
 # A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
 _BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
@@ -37,6 +37,7 @@ def between_launches(
         if decision.verdict != "fused":
             reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
     table, scores = Table(launches), attention_scores(launches, intermediates)
+    products = attention_products(launches, intermediates, scores)
     handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
     for value in intermediates:
         producer = launches[value.producer]
@@ -70,7 +71,6 @@ def between_launches(
         if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
             reason += f" [written in any case: {', '.join(kept)}]"
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
-        is_score = largest.name in scores
         yield missed(
             largest,
             producer=index,
@@ -80,7 +80,15 @@ def between_launches(
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
-            remedy=vertical_remedy(table, producer, near, category, is_score=is_score, donated=donated),
+            remedy=vertical_remedy(
+                table,
+                producer,
+                near,
+                category,
+                is_score=largest.name in scores,
+                feeds_attention=products.issuperset(indices),
+                donated=donated,
+            ),
         )
 
 
@@ -100,7 +108,8 @@ def through_updates(
             maker is not update
             and updates_in_place(update, value)
             and maker.kind in _ELEMENT_WISE
-            and _SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written >= value.bytes
+            and maker.bytes_written >= value.bytes
+            and (_SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written or _is_one_a_row(maker, update))
             and readers
             and all(reader.kind in _ELEMENT_WISE and reader.bytes_read >= value.bytes for reader in readers)
             and all((found.computation, found.repeat) == row for found in (update, *readers))
@@ -116,7 +125,7 @@ def through_updates(
                 ends=[maker, update, *readers],
                 reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
                 category=categories.IN_PLACE,
-                remedy=MASKED,
+                remedy=PICKED if fills(maker) and maker.phase == "backward" else MASKED,
             )
 
 
@@ -149,6 +158,12 @@ def filled_for_loops(
             category=categories.BOUNDARY,
             remedy=APART,
         )
+
+
+def _is_one_a_row(maker: Launch, update: Launch) -> bool:
+    """Whether few elements are put into zeros, by indices that count the rows: so is the gradient of a row's pick."""
+    few = _SMALLEST_INPUT * update.bytes_written <= maker.bytes_written
+    return fills(maker) and few and has(update, "scatter") and has(update, "iota")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,6 +150,73 @@ def test_a_cast_far_from_a_librarys_product_is_no_fallback() -> None:
     assert missed.remedy.startswith("one kernel")
 
 
+@pytest.mark.parametrize("opcodes", [("scatter", "iota"), ("scatter",)])
+def test_the_gradient_of_a_pick_from_each_row_is_a_mask(opcodes: tuple[str, ...]) -> None:
+    """As of jnp.take_along_axis. Indices of a table do not count its rows, and no cheap mask tells them."""
+    program = Program().launch("zeros", {}, 800, opcodes=("broadcast",), phase="backward")
+    program.launch("u", {"zeros": 1, "i": 1}, 800, "scatter", opcodes=opcodes, phase="backward")
+    program.launch("y", {"u": 800}, 400, opcodes=("multiply",), phase="backward")
+    program.launches[1] = replace(program.launches[1], bytes_written=MIB)
+    found = [missed for missed in program.rank() if missed.remedy.startswith("pick by a mask")]
+    assert [(missed.value, missed.consumers) for missed in found] == ([("zeros", (2,))] if "iota" in opcodes else [])
+
+
+def test_rows_that_are_put_in_order_are_better_gathered_than_scattered() -> None:
+    def remedy(op_name: str) -> str:
+        program = Program().launch("s", {"x": 100, "i": 1}, 100, "scatter", opcodes=("scatter",), op_name=op_name)
+        return (
+            program.launch("y", {"s": 100}, 50, opcodes=("reduce",)).decide(0, 1, categories.IN_PLACE).rank()[0].remedy
+        )
+
+    assert remedy("jit(f)/scatter").startswith("gather in place of")
+    assert remedy("jit(f)/scatter-add").startswith("one kernel for both ends")
+
+
+def test_the_steps_of_one_reduction_are_told_by_their_name() -> None:
+    def remedy(first: str, second: str) -> str:
+        hlo = '%r = f32[8]{{0}} reduce(%a, %b), dimensions={{0}}, to_apply=%add, metadata={{op_name="{}"}}'
+        program = Program().launch("a", {"x": 100}, 50, "reduction", opcodes=("reduce",), hlo=hlo.format(first))
+        program.launch("b", {"a": 50}, 1, "reduction", opcodes=("reduce",), hlo=hlo.format(second))
+        return program.rank()[0].remedy
+
+    assert remedy("f/reduce_sum", "f/reduce_sum").startswith("one kernel for the whole reduction")
+    assert remedy("f/reduce_sum", "g/reduce_sum").startswith("one kernel for both ends")
+
+
+def test_what_a_product_is_only_converted_to_it_could_have_written() -> None:
+    program = Program().launch("p", {"x": 50, "w": 10}, 50, "triton_gemm", opcodes=("dot",))
+    assert (
+        program.launch("c", {"p": 50}, 100, opcodes=("convert",)).rank()[0].remedy.startswith("have the product write")
+    )
+
+
+def test_of_what_is_sorted_a_small_part_is_taken() -> None:
+    def remedy(read: int) -> str:
+        program = Program().launch("s", {"x": 100}, 100, "sort", opcodes=("sort",))
+        program.launch("y", {"s": 100}, 1, opcodes=("slice", "add"))
+        program.launches[1] = replace(program.launches[1], bytes_read=read * MIB)
+        return program.rank()[0].remedy
+
+    assert remedy(1).startswith("a kernel that selects")
+    assert remedy(100).startswith("one kernel for both ends")
+
+
+def test_sums_along_a_softmax_are_no_softmax() -> None:
+    program = Program().launch("p", {"x": 100}, 100, opcodes=("exponential", "divide"))
+    program.launch("c", {"p": 100}, 100, opcodes=("reduce-window",)).launch("n", {"c": 100}, 1, opcodes=("reduce",))
+    assert not any(missed.remedy.startswith("softmax") for missed in program.rank())
+
+
+def test_transposed_operands_of_attention_go_to_a_kernel_that_takes_them_as_they_are() -> None:
+    program = Program().launch("k", {"x": 100}, 100, opcodes=("transpose", "add")).launch("q", {"x": 100}, 100)
+    program.launch("s", {"q": 100, "k": 100}, 800, "triton_gemm", opcodes=("dot",))
+    program.launch("p", {"s": 800}, 400, "triton", opcodes=("exponential", "reduce", "divide"))
+    program.launch("o", {"p": 400, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert "as their projections write them" in remedies["k"]
+    assert remedies["q"].startswith("linear:")
+
+
 @pytest.mark.parametrize("read", [800, 1])
 def test_an_array_that_is_made_updated_in_place_and_read_need_not_be_written_before(read: int) -> None:
     """As the gradient of a loss by take_along_axis. Zeros that a sum is made in are no such array."""
