@@ -371,10 +371,25 @@ def test_rope_kernel_counts_from_zero_without_positions():
     assert np.any(np.asarray(without != later))
 
 
+def test_few_rows_are_normalised_by_the_product_behind():
+    def launches(shape, mode):
+        function, arguments = block_function("llama3-8b", shape, plan=get_strategy("pallas").plan)
+
+        def loss(*arguments):
+            return jnp.sum(function(*arguments).astype(jnp.float32))
+
+        with plgpu.force_gpu_interpret_mode():
+            return str(jax.make_jaxpr({"forward": loss, "grad": jax.grad(loss)}[mode])(*arguments))
+
+    assert "rms_norm" not in launches((16, 1), "forward")
+    assert "rms_norm" in launches((17, 1), "forward")
+    assert "rms_norm" in launches((16, 1), "grad")  # which needs the normalised rows
+
+
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_gradients_of_a_sharded_batch_are_summed_over_the_devices(norm):
     config = dataclasses.replace(get_preset("tiny"), norm=norm)
-    plan = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
+    plan = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic", up_projection="mosaic")
     function, (params, x, _) = block_function(config, (2, 8), plan=plan)
 
     def gradients(params, x):

@@ -95,25 +95,42 @@ class TransformerBlock(nnx.Module):
             plan = settled(plan, config, (x.shape[0], x.shape[1]))
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
-            with jax.named_scope("attention_norm"):
-                normed, x = self.attention_norm(x, plan.attention_norm)
-            mixed = self._attend(normed, positions, plan)
+            mixed, x = self._attend(x, positions, plan)
             x = self._add_projected(
                 x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
             )
-            with jax.named_scope("mlp_norm"):
-                normed, x = self.mlp_norm(x, plan.mlp_norm)
-            hidden = self._expand(normed, plan)
+            hidden, x = self._expand(x, plan)
             return self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
 
-    def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> Array:
-        """From the normed tokens (B, T, hidden) to what the heads found, (B, T, heads * head_dim)."""
+    def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array]:
+        """From the tokens (B, T, hidden) to what the heads found, (B, T, heads * head_dim), and the residual stream."""
         config = self.config
-        batch, length, _ = x.shape
-        query, key, value = self._heads(x, positions, plan)
+        (query, key, value), stream = self._normed_heads(x, positions, plan)
         with jax.named_scope("attention"):
             mixed = self._mix(query, key, value, plan.attention)
-            return mixed.reshape(batch, length, config.num_heads * config.head_dim)
+            return mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim), stream
+
+    def _takes_norm(self, norm: str, site: str, x: Array, plan: FusionPlan) -> bool:
+        """Whether the product at `site` is to do the norm before it."""
+        if not getattr(plan, norm) == getattr(plan, site) == "mosaic" or x.dtype != jnp.dtype(self.config.dtype):
+            return False
+        from xlafuse.models import kernels
+
+        return kernels.takes_norm(site, self.config, x.shape[0] * x.shape[1])
+
+    def _normed_heads(
+        self, x: Array, positions: Array | None, plan: FusionPlan
+    ) -> tuple[tuple[Array, Array, Array], Array]:
+        if self._takes_norm("attention_norm", "qkv_projection", x, plan):
+            from xlafuse.models import kernels
+
+            projections = (self.query, self.key, self.value)
+            with jax.named_scope("qkv_projection"):
+                scale = self.attention_norm.scale[...]
+                return kernels.normalise_and_project_heads(self.config, x, scale, projections, positions)
+        with jax.named_scope("attention_norm"):
+            normed, stream = self.attention_norm(x, plan.attention_norm)
+        return self._heads(normed, positions, plan), stream
 
     def _mix(self, query: Array, key: Array, value: Array, implementation: str) -> Array:
         if implementation == "mosaic":
@@ -178,8 +195,18 @@ class TransformerBlock(nnx.Module):
         cosine, sine = layers.rotation(positions, self.config.head_dim, theta=theta, dtype=wide)
         return layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
 
-    def _expand(self, x: Array, plan: FusionPlan) -> Array:
-        """From the normed tokens (B, T, hidden) to the MLP's activations, (B, T, mlp)."""
+    def _expand(self, x: Array, plan: FusionPlan) -> tuple[Array, Array]:
+        """From the tokens (B, T, hidden) to the MLP's activations, (B, T, mlp), and the residual stream."""
+        if self._takes_norm("mlp_norm", "up_projection", x, plan):
+            from xlafuse.models import kernels
+
+            with jax.named_scope("gate_up_projection"):
+                return kernels.normalise_and_expand(self.config, x, self.mlp_norm.scale[...], self.up, self.gate)
+        with jax.named_scope("mlp_norm"):
+            normed, stream = self.mlp_norm(x, plan.mlp_norm)
+        return self._expand_normed(normed, plan), stream
+
+    def _expand_normed(self, x: Array, plan: FusionPlan) -> Array:
         is_gated = self.config.mlp == "swiglu"
         scope = "gate_up_projection" if is_gated else "up_projection"
         if plan.up_projection == "mosaic":

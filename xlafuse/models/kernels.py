@@ -5,9 +5,9 @@ Every function runs its kernel or raises `NotImplementedError` with the operatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,19 @@ from jax import Array, ShapeDtypeStruct
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
+from pallas_kernels import Norm
+from pallas_kernels.ops._products.norm_inside import has_norm_inside
 from pallas_kernels.ops.attention import api as attention
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.config import preferred
 from pallas_kernels.ops.bias_activation import api as bias_activation
 from pallas_kernels.ops.gated_activation import api as gated_activation
+from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.layer_norm import api as layer_norm
 from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
 from pallas_kernels.ops.linear import api as linear
 from pallas_kernels.ops.qkv_projection import api as qkv_projection
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_norm_inside, chosen_config
 from pallas_kernels.ops.rms_norm import api as rms_norm
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rope import api as rope
@@ -74,19 +78,62 @@ def project_heads(
     config: BlockConfig, x: Array, layers: Sequence[nnx.Linear], positions: Array | None
 ) -> tuple[Array, Array, Array]:
     """Query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim); the first two are rotated."""
+    return _project_heads(config, x, None, _arrays_of(layers), _positions(config, x, positions))
+
+
+def normalise_and_project_heads(
+    config: BlockConfig, x: Array, scale: Array, layers: Sequence[nnx.Linear], positions: Array | None
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """`project_heads` of the normed `x` in one launch, and `x` for the residual stream.
+
+    Its gradient is that of `normalise` and `project_heads`.
+    """
+
+    def together(x, scale, arrays, positions):
+        return _project_heads(config, x, Norm(scale, epsilon=config.epsilon), arrays, positions), x
+
+    def apart(x, scale, arrays, positions):
+        normed, stream = normalise(config, x, scale, None)
+        return _project_heads(config, normed, None, arrays, positions), stream
+
+    positions = _positions(config, x, positions)
+    return _differentiated_as(apart, together)(*varying_alike((x, scale, _arrays_of(layers), positions)))
+
+
+def _arrays_of(layers: Sequence[nnx.Linear]) -> list[tuple[Array, Array | None]]:
+    return [(layer.kernel[...], None if layer.bias is None else layer.bias[...]) for layer in layers]
+
+
+def _positions(config: BlockConfig, x: Array, positions: Array | None) -> Array | None:
+    if config.rope_theta is None:
+        return None
+    return jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+
+
+def _project_heads(
+    config: BlockConfig,
+    x: Array,
+    norm: Norm | None,
+    arrays: Sequence[tuple[Array, Array | None]],
+    positions: Array | None,
+) -> tuple[Array, Array, Array]:
     dtype = jnp.dtype(config.dtype)
-    rope = None
-    if config.rope_theta is not None:
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
-        rope = pallas_kernels.Rope(positions, config.rope_theta)
     return pallas_kernels.qkv_projection(
         x.astype(dtype),
-        *(layer.kernel[...].astype(dtype) for layer in layers),
-        bias=[cast(nnx.Param, layer.bias)[...] for layer in layers] if config.use_bias else None,
+        *(kernel.astype(dtype) for kernel, _ in arrays),
+        bias=[cast(Array, bias) for _, bias in arrays] if config.use_bias else None,
         head_size=config.head_dim,
-        rope=rope,
+        norm=norm,
+        rope=None if positions is None else pallas_kernels.Rope(positions, cast(float, config.rope_theta)),
         implementation="mosaic",
     )
+
+
+def _differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
+    """`together`, with the gradient of `apart`, which computes the same."""
+    function = jax.custom_vjp(together)
+    function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
+    return function
 
 
 def rotate(config: BlockConfig, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
@@ -132,12 +179,38 @@ def expand(config: BlockConfig, x: Array, up: nnx.Linear, gate: nnx.Linear | Non
 
     With a gate `silu(x @ gate) * (x @ up)`, which has no biases, else `gelu(x @ up + bias)` in its tanh form.
     """
-    dtype = jnp.dtype(config.dtype)
-    x, weight = x.astype(dtype), up.kernel[...].astype(dtype)
     if gate is not None:
-        return pallas_kernels.gated_linear(x, gate.kernel[...].astype(dtype), weight, implementation="mosaic")
+        return _expand_gated(config, x, None, gate.kernel[...], up.kernel[...])
+    dtype = jnp.dtype(config.dtype)
     bias = None if up.bias is None else up.bias[...]
-    return pallas_kernels.linear(x, weight, bias=bias, activation="gelu_tanh", implementation="mosaic")
+    return pallas_kernels.linear(
+        x.astype(dtype), up.kernel[...].astype(dtype), bias=bias, activation="gelu_tanh", implementation="mosaic"
+    )
+
+
+def normalise_and_expand(
+    config: BlockConfig, x: Array, scale: Array, up: nnx.Linear, gate: nnx.Linear
+) -> tuple[Array, Array]:
+    """`expand` of the normed `x` in one launch, and `x` for the residual stream.
+
+    Its gradient is that of `normalise` and `expand`.
+    """
+
+    def together(x, scale, gate, up):
+        return _expand_gated(config, x, Norm(scale, epsilon=config.epsilon), gate, up), x
+
+    def apart(x, scale, gate, up):
+        normed, stream = normalise(config, x, scale, None)
+        return _expand_gated(config, normed, None, gate, up), stream
+
+    return _differentiated_as(apart, together)(*varying_alike((x, scale, gate.kernel[...], up.kernel[...])))
+
+
+def _expand_gated(config: BlockConfig, x: Array, norm: Norm | None, gate: Array, up: Array) -> Array:
+    dtype = jnp.dtype(config.dtype)
+    return pallas_kernels.gated_linear(
+        x.astype(dtype), gate.astype(dtype), up.astype(dtype), norm=norm, implementation="mosaic"
+    )
 
 
 def project(config: BlockConfig, x: Array, layer: nnx.Linear, *, residual: Array | None) -> Array:
@@ -153,6 +226,27 @@ def project(config: BlockConfig, x: Array, layer: nnx.Linear, *, residual: Array
         out_dtype=out_dtype,
         implementation="mosaic",
     )
+
+
+def takes_norm(site: str, config: BlockConfig, rows: int) -> bool:
+    """Whether the product at `site` does the norm before it in the same launch, of so many rows."""
+    if config.norm != "rms_norm":
+        return False
+    dtype = jnp.dtype(config.dtype)
+
+    def array(*sizes: int, dtype=dtype) -> Array:
+        return cast(Array, ShapeDtypeStruct(sizes, dtype))
+
+    x, norm = array(rows, config.hidden_size), Norm(array(config.hidden_size, dtype=jnp.dtype(config.param_dtype)))
+    if site == "qkv_projection":
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        weights = [array(config.hidden_size, count * config.head_dim) for count in counts]
+        form = HeadForm(size=config.head_dim, theta=config.rope_theta)
+        return can_norm_inside(chosen_config(x, weights, form), norm, x, form)
+    if site != "up_projection" or config.mlp != "swiglu":
+        return False
+    known = gated_linear.problem(x, array(config.hidden_size, config.mlp_size), "silu")
+    return has_norm_inside(gated_linear.tuned_config(known, rows, is_normed=True), norm, x)
 
 
 def unsupported(site: str, config: BlockConfig) -> str | None:

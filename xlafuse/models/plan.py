@@ -29,11 +29,12 @@ class FusionPlan:
     "xla" is plain JAX, "mosaic" a kernel of `pallas_kernels`, "cudnn" cuDNN's flash attention, and "best" whichever of
     them was measured to be the fastest for the device and shape of the trace (`xlafuse.models.best`).
 
-    Kernels take in what is around their site. A norm's adds the residual stream's gradient in its backward pass. That
-    of query, key and value rotates the first two: what `rope` says then counts for nothing. An output or down
-    projection's adds bias and residual, unless dropout comes between. An up projection's multiplies by the gate's
-    weights too, in a SwiGLU block, and does the activation: what `activation` says then counts for nothing. Of an
-    activation alone, a GELU's takes in the bias. Weights and results are the same under every plan, up to rounding.
+    Kernels take in what is around their site. A norm's adds the residual stream's gradient in its backward pass. Where
+    few rows are not differentiated, an RMSNorm is part of the product behind it, if both are kernels. The product of
+    query, key and value rotates the first two: what `rope` says then counts for nothing. An output or down projection's
+    adds bias and residual, unless dropout comes between. An up projection's multiplies by the gate's weights too, in a
+    SwiGLU block, and does the activation: what `activation` says then counts for nothing. Of an activation alone, a
+    GELU's takes in the bias. Weights and results are the same under every plan, up to rounding.
 
     Raises `UnknownNameError` (a `ValueError`) for what a site does not have.
     """
