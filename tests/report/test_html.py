@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,8 +57,12 @@ def test_hostile_names_stay_text(render, hostile: Comparison, comparison: Compar
     assert attacked.tags.count("script") == plain.tags.count("script")
 
 
+def _unpacked(data: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(data, validate=True)))
+
+
 def test_the_embedded_data_is_the_comparison(comparison: Comparison):
-    data = json.loads(_parsed(render_html(comparison)).data)
+    data = _unpacked(_parsed(render_html(comparison)).data)
     assert data == json.loads(json.dumps(payload(comparison)))
     xla = next(strategy for strategy in data["strategies"] if strategy["name"] == "xla")
     assert xla["totals"]["launches"] == 13
@@ -65,10 +73,21 @@ def test_the_embedded_data_is_the_comparison(comparison: Comparison):
 
 @given(st.text())
 def test_embedded_json_survives_any_text(text: str):
-    made = embedded_json({"text": text, text: 1})
-    assert json.loads(made) == {"text": text, text: 1}
-    assert not set("<>&\u2028\u2029") & set(made)
-    assert "//" not in made
+    """It is base64, which closes no element."""
+    assert _unpacked(embedded_json({"text": text, text: 1})) == {"text": text, text: 1}
+
+
+def test_launches_alike_take_little_room(comparison: Comparison):
+    """The HLO of each layer is long, and most of all like that of the layer before."""
+    analysis = comparison["xla"].analysis
+    assert analysis is not None
+    text = "".join(f"%multiply.{number} = f32[{number * number}] multiply(%a, %b)\n" for number in range(400))
+    launches = tuple(
+        replace(analysis.launches[0], index=number, name=f"fusion.{number}", hlo=f"{kind}.{number}\n{text}{kind}")
+        for number, kind in enumerate(["loop", "reduction", "transpose", "sort"] * 20)
+    )
+    deep = replace(comparison["xla"], analysis=replace(analysis, launches=launches, decisions=(), missed=()))
+    assert 40 * len(embedded_json(payload(replace(comparison, strategies=(deep,), rows=())))) < 80 * len(text)
 
 
 def test_embedded_json_refuses_what_is_not_json():
@@ -98,8 +117,6 @@ def test_what_a_reader_must_find(comparison: Comparison):
 
 
 def test_a_program_by_itself_is_compared_with_nothing(comparison: Comparison):
-    from dataclasses import replace
-
     alone = replace(comparison, strategies=(comparison[comparison.baseline],), rows=())
     for text, hidden in ((render_html(comparison), False), (render_html(alone), True)):
         assert ('<div class="choices" hidden>' in text) == hidden
@@ -107,8 +124,6 @@ def test_a_program_by_itself_is_compared_with_nothing(comparison: Comparison):
 
 
 def test_failed_baseline_still_gives_a_page(comparison: Comparison):
-    from dataclasses import replace
-
     text = render_html(replace(comparison, baseline="xla_gemm_v2"))
     assert "xla_gemm_v2 could not be analysed: XLA said: INTERNAL: no such thing" in text
 

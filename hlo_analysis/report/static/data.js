@@ -1,6 +1,8 @@
 // The comparison, decoded; words for numbers; a way to make elements that can never inject markup.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (byte) => byte.charCodeAt(0));
+const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+const data = JSON.parse(await new Response(unpacked).text());
 
 /** Rows of a {columns, pooled, rows} table as objects, pooled numbers turned back into texts. */
 function decode(table) {
