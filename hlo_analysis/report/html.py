@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hlo_analysis.records import Analysis, Comparison, Provenance, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Provenance, ScopeRow, StrategyResult
 from hlo_analysis.report import kinds, words
+from hlo_analysis.report.alike import fold_layers, without_numbers
 from hlo_analysis.report.payload import embedded_json, payload, totals
 from hlo_analysis.report.units import Units, units_of
 
@@ -177,7 +179,13 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
     analyses = {result.name: result.analysis for result in comparison.strategies if result.analysis is not None}
     largest = max((cell.roofline_us for row in comparison.rows for cell in row.cells), default=0) or 1
     rows = []
-    for row in comparison.rows:
+    for row in fold_layers(
+        comparison.rows, lambda row: (row.scope, row.phase), lambda row: _row_signature(row, analyses)
+    ):
+        if not isinstance(row, ScopeRow):
+            first, last, count = row
+            rows.append({"alike": f"{first} to {last}" if count > 1 else first, "count": count})
+            continue
         cells = []
         for cell in row.cells:
             launches = analyses[cell.strategy].launches
@@ -196,8 +204,21 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 }
             )
         parent, _, name = row.scope.rpartition("/")
-        rows.append({"parent": parent, "name": name, "phase": row.phase, "cells": cells})
+        rows.append({"parent": parent, "name": name, "phase": row.phase, "cells": cells, "alike": ""})
     return rows
+
+
+def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]:
+    """What a row of the table shows, but for names and numbers of launches."""
+    return [
+        (
+            cell.strategy,
+            cell.bytes,
+            sorted(analyses[cell.strategy].launches[index].kind for index in cell.launches),
+            sorted({without_numbers(analyses[cell.strategy].launches[index].scope) for index in cell.fused_into}),
+        )
+        for cell in row.cells
+    ]
 
 
 def _families_present(comparison: Comparison) -> list[tuple[str, str, str]]:

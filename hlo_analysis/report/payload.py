@@ -16,6 +16,7 @@ from typing import Any
 
 from hlo_analysis.records import Analysis, Comparison, Decision, Launch, MissedFusion, StrategyResult, Value
 from hlo_analysis.report import words
+from hlo_analysis.report.alike import missed_alike
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
 from hlo_analysis.report.kinds import FAMILY_OF
 
@@ -31,7 +32,7 @@ DECISION_COLUMNS = (
 DECISION_POOLED = ("verdict", "reason", "category", "pass", "shape", "scope")
 MISSED_COLUMNS = (
     "rank", "value", "shape", "from", "to", "bytes", "time", "share", "reason", "category", "remedyKind", "remedy",
-    "scope",
+    "scope", "group",
 )  # fmt: skip
 MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope")
 
@@ -154,7 +155,9 @@ def _tables(analysis: Analysis) -> dict[str, _Table]:
             rows=[_decision(decision) for decision in analysis.decisions],
         ),
         "missed": _Table(
-            columns=MISSED_COLUMNS, pooled=MISSED_POOLED, rows=[_missed(missed) for missed in analysis.missed]
+            columns=MISSED_COLUMNS,
+            pooled=MISSED_POOLED,
+            rows=[_missed(item, group) for group, alike in enumerate(missed_alike(analysis)) for item in alike],
         ),
     }
 
@@ -182,11 +185,11 @@ def _decision(decision: Decision) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _missed(missed: MissedFusion) -> tuple[Any, ...]:
+def _missed(missed: MissedFusion, group: int) -> tuple[Any, ...]:
     return (
         missed.rank, missed.value, missed.shape, missed.producer, missed.consumers, missed.bytes_at_stake,
         round(missed.time_at_stake_us, 3), round(missed.share, 4), missed.reason, missed.category,
-        missed.remedy_kind, missed.remedy, missed.scope,
+        missed.remedy_kind, missed.remedy, missed.scope, group,
     )  # fmt: skip
 
 

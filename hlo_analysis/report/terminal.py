@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
@@ -11,6 +13,7 @@ from rich.text import Text
 
 from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
 from hlo_analysis.report import words
+from hlo_analysis.report.alike import missed_alike
 from hlo_analysis.report.units import Units, units_of
 
 
@@ -29,9 +32,10 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     base = comparison[comparison.baseline]
     if base.analysis is not None and base.analysis.missed:
         console.print()
-        count = min(missed, len(base.analysis.missed))
-        console.print(Text(f"Missed fusions of {base.name}: the top {count} of {len(base.analysis.missed)}", "bold"))
-        console.print(Group(*(_missed(base.analysis, item) for item in base.analysis.missed[:missed])))
+        groups, total = missed_alike(base.analysis), len(base.analysis.missed)
+        told = f"{len(groups)} ({total} with those alike)" if len(groups) < total else str(total)
+        console.print(Text(f"Missed fusions of {base.name}: the top {min(missed, len(groups))} of {told}", "bold"))
+        console.print(Group(*(_missed(base.analysis, *item) for item in enumerate(groups[:missed], start=1))))
     console.print()
 
 
@@ -145,18 +149,20 @@ def _first_sentence(text: str) -> str:
     return head + stop.rstrip()
 
 
-def _missed(analysis: Analysis, item: MissedFusion) -> Padding:
+def _missed(analysis: Analysis, place: int, alike: Sequence[MissedFusion]) -> Padding:
+    item = alike[0]
+    more = f" and {len(alike) - 1} more alike" if len(alike) > 1 else ""
     source = words.shared_source(item) or _launch(analysis, item.producer)
     ends = " → ".join([source, ", ".join(_launch(analysis, index) for index in item.consumers)])
     head = Text.assemble(
-        (f"{item.rank}. ", "bold"),
-        (words.format_bytes(item.bytes_at_stake), "bold yellow"),
-        f"  {words.format_us(item.time_at_stake_us)} estimated  ",
+        (f"{place}. ", "bold"),
+        (words.format_bytes(sum(item.bytes_at_stake for item in alike)), "bold yellow"),
+        f"  {words.format_us(sum(item.time_at_stake_us for item in alike))} estimated  ",
         (item.scope or analysis.launches[item.producer].source or "no scope", "cyan"),
         f"  {item.shape}",
     )
     body = Text.assemble(
-        (ends, "dim"), "\n", "why     ", item.reason, "\n", (f"{item.remedy_kind:<8}", "green"), item.remedy
+        (ends + more, "dim"), "\n", "why     ", item.reason, "\n", (f"{item.remedy_kind:<8}", "green"), item.remedy
     )
     return Padding(Group(head, Padding(body, (0, 0, 0, 3))), (0, 0, 1, 0))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hlo_analysis.records import Analysis, Comparison, Memory, MissedFusion, Numerics, Provenance, StrategyResult
+from hlo_analysis.report.alike import without_numbers
 from hlo_analysis.report.units import Unit
 
 TARGET_NAMES = {
@@ -98,7 +99,8 @@ def numerics_words(numerics: Numerics | None) -> str:
 
 def scope_words(scope: str) -> str:
     """A scope for people: its last part, or words where the program named none."""
-    return scope.rsplit("/", 1)[-1].replace("_", " ") if scope else "launches without a scope"
+    last = scope.rsplit("/", 1)[-1].replace("*", "").strip("_").replace("_", " ")
+    return last if scope else "launches without a scope"
 
 
 def saved_share(analysis: Analysis) -> float:
@@ -122,12 +124,17 @@ def shared_source(item: MissedFusion) -> str | None:
 
 
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
-    """Bytes that values move between launches, by the scope that makes them, largest first."""
+    """Bytes that values move between launches, by the scope that makes them, largest first; layers as one scope."""
     totals: dict[str, int] = {}
+    layers: dict[str, set[str]] = {}
     for value in analysis.intermediates:
         scope = analysis.launches[value.producer].scope
-        totals[scope] = totals.get(scope, 0) + value.bytes_moved
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        plain = without_numbers(scope)
+        layers.setdefault(plain, set()).add(scope)
+        totals[plain] = totals.get(plain, 0) + value.bytes_moved
+    # Of layers that differ in their number all are meant, and the number is left out.
+    names = {plain: next(iter(found)) if len(found) == 1 else plain for plain, found in layers.items()}
+    return {names[plain]: size for plain, size in sorted(totals.items(), key=lambda item: -item[1])}
 
 
 def notes(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:

@@ -3,6 +3,7 @@
 const NODE = { width: 176, least: 30, most: 84, gapX: 18, gapY: 34 };
 const BOX = { width: 216, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
 const LABEL_FROM = 0.1; // lines of at least this part of the largest say how many bytes they are
+const TALL = 4000; // from so many pixels on the drawing scrolls in a frame of its own
 const opened = new Map();
 
 function foldAll(name, open) {
@@ -18,8 +19,11 @@ function toggle(name, cluster) {
   const before = head().getBoundingClientRect();
   showGraph(name);
   const after = head().getBoundingClientRect();
-  document.getElementById("graph-view").scrollLeft += after.left - before.left;
-  window.scrollBy({ top: after.top - before.top, behavior: "instant" });
+  const view = document.getElementById("graph-view");
+  const from = view.scrollTop;
+  view.scrollLeft += after.left - before.left;
+  view.scrollTop += after.top - before.top;
+  window.scrollBy({ top: after.top - before.top - (view.scrollTop - from), behavior: "instant" });
   head().focus({ preventScroll: true });
 }
 
@@ -210,6 +214,7 @@ function showGraph(name) {
   drawing.addEventListener("pointerover", (event) => hover(drawing, event.target));
   drawing.addEventListener("focusin", (event) => hover(drawing, event.target));
   drawing.addEventListener("pointerleave", () => hover(drawing, null));
+  view.classList.toggle("tall", plan.height > TALL); // else hundreds of layers push all that follows out of sight
   view.replaceChildren(drawing);
   if (isNew) view.scrollLeft = plan.bends[0][0].x - view.clientWidth / 2;
 }

@@ -8,18 +8,32 @@ function showMissed(name) {
   const none = totals.between
     ? "None: what goes through HBM between launches is little beside their own traffic, or must be written anyway."
     : "None: no value goes through HBM between launches.";
-  const most = Math.max(...missed.map((item) => item.bytes), 1);
-  const items = missed.map((item) => {
+  // Layers alike are one entry: the first stands for all, whose costs add up.
+  const groups = [...missed.reduce((found, item) => found.set(item.group, [...(found.get(item.group) ?? []), item]), new Map()).values()];
+  const sum = (group, what) => group.reduce((total, item) => total + item[what], 0);
+  const most = groups.reduce((largest, group) => Math.max(largest, sum(group, "bytes")), 1);
+  const way = (item) => [source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])];
+  const others = (group) => {
+    if (group.length < 2) return null;
+    const box = el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(group.length - 1)} more alike` }));
+    box.addEventListener("toggle", () => {
+      if (box.open && !box.querySelector("p")) box.append(...group.slice(1).map((item) => el("p", { className: "way" }, ...way(item))));
+    });
+    return box;
+  };
+  const items = groups.map((group) => {
+    const item = group[0];
+    const bytes = sum(group, "bytes");
     const bar = el("span", { className: "stake" });
-    bar.style.setProperty("--part", item.bytes / most);
+    bar.style.setProperty("--part", bytes / most);
     return el("li", {},
       el("div", { className: "cost" },
-        el("strong", { textContent: formatBytes(item.bytes) }), bar,
-        el("small", {}, formatUs(item.time), el("span", { className: "how estimated", textContent: "estimated" }), el("br"),
+        el("strong", { textContent: formatBytes(bytes) }), bar,
+        el("small", {}, formatUs(sum(group, "time")), el("span", { className: "how estimated", textContent: "estimated" }), el("br"),
           `share ${Math.round(item.share * 100)}%`)),
       el("div", {},
         el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || launches[item.from].source || "no scope" }), " ", el("span", { className: "m", textContent: item.shape })),
-        el("p", { className: "way" }, source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])),
+        el("p", { className: "way" }, ...way(item)), others(group),
         el("p", { className: "why" }, el("span", { className: "tag", textContent: "why" }), item.reason),
         el("p", { className: "remedy" }, el("span", { className: `tag ${item.remedyKind}`, textContent: item.remedyKind }), item.remedy)));
   });

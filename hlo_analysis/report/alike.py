@@ -1,0 +1,67 @@
+"""What a deep model repeats is told once: missed fusions of its layers, and layers in the table of scopes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from hlo_analysis.records import Analysis, MissedFusion
+
+_NUMBER = re.compile(r"\d+")
+# Two layers alike are as soon read as told of.
+_FEWEST = 3
+
+
+def without_numbers(name: str) -> str:
+    """The name with '*' for each number in it: 'layer_12/mlp' -> 'layer_*/mlp'."""
+    return _NUMBER.sub("*", name)
+
+
+def missed_alike(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:
+    """The missed fusions, those together that differ in names and numbers alone; the group that costs most first."""
+    groups: dict[Hashable, list[MissedFusion]] = {}
+    for item in analysis.missed:
+        ends = [analysis.launches[index] for index in (item.producer, *item.consumers)]
+        where = tuple((end.kind, end.source, without_numbers(end.scope), end.repeat) for end in ends)
+        key = (item.shape, item.bytes_at_stake, item.remedy, without_numbers(item.reason), where)
+        groups.setdefault(key, []).append(item)
+    return sorted(map(tuple, groups.values()), key=lambda group: -sum(item.time_at_stake_us for item in group))
+
+
+def fold_layers[Row](
+    rows: Iterable[Row], scope_of: Callable[[Row], tuple[str, str]], signature_of: Callable[[Row], Any]
+) -> list[Row | tuple[str, str, int]]:
+    """The rows, and for layers that are as the one before them (first name, last name, how many) in their rows' place.
+
+    Args:
+        rows: in program order.
+        scope_of: a row's scope and phase. A layer is what stands under one numbered name, as 'model/layer_3'.
+        signature_of: what two rows of layers that are alike have in common.
+    """
+    layers = [(key, list(found)) for key, found in groupby(rows, key=lambda row: _layer(*scope_of(row)))]
+
+    def alike(layer: tuple[tuple[str, str], list[Row]]) -> Hashable:
+        (name, phase), found = layer
+        if not name:
+            return (id(layer),)
+        parts = [(scope_of(row)[0].removeprefix(name), signature_of(row)) for row in found]
+        return (without_numbers(name), phase, repr(parts))
+
+    folded: list[Row | tuple[str, str, int]] = []
+    for _, run in groupby(layers, key=alike):
+        (first, *rest) = list(run)
+        folded += first[1]
+        if len(rest) + 1 >= _FEWEST:
+            folded.append((rest[0][0][0], rest[-1][0][0], len(rest)))
+        else:
+            folded += [row for _, found in rest for row in found]
+    return folded
+
+
+def _layer(scope: str, phase: str) -> tuple[str, str]:
+    """The scope up to its first part that ends in a number, '' where there is none, and the phase."""
+    parts: Sequence[str] = scope.split("/")
+    place = next((place for place, part in enumerate(parts, start=1) if re.search(r"\d$", part)), 0)
+    return "/".join(parts[:place]), phase

@@ -1,0 +1,61 @@
+"""What a deep model repeats is told once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hlo_analysis.records import Comparison, MissedFusion
+from hlo_analysis.report import render_html
+from hlo_analysis.report.alike import fold_layers, missed_alike, without_numbers
+from hlo_analysis.report.words import intermediates_by_scope, scope_words
+
+
+def test_layers_alike_are_folded_into_one_row() -> None:
+    rows = [("embed", 1), *((f"layer_{n}/{part}", size) for n in range(9) for part, size in (("mlp", 1), ("norm", 2)))]
+    rows += [("layer_9/mlp", 5), ("head", 1)]
+    folded = fold_layers(rows, lambda row: (row[0], "forward"), lambda row: row[1])
+    assert folded == [
+        ("embed", 1),
+        ("layer_0/mlp", 1),
+        ("layer_0/norm", 2),
+        ("layer_1", "layer_8", 8),
+        ("layer_9/mlp", 5),
+        ("head", 1),
+    ]
+
+
+def test_two_layers_and_scopes_without_numbers_stay() -> None:
+    rows = [("layer_0", 1), ("layer_1", 1), ("mlp", 1), ("norm", 1), ("head", 1)]
+    assert fold_layers(rows, lambda row: (row[0], "forward"), lambda row: row[1]) == rows
+
+
+def test_missed_fusions_of_layers_alike_are_one_group(comparison: Comparison) -> None:
+    analysis = comparison["xla"].analysis
+    assert analysis is not None
+    producer, reader = analysis.launches[5:7]
+    launches, missed = [], []
+    for layer in range(4):
+        for launch in (producer, reader):
+            scope = f"layer_{layer}/mlp" if layer < 3 else "head"
+            launches.append(replace(launch, index=len(launches), name=f"fusion.{layer}", scope=scope))
+        item: MissedFusion = analysis.missed[0]
+        ends = {"producer": 2 * layer, "consumers": (2 * layer + 1,)}
+        missed.append(replace(item, rank=layer + 1, **ends, reason=f"[fusion.{layer} is a library call]"))
+    deep = replace(analysis, launches=tuple(launches), missed=tuple(missed))
+    assert [[item.rank for item in group] for group in missed_alike(deep)] == [[1, 2, 3], [4]]
+
+
+def test_layers_are_one_scope_in_the_verdict(comparison: Comparison) -> None:
+    analysis = comparison["xla"].analysis
+    assert analysis is not None
+    launches = tuple(replace(launch, scope=f"layer_{launch.index}/mlp") for launch in analysis.launches)
+    scopes = intermediates_by_scope(replace(analysis, launches=launches))
+    assert list(scopes) == [without_numbers("layer_1/mlp")] == ["layer_*/mlp"]
+    assert scope_words("model/layer_*") == "layer"
+
+
+def test_the_page_tells_layers_alike_once(comparison: Comparison) -> None:
+    row = comparison.rows[0]
+    deep = replace(comparison, rows=tuple(replace(row, scope=f"layer_{layer}/norm") for layer in range(30)))
+    assert "29 times" in render_html(deep)
+    assert "launched as the one above" not in render_html(comparison)
