@@ -17,17 +17,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.capture.meshes import AXIS, mesh_of_one, name_target_in_meshes
 from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
-
-# The mesh of one device under which a function is traced, so that kernels know what they are lowered for.
-_AXIS = "_device"
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
@@ -80,7 +78,8 @@ def lower(
 ) -> Lowered:
     """Traces `fn` and lowers it for the target, under an abstract mesh of one such device.
 
-    A function that brings a mesh of its own (`shard_map`, arguments cut over one) is traced without ours.
+    A function that brings a mesh of its own (`shard_map`, arguments cut over one) is traced without ours; inside
+    `shard_map` a mesh that names no GPU names the target's.
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or does not lower for the target.
@@ -95,13 +94,18 @@ def lower(
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
                 stack.enter_context(answer_cudnn_checks(target))
+                stack.enter_context(name_target_in_meshes(target))
             if lower_context is not None:
                 stack.enter_context(lower_context)
             try:
-                with jax.sharding.use_abstract_mesh(_mesh(target)) if platform == "cuda" else contextlib.nullcontext():
+                with (
+                    jax.sharding.use_abstract_mesh(mesh_of_one(target))
+                    if platform == "cuda"
+                    else contextlib.nullcontext()
+                ):
                     module = _module(fn, arguments, mode, platform)
             except ValueError as error:
-                if f"'{_AXIS}'" not in str(error):
+                if f"'{AXIS}'" not in str(error):
                     raise
                 module = _module(fn, arguments, mode, platform)
             devices = _spread_over(module)
@@ -224,11 +228,6 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
                 kind = repr(leaf)
             described.append(f"{name}{jax.tree_util.keystr(path)}: {kind}")
     return tuple(described)
-
-
-def _mesh(target: Target) -> AbstractMesh:
-    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.core_count, platform="gpu")
-    return AbstractMesh((1,), (_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def _abstract(leaf: Any) -> Any:

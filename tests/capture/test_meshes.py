@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hlo_analysis import analyze
 from hlo_analysis.capture import capture
@@ -64,6 +64,32 @@ def test_arguments_cut_over_a_mesh_stay_cut(kind: AxisType, mode: Any) -> None:
     rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=cut)
     lowered = lower(lambda rows: jnp.sin(rows).sum(), (rows,), target=load_target("h200"), mode=mode)
     assert lowered.devices == 4
+
+
+def test_meshes_that_name_no_gpu_name_the_target_inside_shard_map() -> None:
+    """Also where the same function was traced for another target before, and JAX remembers it."""
+    seen: list[str | None] = []
+
+    def named(rows: jax.Array) -> jax.Array:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        seen.append(device and device.device_kind)
+        return jnp.sin(rows)
+
+    def spread(device: AbstractDevice | None) -> Any:
+        mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,), abstract_device=device)
+        return jax.jit(jax.shard_map(named, mesh=mesh, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows")))
+
+    unnamed = spread(None)
+    for target in ("h200", "a100", "h200"):
+        lower(unnamed, (ROWS,), target=load_target(target))
+    assert list(dict.fromkeys(seen)) == ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
+    seen.clear()
+    another = AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+    lower(spread(another), (ROWS,), target=load_target("h200"))
+    assert set(seen) == {"NVIDIA B200"}
+    seen.clear()
+    jax.eval_shape(spread(None), ROWS)
+    assert set(seen) == {None}
 
 
 def test_an_array_on_one_device_is_its_shape_alone() -> None:
