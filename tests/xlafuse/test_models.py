@@ -386,6 +386,25 @@ def test_few_rows_are_normalised_by_the_product_behind():
     assert "rms_norm" in launches((16, 1), "grad")  # which needs the normalised rows
 
 
+def test_best_over_an_explicit_mesh_has_kernels_where_each_device_is_by_itself():
+    """Values and gradients of this were compared on two CPU devices, too; that takes 15 s."""
+    config = dataclasses.replace(get_preset("tiny"), hidden_size=128, mlp_size=128)
+    function, arguments = block_function(config, (2, 8), plan=get_strategy("best").plan)
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    split, same = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def cut(argument, spec):
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), argument)
+
+    params, x, positions = arguments
+    arguments = (cut(params, same), cut(x, split), cut(positions, split))
+    apart = jax.shard_map(function, in_specs=(same, split, split), out_specs=split)
+    with jax.sharding.use_abstract_mesh(mesh), plgpu.force_gpu_interpret_mode():
+        texts = [str(jax.make_jaxpr(each)(*arguments)) for each in (apart, function)]
+    assert ["mpmd_map" in text or "pallas_call" in text for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_gradients_of_a_sharded_batch_are_summed_over_the_devices(norm):
     config = dataclasses.replace(get_preset("tiny"), norm=norm)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,23 @@ from xlafuse.models.config import BlockConfig
 from xlafuse.models.plan import FusionPlan
 
 
-def settled(plan: FusionPlan, config: BlockConfig, shape: tuple[int, int]) -> FusionPlan:
-    """`plan` with the name of an implementation in place of every "best"; `shape` is batch and length."""
+def settled(plan: FusionPlan, config: BlockConfig, shape: tuple[int, int], *, arrays: Iterable[Any] = ()) -> FusionPlan:
+    """`plan` with the name of an implementation in place of every "best".
+
+    Args:
+      plan: the plan.
+      config: the block's.
+      shape: batch and length.
+      arrays: the tokens and weights. Where one is spread over an explicit mesh all is XLA's, since a kernel sees one
+        device: inside `jax.shard_map` none is.
+    """
     asked = [site for site, implementation in plan.fused_sites.items() if implementation == "best"]
-    return dataclasses.replace(plan, **{site: _best(site, config, shape) for site in asked})
+    is_spread = any(map(_is_spread, arrays))
+    return dataclasses.replace(plan, **{site: "xla" if is_spread else _best(site, config, shape) for site in asked})
+
+
+def _is_spread(array: Any) -> bool:
+    return any(axes is not None for axes in jax.typeof(array).sharding.spec)
 
 
 def _best(site: str, config: BlockConfig, shape: tuple[int, int]) -> str:

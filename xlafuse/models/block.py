@@ -92,7 +92,7 @@ class TransformerBlock(nnx.Module):
         if "best" in plan.fused_sites.values():
             from xlafuse.models.best import settled
 
-            plan = settled(plan, config, (x.shape[0], x.shape[1]))
+            plan = settled(plan, config, (x.shape[0], x.shape[1]), arrays=(x, *jax.tree.leaves(nnx.state(self))))
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
             mixed, x = self._attend(x, positions, plan)
