@@ -33,6 +33,16 @@ def test_nothing_cancels_far_from_zero(seed, config):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("config", [None, BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)], ids=["few", "many"])
+def test_mean_is_rounded_at_its_own_size(seed, config):
+    """And not at that of the first rows, from which sums are counted."""
+    x = jax.random.normal(jax.random.key(seed), (24, 128), jnp.bfloat16).at[:8].add(16)
+    x = x.at[8:].add(-8)
+    _, mean, _ = batch_norm_forward(x, jnp.ones(128), jnp.zeros(128), epsilon=1e-5, config=config)
+    np.testing.assert_allclose(mean, np.asarray(x, np.float64).mean(0), rtol=2**-23, atol=2e-8, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rows", [40, 33])
 def test_launches_of_many_and_of_few_rows_agree(seed, rows):
     """Values and gradients; with groups of unlike size and warpgroups without rows."""

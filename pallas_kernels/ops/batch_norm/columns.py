@@ -26,13 +26,12 @@ SHIFT_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Partials:
-    """What the blocks of a reduction found: `sums`, each (groups, features) float32, of the rows of each group.
+    """What the blocks of a reduction found of the rows of each group.
 
-    shift: what was subtracted from an array, (groups, features), or None.
+    found: (groups, 2 or 3, features) float32: both sums and, where there is one, what was subtracted from an array.
     """
 
-    sums: tuple[jax.Array, jax.Array]
-    shift: jax.Array | None
+    found: jax.Array
     split: RowSplit
 
 
@@ -69,15 +68,16 @@ def sum_columns(
 
     def kernel(*all_refs):
         refs = dict(zip(operands, all_refs, strict=False))
-        partial_refs, (sums, done) = all_refs[len(operands) : len(operands) + results], all_refs[-2:]
+        partial_ref, sums, done = all_refs[len(operands) :]
         warpgroup = lax.axis_index("warpgroup")
 
         def block_shift(group, part, shifted):
-            """The same in all warpgroups of a block."""
+            """The same in all warpgroups of a block, and a value of the array's dtype: 16-bit ones differ exactly."""
             first = group * (warpgroups * at_once)
             few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
             values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
-            return sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS)
+            mean = sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS)
+            return mean.astype(arrays[shifted].dtype).astype(jnp.float32)
 
         def work(group, parts):
             trips = split.trips(group, warpgroup)
@@ -100,7 +100,7 @@ def sum_columns(
                 for s, value in enumerate(lax.fori_loop(0, trips, add, (zero, zero))):
                     sums[warpgroup, s, _local(part)] = value
                 if shift is not None:
-                    pl.when(warpgroup == 0)(lambda part=part, shift=shift: _store(partial_refs[2], group, part, shift))
+                    pl.when(warpgroup == 0)(lambda part=part, shift=shift: _store(partial_ref, group, 2, part, shift))
             plgpu.commit_smem()
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
@@ -110,14 +110,14 @@ def sum_columns(
                 for part in parts:
                     for s in range(2):
                         every = [_load_sum(sums, other, s, part) for other in range(warpgroups)]
-                        _store(partial_refs[s], group, part, sum(every[1:], start=every[0]))
+                        _store(partial_ref, group, s, part, sum(every[1:], start=every[0]))
 
         blocks.run(lax.axis_index("block"), work)
 
     kernel.__name__ = name
-    partials = settings.kernel(
+    found = settings.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((groups, features), jnp.float32),) * results,
+        out_type=jax.ShapeDtypeStruct((groups, results, features), jnp.float32),
         grid=(blocks.count,),
         grid_names=("block",),
         num_threads=warpgroups,
@@ -128,8 +128,7 @@ def sum_columns(
         ),
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
-    first, second, *shift = (varying_like(value, *operands.values()) for value in partials)
-    return Partials(sums=(first, second), shift=shift[0] if shift else None, split=split)
+    return Partials(found=varying_like(found, *operands.values()), split=split)
 
 
 def apply_columns(
@@ -187,5 +186,5 @@ def _load_sum(sums: Any, warpgroup: int, s: int, part: Part) -> jax.Array:
     return plgpu.load(sums.at[warpgroup, s, _local(part)], layout=part.segment.layout, optimized=False)
 
 
-def _store(ref: Any, group: jax.Array, part: Part, value: jax.Array) -> None:
-    ref[group, part.columns] = value
+def _store(ref: Any, group: jax.Array, s: int, part: Part, value: jax.Array) -> None:
+    ref[group, s, part.columns] = value

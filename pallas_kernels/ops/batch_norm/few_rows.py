@@ -32,7 +32,7 @@ Sums = tuple[jax.Array, ...]
 
 def sum_few_rows(
     name: str,
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array] | tuple[tuple[str, ...], jax.Array],
     columns: Mapping[str, jax.Array],
     *,
     passes: Sequence[Callable[[Values, Sums], Sums]],
@@ -44,7 +44,8 @@ def sum_few_rows(
 ) -> dict[str, jax.Array]:
     """Sums terms of every row down the columns, in a fixed order, and derives numbers of each column.
 
-    arrays: (rows, features). columns: (features,). All are seen as float32.
+    arrays: (rows, features); or the names of the (rows, names, features) parts of one array, whose places differ by
+        constants, which saves registers. columns: (features,). All are seen as float32.
     passes: each gives terms of a row, from its values, the columns' and the sums of the passes before.
     finish: columns' numbers from the sums; those named in `out_types` are returned, (features,).
     step: a row of a result like the first array, from its values and all columns'; returned as "result". Needs all
@@ -52,15 +53,21 @@ def sum_few_rows(
     count_of: a row's "count" among its values, an integer.
     first_of: the array whose first row is the columns' value "first".
     """
-    first_array = next(iter(arrays.values()))
-    rows, features = first_array.shape
+    if isinstance(arrays, Mapping):
+        first_array = next(iter(arrays.values()))
+        operands = {**arrays, **columns}
+        places = {key: (key, ()) for key in arrays}
+    else:
+        names, first_array = arrays
+        operands = {"parts": first_array, **columns}
+        places = {key: ("parts", (i,)) for i, key in enumerate(names)}
+    rows, features = first_array.shape[0], first_array.shape[-1]
     warpgroups = min(WARPGROUPS, rows)
     turns = -(-rows // warpgroups)
-    is_held = rows <= HELD_ROWS and len(arrays) <= 2
+    is_held = rows <= HELD_ROWS and len(places) <= 2
     if step is not None and not is_held:
-        raise ValueError(f"{rows} rows of {len(arrays)} arrays are too many for one launch, which holds {HELD_ROWS}.")
+        raise ValueError(f"{rows} rows of {len(places)} arrays are too many for one launch, which holds {HELD_ROWS}.")
     blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=first_array.dtype.itemsize, stride=features)
-    operands = {**arrays, **columns}
     results = {} if step is None else {"result": jax.ShapeDtypeStruct(first_array.shape, first_array.dtype)}
     results |= {key: jax.ShapeDtypeStruct((features,), dtype) for key, dtype in out_types.items()}
 
@@ -73,12 +80,16 @@ def sum_few_rows(
         def load(ref, part):
             return plgpu.load(ref, layout=part.segment.layout, optimized=False).astype(jnp.float32)
 
+        def place(key, row, part):
+            name, index = places[key]
+            return refs[name].at[(row, *index, part.columns)]
+
         def row_of(turn):
             return turn * warpgroups + warpgroup
 
         def load_row(turn, part):
             there = jnp.minimum(row_of(turn), rows - 1)
-            values = {key: load(refs[key].at[there, part.columns], part) for key in arrays}
+            values = {key: load(place(key, there, part), part) for key in places}
             return values if count_of is None else {**values, "count": count_of(there).astype(jnp.float32)}
 
         def is_surely_there(turn):
@@ -110,7 +121,7 @@ def sum_few_rows(
             column_values = [{key: load(refs[key].at[part.columns], part) for key in columns} for part in parts]
             if first_of is not None:
                 for values, part in zip(column_values, parts, strict=True):
-                    values["first"] = load(refs[first_of].at[0, part.columns], part)
+                    values["first"] = load(place(first_of, 0, part), part)
             sums: list[Sums] = [() for _ in parts]
             for p, terms in enumerate(passes):
                 counts = []

@@ -2,8 +2,9 @@
 
 The statistics need every row before the first result can be written, so x is read twice. Each block sums x and x**2
 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero; a small
-kernel in between joins what the blocks found, in a fixed order, and moves their squares to the common mean. The second
-pass goes through the rows backwards, since those read last are in the L2 cache yet. Few rows need one launch.
+kernel in between joins what the blocks found, in a fixed order: first their means, to one rounded mean, then what they
+have left from there, which corrects both moments. The second pass goes through the rows backwards, since those read
+last are in the L2 cache yet. Few rows need one launch.
 
 Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance: analysis and recommendations", 1983,
 https://doi.org/10.1080/00031305.1983.10483115
@@ -34,18 +35,19 @@ def batch_norm_forward(
         slope = lax.rsqrt(variance + epsilon) * columns["scale"]
         return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
 
+    def near_mean(sums, values):
+        """The mean rounded to a value that x may have, from which 16-bit values have exact distances."""
+        mean = values["first"] + sums[0] * (1.0 / rows)
+        return mean.astype(x.dtype).astype(jnp.float32)
+
     def finish(sums, columns):
-        """The sums are of x, counted from `first`, and of squared deviations."""
-        return derive(columns["first"] + sums[0] / rows, sums[1] / rows, columns)
+        """The sums are of x, counted from `first`, and of deviations from `near_mean` and their squares."""
+        left = sums[1] * (1.0 / rows)
+        return derive(near_mean(sums, columns) + left, sums[2] * (1.0 / rows) - left * left, columns)
 
     def deviations(values, sums):
-        """From a rounded mean: what both moments are corrected by."""
-        away = values["x"] - (values["first"] + sums[0] / rows)
+        away = values["x"] - near_mean(sums, values)
         return away, jnp.square(away)
-
-    def finish_held(sums, columns):
-        left = sums[1] / rows
-        return derive(columns["first"] + sums[0] / rows + left, sums[2] / rows - left * left, columns)
 
     parameters = {"scale": scale, "bias": bias}
     if config is None and rows <= HELD_ROWS:
@@ -55,7 +57,7 @@ def batch_norm_forward(
             parameters,
             passes=(lambda values, _: (values["x"] - values["first"],), deviations),
             first_of="x",
-            finish=finish_held,
+            finish=finish,
             step=normalise,
             out_types=dict.fromkeys(("mean", "variance"), jnp.float32),
         )
@@ -63,21 +65,21 @@ def batch_norm_forward(
 
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
     partials = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
-    assert partials.shift is not None
 
     def group_total(values, sums):
         return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
 
-    def group_squares(values, sums):
-        """Squares of distances from the mean, of those from the group's shift."""
-        away = (values["shift"] - values["first"]) - sums[0] / rows
-        return (values["squares"] + away * (2.0 * values["sums"] + values["count"] * away),)
+    def group_deviations(values, sums):
+        """What `deviations` gives, summed over a group, from its sums of distances from its shift."""
+        away = values["shift"] - near_mean(sums, values)
+        total = values["sums"] + values["count"] * away
+        return total, values["squares"] + away * (values["sums"] + total)
 
     found = sum_few_rows(
         "batch_norm_merge",
-        {"sums": partials.sums[0], "squares": partials.sums[1], "shift": partials.shift},
+        (("sums", "squares", "shift"), partials.found),
         parameters,
-        passes=(group_total, group_squares),
+        passes=(group_total, group_deviations),
         finish=finish,
         out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
         count_of=partials.split.count,

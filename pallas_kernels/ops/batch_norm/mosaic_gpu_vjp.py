@@ -78,7 +78,7 @@ def batch_norm_backward(
     partials = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
     found = sum_few_rows(
         "batch_norm_gradient_merge",
-        {"dy": partials.sums[0], "products": partials.sums[1]},
+        (("dy", "products"), partials.found),
         columns,
         passes=(lambda values, _: (values["dy"], values["products"]),),
         finish=finish,
