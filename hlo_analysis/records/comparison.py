@@ -1,0 +1,72 @@
+"""Strategies on one program, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hlo_analysis.records.analysis import SCHEMA_VERSION, Analysis
+from hlo_analysis.records.launches import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Largest error against a float64 reference, beside the baseline's in the same dtype, at a small size."""
+
+    shape: str
+    dtype: str
+    error: float
+    baseline_error: float
+    passed: bool
+    """error <= 2 * baseline_error + one ulp."""
+    note: str = ""
+    """What was run to find this out, in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyResult:
+    """One strategy's analysis, or the error that kept it from one."""
+
+    name: str
+    description: str
+    analysis: Analysis | None
+    error: str | None = None
+    numerics: Numerics | None = None
+    measured_us: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScopeCell:
+    """What one strategy launches for one scope and phase."""
+
+    strategy: str
+    launches: tuple[int, ...]
+    bytes: int
+    roofline_us: float
+    fused_into: tuple[int, ...] = ()
+    """Launches counted under another scope that hold instructions of this one: their bytes are not in this cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScopeRow:
+    """One scope of the model across strategies."""
+
+    scope: str
+    phase: Phase
+    cells: tuple[ScopeCell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Strategies on one program, aligned by the model's named scopes."""
+
+    schema_version: int = SCHEMA_VERSION
+    title: str
+    baseline: str
+    strategies: tuple[StrategyResult, ...]
+    rows: tuple[ScopeRow, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> StrategyResult:
+        for strategy in self.strategies:
+            if strategy.name == name:
+                return strategy
+        raise KeyError(f"no strategy {name!r} in this comparison; it has {[s.name for s in self.strategies]}")

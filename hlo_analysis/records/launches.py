@@ -1,0 +1,92 @@
+"""A kernel, and what it reads and writes: a row of the launch table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LaunchKind = Literal[
+    "loop",
+    "reduction",
+    "transpose",
+    "concatenate",
+    "scatter",
+    "sort",
+    "triton",
+    "triton_gemm",
+    "cublas",
+    "cublaslt",
+    "cudnn",
+    "mosaic",
+    "jax_triton",
+    "copy",
+    "memset",
+    "collective",
+    "custom_call",
+    "other",
+]
+"""What makes the launch: an XLA emitter (loop, reduction, ...), a code generator, a library, or a custom kernel."""
+
+OPAQUE_KINDS: tuple[LaunchKind, ...] = ("mosaic", "jax_triton", "custom_call")
+"""Kernels that show their operands and results alone."""
+
+Phase = Literal["forward", "backward"]
+"""Backward is everything whose op name holds JAX's `transpose(`; recomputation under it counts as backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A buffer that a launch reads or writes.
+
+    `producer` is the index of the launch that wrote it, or None for an argument or constant of the program.
+    """
+
+    name: str
+    shape: str
+    bytes: int
+    producer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel (or copy, or library call) that the program launches: a row of the launch table."""
+
+    index: int
+    """Position in this analysis, in launch order, from 0."""
+    thunk_id: int
+    name: str
+    """The HLO instruction."""
+    kind: LaunchKind
+    computation: str
+    """The HLO computation in whose order it runs: the entry, or the body of a loop or branch."""
+    repeat: int = 1
+    """How often one run of the program launches it: the product of the known trip counts of enclosing loops."""
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    shared_memory_bytes: int | None = None
+    scope: str = ""
+    """The model's named scopes, joined by '/', without jit(), jvp() and transpose(); '' where unknown."""
+    phase: Phase = "forward"
+    source: str | None = None
+    """'file.py:line' of the innermost user frame."""
+    op_name: str = ""
+    opcodes: tuple[tuple[str, int], ...] = ()
+    """HLO opcodes inside, with counts, most frequent first; parameters, constants and bitcasts left out."""
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    bytes_read: int = 0
+    """Counted, for one launch: each input once, only the part that is read where slices make that knowable."""
+    bytes_written: int = 0
+    flops: int = 0
+    unfused_bytes: int = 0
+    """Counted: what the same instructions would read and write if each were a launch of its own."""
+    roofline_us: float = 0.0
+    """Estimated: max(bytes / bandwidth, FLOPs / peak) + launch overhead, for one launch, on the target."""
+    limiter: Literal["memory", "compute", "overhead"] = "memory"
+    xla_estimate_us: float | None = None
+    xla_estimate_model: str | None = None
+    measured_us: float | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    hlo: str = ""
+    """The instruction's text, and its fused computation's."""
