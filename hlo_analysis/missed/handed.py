@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_analysis.decisions import categories
@@ -23,6 +23,17 @@ _ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
 _SMALLEST_INPUT = 8
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stake:
+    value: Intermediate
+    kept_for: str
+    """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
+    written: int
+    """Bytes, in one run of the program."""
+    read: int
+    """Bytes, by each reader, in one run."""
+
+
 def between_launches(
     launches: Sequence[Launch],
     intermediates: Sequence[Intermediate],
@@ -32,12 +43,43 @@ def between_launches(
     donated: frozenset[str],
 ) -> Iterator[MissedFusion]:
     """One missed fusion for all that a launch hands the same readers."""
-    reasons: dict[tuple[int | None, int | None], Decision] = {}
-    for decision in decisions:
-        if decision.verdict != "fused":
-            reasons.setdefault((decision.producer_launch, decision.consumer_launch), decision)
+    why = _Reasons(decisions)
     table, scores = Table(launches), attention_scores(launches, intermediates)
     products = attention_products(launches, intermediates, scores)
+    for (index, indices), stakes in _handed(launches, intermediates, scores, outputs).items():
+        producer, near = launches[index], [launches[reader] for reader in indices]
+        at_stake, time = _cost(producer, near, stakes, device)
+        reason, category = why.apart(index, indices, stakes)
+        largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
+        remedy = vertical_remedy(
+            table,
+            producer,
+            near,
+            category,
+            is_score=largest.name in scores,
+            feeds_attention=products.issuperset(indices),
+            donated=donated,
+        )
+        yield missed(
+            largest,
+            producer=index,
+            consumers=indices,
+            stake=at_stake,
+            time=time + device.launch_overhead_us * producer.repeat,
+            ends=[producer, *(reader for reader in near if reader is not producer)],
+            reason=reason,
+            category=category,
+            remedy=remedy,
+        )
+
+
+def _handed(
+    launches: Sequence[Launch],
+    intermediates: Sequence[Intermediate],
+    scores: frozenset[str],
+    outputs: frozenset[str],
+) -> Mapping[tuple[int, tuple[int, ...]], list[_Stake]]:
+    """What is at stake, by the launch that writes it and those of its readers that could join that launch."""
     handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
     for value in intermediates:
         producer = launches[value.producer]
@@ -54,42 +96,38 @@ def between_launches(
                 read=min(read_by_each(value, producer), written(value, producer)),
             )
             handed[value.producer, tuple(reader.index for reader in near)].append(stake)
-    for (index, indices), stakes in handed.items():
-        producer, near = launches[index], [launches[reader] for reader in indices]
-        gone = sum(stake.written for stake in stakes if not stake.kept_for)
-        read = sum(stake.read for stake in stakes)
-        at_stake = gone + len(near) * read
-        time = waits(producer, gone, device) + sum(waits(reader, read, device) for reader in near)
-        if producer.kind == "copy" and gone:  # its readers read what was copied in its place
-            at_stake = gone + producer.bytes_read * producer.repeat
-            time = waits(producer, at_stake, device)
-        decision = next((reasons[index, reader] for reader in indices if (index, reader) in reasons), None)
+    return handed
+
+
+def _cost(producer: Launch, near: Sequence[Launch], stakes: Sequence[_Stake], device: Device) -> tuple[int, float]:
+    """Bytes that need not move, and the microseconds that launches wait for them."""
+    gone = sum(stake.written for stake in stakes if not stake.kept_for)
+    if producer.kind == "copy" and gone:  # its readers read what was copied in its place
+        at_stake = gone + producer.bytes_read * producer.repeat
+        return at_stake, waits(producer, at_stake, device)
+    read = sum(stake.read for stake in stakes)
+    return gone + len(near) * read, waits(producer, gone, device) + sum(waits(reader, read, device) for reader in near)
+
+
+class _Reasons:
+    """The compiler's words, by the launches on both ends of an edge that was not fused."""
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self._of: dict[tuple[int | None, int | None], Decision] = {}
+        for decision in decisions:
+            if decision.verdict != "fused":
+                self._of.setdefault((decision.producer_launch, decision.consumer_launch), decision)
+
+    def apart(self, producer: int, readers: tuple[int, ...], stakes: Sequence[_Stake]) -> tuple[str, str]:
+        """Why a launch and its readers are apart, and the category of that."""
+        decision = next((self._of[producer, reader] for reader in readers if (producer, reader) in self._of), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
         category = decision.category if decision else categories.UNRECORDED
-        if indices == (index,):
+        if readers == (producer,):
             reason, category = "[a loop's launch hands it to its next run]", categories.BOUNDARY
         if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
             reason += f" [written in any case: {', '.join(kept)}]"
-        largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
-        yield missed(
-            largest,
-            producer=index,
-            consumers=indices,
-            stake=at_stake,
-            time=time + device.launch_overhead_us * producer.repeat,
-            ends=[producer, *(reader for reader in near if reader is not producer)],
-            reason=reason,
-            category=category,
-            remedy=vertical_remedy(
-                table,
-                producer,
-                near,
-                category,
-                is_score=largest.name in scores,
-                feeds_attention=products.issuperset(indices),
-                donated=donated,
-            ),
-        )
+        return reason, category
 
 
 def through_updates(
@@ -164,17 +202,6 @@ def _is_one_a_row(maker: Launch, update: Launch) -> bool:
     """Whether few elements are put into zeros, by indices that count the rows: so is the gradient of a row's pick."""
     few = _SMALLEST_INPUT * update.bytes_written <= maker.bytes_written
     return fills(maker) and few and has(update, "scatter") and has(update, "iota")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stake:
-    value: Intermediate
-    kept_for: str
-    """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
-    written: int
-    """Bytes, in one run of the program."""
-    read: int
-    """Bytes, by each reader, in one run."""
 
 
 def _kept_for(
