@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,16 @@ from functools import cached_property
 
 from hlo_analysis import remedy_texts as texts
 from hlo_analysis.decisions import categories
+from hlo_analysis.ends import (
+    adds_parts,
+    continues_reduction,
+    expands_groups,
+    is_next_state,
+    is_one_hot,
+    knows_all_steps,
+    scatters_all,
+    takes_part,
+)
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedy_texts import Remedy
@@ -32,8 +41,6 @@ from hlo_analysis.traits import (
 
 # What launches hand on as sums over rows is at most this part of what they read.
 _SUMS = 8
-# Of what is sorted at most this part is taken where selecting would do.
-_SMALL_PART = 8
 # Launches from a sum to what is made with it, at most: finished in two steps, divided, and its root taken.
 _FAR = 5
 
@@ -90,55 +97,92 @@ def vertical_remedy(
         feeds_attention: whether all readers are products that make or read such scores.
         donated: names of arguments whose buffers the program may overwrite.
     """
+    ends = (producer, *readers)
+    return (
+        _by_category(producer, readers, category, donated)
+        or (texts.ATTENTION if is_score else None)
+        or _of_devices(table, ends)
+        or _of_places(table, producer, readers, feeds_attention=feeds_attention)
+        or _of_products(table, producer, readers)
+        or _of_rows(table, producer, readers, category)
+    )
+
+
+def _by_category(producer: Launch, readers: Sequence[Launch], category: str, donated: Collection[str]) -> Remedy | None:
+    """The remedy that follows from why XLA left them apart, whatever they do."""
+    ends = (producer, *readers)
     if category == categories.SWITCHED_OFF:
         return texts.LEAVE_ON
-    ends = (producer, *readers)
     if category == categories.INSERTED:
         if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
             return texts.SEPARATE_SUMS
         if copies := [end for end in ends if has(end, "copy")]:
-            return texts.STATE if _is_next_state(producer, copies[0]) else _copied(copies[0], donated)
+            return texts.STATE if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
         return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
-    if is_score:
-        return texts.ATTENTION
+    return None
+
+
+def _of_devices(table: Table, ends: Sequence[Launch]) -> Remedy | None:
+    """The remedy where one end is a sum over devices, or was made for one."""
     if any(end.kind == "collective" for end in ends):
         return texts.OVERLAP
-    if any(_joins_sums(table, end) for end in ends):
-        return texts.SEPARATE_SUMS
+    return texts.SEPARATE_SUMS if any(_joins_sums(table, end) for end in ends) else None
+
+
+def _of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feeds_attention: bool) -> Remedy | None:
+    """The remedy where one end changes no value: it casts, fills, sorts, cuts, joins or transposes."""
+    ends = (producer, *readers)
     if any(map(only_casts, ends)) and any(end.kind in LIBRARIES for end in ends):
         return texts.KEEP_TRITON
     if fills(producer) and any(has(reader, "scatter") for reader in table.readers.get(producer.index, ())):
         return texts.ADD_TO
-    if producer.kind == "sort" and all(_takes_part(reader, producer) for reader in readers):
+    if producer.kind == "sort" and all(takes_part(reader, producer) for reader in readers):
         return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
-        if all(_knows_all_steps(producer, reader) for reader in readers):
-            return texts.HOISTED
-        # cuBLAS takes no part whose index is counted down, as in a backward pass.
-        counts_up = producer.kind == "copy" and not has(producer, "subtract")
-        of_triton = all(reader.kind == "triton_gemm" for reader in readers)
-        return texts.BY_CUBLAS if counts_up and of_triton else texts.UNSTACKED
+        return _of_stack(producer, readers)
     if takes_every_other(producer) and any(map(takes_every_other, readers)):
         return texts.SCAN
     if feeds_attention and has(producer, "transpose"):
         return texts.AS_PROJECTED
-    if moves := [end for end in ends if only_moves(end)]:
-        return (
-            texts.LAYOUT if any(map(relays, moves)) else texts.JOINED if has(moves[0], "concatenate") else texts.PARTS
-        )
+    moves = [end for end in ends if only_moves(end)]
+    if any(map(relays, moves)):
+        return texts.LAYOUT
+    return (texts.JOINED if has(moves[0], "concatenate") else texts.PARTS) if moves else None
+
+
+def _of_stack(part: Launch, readers: Sequence[Launch]) -> Remedy:
+    """The remedy for a part that a loop copies out of a stack."""
+    if all(knows_all_steps(part, reader) for reader in readers):
+        return texts.HOISTED
+    # cuBLAS takes no part whose index is counted down.
+    counts_up = part.kind == "copy" and not has(part, "subtract")
+    of_triton = all(reader.kind == "triton_gemm" for reader in readers)
+    return texts.BY_CUBLAS if counts_up and of_triton else texts.UNSTACKED
+
+
+def _of_products(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+    """The remedy where one end is a matrix product."""
     if is_product(producer):
         return _after_product(table, producer, readers)
-    if any(map(is_product, readers)):
-        if _expands_groups(producer, readers):
-            return texts.GROUPED
-        if _is_one_hot(producer, readers):
-            return texts.INDEXED
-        return texts.NORM_LINEAR if normalizes(producer) and producer.phase == "forward" else texts.LINEAR_PROLOGUE
+    if not any(map(is_product, readers)):
+        return None
+    if expands_groups(producer, readers):
+        return texts.GROUPED
+    if is_one_hot(producer, readers):
+        return texts.INDEXED
+    # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.
+    of_rows = rows_remedy(table, table.with_sums([producer], [producer])) not in (texts.GROUP_NORM, texts.BATCH_NORM)
+    scales = normalizes(producer) and producer.phase == "forward" and of_rows
+    return texts.NORM_LINEAR if scales else texts.LINEAR_PROLOGUE
+
+
+def _of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+    """The remedy where both ends are element-wise work and reductions."""
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     is_small = producer.bytes_written * _SUMS <= max(reader.bytes_read for reader in readers)
-    rows = rows_remedy(table, table.with_sums(ends, [producer] if is_small else readers))
+    rows = rows_remedy(table, table.with_sums((producer, *readers), [producer] if is_small else readers))
     return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
 
 
@@ -146,9 +190,9 @@ def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> 
     """The remedy where neither a product nor a normalization or softmax is near."""
     if is_closed(producer) or any(map(is_closed, readers)):
         return texts.OWN_KERNEL
-    if category == categories.IN_PLACE and has(producer, "scatter") and _scatters_all(producer):
+    if category == categories.IN_PLACE and has(producer, "scatter") and scatters_all(producer):
         return texts.GATHERED
-    if len(readers) == 1 and _sums_on(producer, readers[0]):
+    if len(readers) == 1 and continues_reduction(producer, readers[0]):
         return texts.TWO_STEPS
     return texts.RECOMPUTE if category == categories.SLOWER and len(readers) > 1 else texts.ONE_KERNEL
 
@@ -177,36 +221,6 @@ def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
     return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)
 
 
-def _takes_part(reader: Launch, whole: Launch) -> bool:
-    """Whether a launch reads a small part of what another writes, or moves a part of it."""
-    given = [value.bytes for value in reader.inputs if value.producer == whole.index]
-    moves = has(reader, "slice") and only_moves(reader)
-    return moves or (bool(given) and _SMALL_PART * reader.bytes_read <= max(given))
-
-
-def _scatters_all(scatter: Launch) -> bool:
-    """Whether a scatter sets as many elements as there are, and adds up none."""
-    whole = max(value.bytes for value in scatter.outputs)
-    return scatter.bytes_written >= whole and not re.search(r"scatter-(add|mul|min|max)", scatter.op_name)
-
-
-def _sums_on(first: Launch, second: Launch) -> bool:
-    """Whether two launches are steps of one reduction of the program: both then bear its name."""
-    named = [set(re.findall(r' reduce\(.*op_name="([^"]+)"', launch.hlo)) for launch in (first, second)]
-    return has(first, "reduce") and bool(named[0] & named[1])
-
-
-def _knows_all_steps(slice_: Launch, reader: Launch) -> bool:
-    """Whether a product in a loop multiplies a part of a stack by what the loop does not change."""
-    others = [value for value in reader.inputs if value.producer != slice_.index]
-    return is_product(reader) and bool(others) and all(value.producer is None for value in others)
-
-
-def _is_next_state(producer: Launch, copy: Launch) -> bool:
-    """Whether a loop's launch reads in its next run what is copied of its result."""
-    return copy.index > producer.index and any(value.producer == copy.index for value in producer.inputs)
-
-
 def _joins_sums(table: Table, move: Launch) -> bool:
     """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
     if not only_moves(move):
@@ -225,7 +239,7 @@ def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
 
 
 def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
-    if any(_adds_parts(product, reader) for reader in readers):
+    if any(adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
     if all(map(only_casts, readers)):
         return texts.TYPED
@@ -237,15 +251,6 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
     if is_softmax and product.phase == "forward" and _takes_logarithms(table, readers):
         return texts.LINEAR_CROSS_ENTROPY
     return texts.LINEAR_EPILOGUE
-
-
-def _adds_parts(product: Launch, reader: Launch) -> bool:
-    """Whether a launch adds up the batches of a product: so XLA makes several short sums of a long one.
-
-    Both then bear the name of the one product that the program has; batches that the program adds up itself do not.
-    """
-    batched = re.search(r' dot\(.*lhs_batch_dims=\{\d.*op_name="([^"]+)"', product.hlo)
-    return bool(batched) and batched[1] in re.findall(r' reduce\(.*dimensions=\{0\}.*op_name="([^"]+)"', reader.hlo)
 
 
 def _takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
@@ -261,17 +266,6 @@ def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None
     if not all(map(is_product, readers)):
         return texts.MERGE_LOOPS
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
-
-
-def _is_one_hot(producer: Launch, readers: Sequence[Launch]) -> bool:
-    """Whether a launch makes a matrix of a count and of little else, which is compared with indices."""
-    compares = any(has(end, "compare") for end in (producer, *readers))
-    return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
-
-
-def _expands_groups(producer: Launch, readers: Sequence[Launch]) -> bool:
-    """Whether XLA makes one dense product of a product whose rows fall into groups."""
-    return any("ragged_dot" in end.hlo for end in (producer, *readers))
 
 
 def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:

@@ -222,7 +222,8 @@ def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
     others = [other for other in artefacts.modules(path.name for path in folder.iterdir()) if other != module]
     if others:
         named = f"{', '.join(others[:4])}{', …' if len(others) > 4 else ''}"
-        notes.append(f"The folder holds more modules ({len(others)}), which were not read: {named}.")
+        how = "asked for" if wanted_module else "the largest"
+        notes.append(f"This is {module}, {how}; the folder holds {len(others)} more, which were not read: {named}.")
     target = _target_of(folder, files, is_cpu, notes)
     tuned = "module_autotune" in files and "{" in (folder / files["module_autotune"]).read_text(encoding="utf-8")
     if not is_cpu and not tuned:

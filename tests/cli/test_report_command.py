@@ -269,9 +269,27 @@ def test_saved_captures_are_compared_without_compiling(invoke, compared, capture
     assert comparison["new/f"].analysis.launch_count == 1  # type: ignore[union-attr]
 
 
+def test_the_module_of_a_dump_is_named_and_can_be_chosen(invoke, tmp_path: Path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for number, (name, size) in enumerate({"jit_step": 64, "jit_init": 8}.items()):
+        text = (
+            f"HloModule {name}\n\nENTRY main {{\n  p = f32[{size}] parameter(0)\n  ROOT n = f32[{size}] negate(p)\n}}\n"
+        )
+        (dump / f"module_000{number}.{name}.cpu_after_optimizations.txt").write_text(text)
+    for words, said in (((), "module_0000.jit_step, the largest"), (("--module", "jit_init"), "jit_init, asked for")):
+        result = invoke("report", "--capture", dump, *words, "-o", "out")
+        assert result.exit_code == 0, result.stderr
+        assert said in " ".join(result.stdout.split())
+    result = invoke("report", "--capture", dump, "--module", "jit_nothing")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "it has jit_step, jit_init" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--module", "jit_f"), "--module names one of the modules in a --capture"),
         (("--capture", "nosuch"), "nosuch does not exist"),
         (("--capture", "."), "xla_dump_to"),
         (("--capture", "a.zip", "--capture", "a.zip"), "the same --capture twice"),

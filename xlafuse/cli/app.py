@@ -74,6 +74,13 @@ def report(
             help="Instead of compiling: a saved capture, or a folder that xla_dump_to wrote. Several are compared.",
         ),
     ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which module of a folder that holds several, as jit_train_step: the largest by default.",
+        ),
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="The program itself, or a training step's gradients too.")] = Mode.forward,
     target: Annotated[
         str,
@@ -119,11 +126,10 @@ def report(
                 shapes=tuple(shape or ()),
                 args=args,
                 captures=tuple(capture or ()),
+                module=module,
                 mode=mode.value,
                 target=target,
-                strategies=tuple(name.strip() for name in strategies.split(",") if name.strip())
-                if strategies
-                else None,
+                strategies=_names(strategies),
                 baseline=baseline,
                 output=output,
                 json=json,

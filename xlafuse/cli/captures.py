@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from hlo_analysis.records import Comparison
 
 
-def compare_captures(paths: Sequence[Path], baseline: str | None) -> Comparison:
+def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | None = None) -> Comparison:
     """Analyses each capture, one strategy a capture, called after its file or folder.
+
+    Args:
+        paths: saved captures, or folders that `xla_dump_to` wrote.
+        baseline: the name of the one that differences are taken against; None is the first.
+        module: which module of a folder with several; None is the largest.
 
     Raises:
         InputError: `baseline` is none of their names.
@@ -31,7 +36,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None) -> Comparison:
             f"expected --baseline to be one of the captures {', '.join(names)}, got {baseline!r}"
             f"{nearest_names(baseline, names)}"
         )
-    analyses = [analyze(Capture.load(path), label=name) for path, name in zip(paths, names, strict=True)]
+    analyses = [analyze(Capture.load(path, module=module), label=name) for path, name in zip(paths, names, strict=True)]
     results = [
         StrategyResult(name=name, description=f"{found.provenance.function}, {found.provenance.mode}", analysis=found)
         for name, found in zip(names, analyses, strict=True)

@@ -35,6 +35,8 @@ class Request:
     shapes: tuple[str, ...]
     args: str | None
     captures: tuple[Path, ...]
+    module: str | None
+    """Which module of a dump that is among the captures."""
     mode: Literal["forward", "grad"]
     target: str
     strategies: tuple[str, ...] | None
@@ -72,7 +74,7 @@ def _made(request: Request) -> tuple[Comparison, list[Path]]:
         if request.captures:
             from xlafuse.cli.captures import compare_captures
 
-            comparison = compare_captures(request.captures, request.baseline)
+            comparison = compare_captures(request.captures, request.baseline, request.module)
         else:
             comparison = _compare(request, program, shapes)
         return comparison, _write(comparison, folder) if folder else []
@@ -96,6 +98,8 @@ def _check(request: Request) -> None:
         raise InputError("expected --block or --fn, got both")
     if request.args is not None and request.fn is None:
         raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
+    if request.module is not None and not request.captures:
+        raise InputError("--module names one of the modules in a --capture")
     if request.captures:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
         own["--strategies"] = request.strategies

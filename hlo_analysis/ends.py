@@ -1,0 +1,62 @@
+"""What launches on both ends of a value do together: signs, beside those of each, by which a remedy is chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hlo_analysis.records import Launch
+from hlo_analysis.traits import has, is_product, only_moves
+
+# Of what is sorted at most this part is taken where selecting would do.
+_SMALL_PART = 8
+
+
+def takes_part(reader: Launch, whole: Launch) -> bool:
+    """Whether a launch reads a small part of what another writes, or moves a part of it."""
+    given = [value.bytes for value in reader.inputs if value.producer == whole.index]
+    moves = has(reader, "slice") and only_moves(reader)
+    return moves or (bool(given) and _SMALL_PART * reader.bytes_read <= max(given))
+
+
+def scatters_all(scatter: Launch) -> bool:
+    """Whether a scatter sets as many elements as there are, and adds up none."""
+    whole = max(value.bytes for value in scatter.outputs)
+    return scatter.bytes_written >= whole and not re.search(r"scatter-(add|mul|min|max)", scatter.op_name)
+
+
+def continues_reduction(first: Launch, second: Launch) -> bool:
+    """Whether two launches are steps of one reduction of the program: both then bear its name."""
+    named = [set(re.findall(r' reduce\(.*op_name="([^"]+)"', launch.hlo)) for launch in (first, second)]
+    return has(first, "reduce") and bool(named[0] & named[1])
+
+
+def knows_all_steps(slice_: Launch, reader: Launch) -> bool:
+    """Whether a product in a loop multiplies a part of a stack by what the loop does not change."""
+    others = [value for value in reader.inputs if value.producer != slice_.index]
+    return is_product(reader) and bool(others) and all(value.producer is None for value in others)
+
+
+def is_next_state(producer: Launch, copy: Launch) -> bool:
+    """Whether a loop's launch reads in its next run what is copied of its result."""
+    return copy.index > producer.index and any(value.producer == copy.index for value in producer.inputs)
+
+
+def adds_parts(product: Launch, reader: Launch) -> bool:
+    """Whether a launch adds up the batches of a product: so XLA makes several short sums of a long one.
+
+    Both then bear the name of the one product that the program has; batches that the program adds up itself do not.
+    """
+    batched = re.search(r' dot\(.*lhs_batch_dims=\{\d.*op_name="([^"]+)"', product.hlo)
+    return bool(batched) and batched[1] in re.findall(r' reduce\(.*dimensions=\{0\}.*op_name="([^"]+)"', reader.hlo)
+
+
+def is_one_hot(producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether a launch makes a matrix of a count and of little else, which is compared with indices."""
+    compares = any(has(end, "compare") for end in (producer, *readers))
+    return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
+
+
+def expands_groups(producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether XLA makes one dense product of a product whose rows fall into groups."""
+    return any("ragged_dot" in end.hlo for end in (producer, *readers))
