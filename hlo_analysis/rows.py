@@ -14,7 +14,7 @@ from hlo_analysis.inplace import updated_operand
 from hlo_analysis.intermediates import Access
 from hlo_analysis.kinds import EMITTERS, kind_of, opcode_counts
 from hlo_analysis.launches import Site
-from hlo_analysis.records import Device, Launch, Value
+from hlo_analysis.records import Device, Launch, LaunchKind, Value
 from hlo_analysis.resources import Resources
 from hlo_analysis.roofline import bound, xla_estimate
 from hlo_analysis.traffic import Usage, pass_usage, usage_of
@@ -51,44 +51,15 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     module, thunk, instruction = context.module, site.thunk, site.instruction
     kind = kind_of(module, instruction, thunk.kind)
     if instruction is None:
-        launch = Launch(
-            index=index,
-            thunk_id=thunk.id,
-            name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
-            kind=kind,
-            computation=context.flow.home(site.computation.name),
-            repeat=site.repeat,
-            grid=thunk.grid,
-            block=thunk.block,
-            shared_memory_bytes=thunk.shared_memory_bytes,
-            roofline_us=context.device.launch_overhead_us,
-            limiter="overhead",
-        )
-        return Row(launch=launch)
-    whole = usage_of(module, site.computation, instruction)
-    usage = pass_usage(whole, instruction, kind, site.step, site.steps)
-    reads = _reads(index, site, usage, context)
-    writes = tuple(
-        Access(
-            launch=index,
-            source=Source(site.computation.name, instruction.name, path),
-            shape=str(leaf_shape(instruction.shape, path)),
-            size=leaf_shape(instruction.shape, path).byte_size,
-            bytes=count,
-            repeat=site.repeat,
-            updates=_updates_argument(site, instruction, path, context),
-        )
-        for path, count in usage.writes.items()
-    )
+        return _row_of_thunk(index, site, kind, context)
+    usage = pass_usage(usage_of(module, site.computation, instruction), instruction, kind, site.step, site.steps)
+    reads, writes = _reads(index, site, usage, context), _writes(index, site, instruction, usage, context)
     bytes_read = sum(access.bytes for access in reads)
-    # The passes of one instruction share its arithmetic: it is counted on the last.
-    last = site.step == site.steps - 1
-    resources = context.resources.get(index, Resources())
-    flops = flops_of(module, site.computation, instruction) if last else Flops()
-    if kind in EMITTERS:
-        flops = flops.without_matrix_units()
+    flops = _arithmetic(site, instruction, kind, context)
     limit = bound(bytes_read + usage.bytes_written, flops, context.device)
     estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
+    resources = context.resources.get(index, Resources())
+    shared = thunk.shared_memory_bytes
     op_name, frame = _origin(module, instruction)
     scope, phase = scope_of(op_name)
     launch = Launch(
@@ -100,9 +71,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         repeat=site.repeat,
         grid=thunk.grid or resources.grid,
         block=thunk.block or resources.block,
-        shared_memory_bytes=(
-            resources.shared_memory_bytes if thunk.shared_memory_bytes is None else thunk.shared_memory_bytes
-        ),
+        shared_memory_bytes=resources.shared_memory_bytes if shared is None else shared,
         scope=scope,
         phase=phase,
         source=f"{PurePosixPath(frame.file).name}:{frame.line}" if frame else None,
@@ -123,6 +92,49 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         hlo=_snippet(module, instruction),
     )
     return Row(launch=launch, writes=writes, reads=reads)
+
+
+def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) -> Row:
+    """The row of a thunk whose instruction the module does not have: what the thunk itself says, and no traffic."""
+    thunk = site.thunk
+    launch = Launch(
+        index=index,
+        thunk_id=thunk.id,
+        name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
+        kind=kind,
+        computation=context.flow.home(site.computation.name),
+        repeat=site.repeat,
+        grid=thunk.grid,
+        block=thunk.block,
+        shared_memory_bytes=thunk.shared_memory_bytes,
+        roofline_us=context.device.launch_overhead_us,
+        limiter="overhead",
+    )
+    return Row(launch=launch)
+
+
+def _arithmetic(site: Site, instruction: Instruction, kind: LaunchKind, context: Context) -> Flops:
+    """What a launch computes. The passes of one instruction share its arithmetic: it is counted on the last."""
+    if site.step < site.steps - 1:
+        return Flops()
+    flops = flops_of(context.module, site.computation, instruction)
+    return flops.without_matrix_units() if kind in EMITTERS else flops
+
+
+def _writes(index: int, site: Site, instruction: Instruction, usage: Usage, context: Context) -> tuple[Access, ...]:
+    """What a launch writes, leaf by leaf of its result."""
+    return tuple(
+        Access(
+            launch=index,
+            source=Source(site.computation.name, instruction.name, path),
+            shape=str(leaf_shape(instruction.shape, path)),
+            size=leaf_shape(instruction.shape, path).byte_size,
+            bytes=count,
+            repeat=site.repeat,
+            updates=_updates_argument(site, instruction, path, context),
+        )
+        for path, count in usage.writes.items()
+    )
 
 
 def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Access, ...]:

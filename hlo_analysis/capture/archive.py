@@ -9,6 +9,7 @@ import tempfile
 import weakref
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -189,6 +190,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+_WANTED = ("thunk_sequence", "priority_fusion_dump", "before_priority_fusion", "after_rename", "target_config")
+"""What a GPU's dump should have beside its HLO, by artefact key."""
+
+
 def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
     """The manifest of a folder that somebody else's `xla_dump_to` wrote.
 
@@ -211,19 +216,8 @@ def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
             f"{folder} was cut off: {module} has {', '.join(sorted(files))}, but not the module after optimisation "
             "(*_after_optimizations.txt), which XLA writes last; dump again, or let the compilation finish"
         )
-    wanted = ("thunk_sequence", "priority_fusion_dump", "before_priority_fusion", "after_rename", "target_config")
-    absent = [] if is_cpu else [key for key in wanted if key not in files]
-    notes = ["Read from a folder that xla_dump_to wrote: how it was made is not known."]
-    if absent:
-        notes.append(
-            f"The folder lacks {', '.join(absent)}; dump with xla_dump_hlo_pass_re matching 'priority-fusion' and "
-            "'rename_fusions' to have them all."
-        )
-    others = [other for other in artefacts.modules(path.name for path in folder.iterdir()) if other != module]
-    if others:
-        named = f"{', '.join(others[:4])}{', …' if len(others) > 4 else ''}"
-        how = "asked for" if wanted_module else "the largest"
-        notes.append(f"This is {module}, {how}; the folder holds {len(others)} more, which were not read: {named}.")
+    absent = [] if is_cpu else [key for key in _WANTED if key not in files]
+    notes = _notes_of_dump(folder, module, absent, wanted_module)
     target = _target_of(folder, files, is_cpu, notes)
     tuned = "module_autotune" in files and "{" in (folder / files["module_autotune"]).read_text(encoding="utf-8")
     if not is_cpu and not tuned:
@@ -249,6 +243,22 @@ def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
         ),
         files=files,
     )
+
+
+def _notes_of_dump(folder: Path, module: str, absent: Sequence[str], wanted_module: str | None) -> list[str]:
+    """What a folder does not tell, and which of its modules is read."""
+    notes = ["Read from a folder that xla_dump_to wrote: how it was made is not known."]
+    if absent:
+        notes.append(
+            f"The folder lacks {', '.join(absent)}; dump with xla_dump_hlo_pass_re matching 'priority-fusion' and "
+            "'rename_fusions' to have them all."
+        )
+    others = [other for other in artefacts.modules(path.name for path in folder.iterdir()) if other != module]
+    if others:
+        named = f"{', '.join(others[:4])}{', …' if len(others) > 4 else ''}"
+        how = "asked for" if wanted_module else "the largest"
+        notes.append(f"This is {module}, {how}; the folder holds {len(others)} more, which were not read: {named}.")
+    return notes
 
 
 def _target_of(folder: Path, files: dict[str, str], is_cpu: bool, notes: list[str]) -> Target:
