@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hlo_analysis.records import Launch
 from hlo_analysis.traits import has, is_product, only_moves
 
-# Of what is sorted at most this part is taken where selecting would do.
+# What is taken of a sorted array, or handed on of a reduced one, is at most this part of it.
 _SMALL_PART = 8
 
 
@@ -26,9 +26,10 @@ def scatters_all(scatter: Launch) -> bool:
 
 
 def continues_reduction(first: Launch, second: Launch) -> bool:
-    """Whether two launches are steps of one reduction of the program: both then bear its name."""
+    """Whether two launches are steps of one reduction of the program: both bear its name, and sums alone are handed."""
     named = [set(re.findall(r' reduce\(.*op_name="([^"]+)"', launch.hlo)) for launch in (first, second)]
-    return has(first, "reduce") and bool(named[0] & named[1])
+    hands_sums = _SMALL_PART * second.bytes_read <= first.bytes_read
+    return has(first, "reduce") and hands_sums and bool(named[0] & named[1])
 
 
 def knows_all_steps(slice_: Launch, reader: Launch) -> bool:

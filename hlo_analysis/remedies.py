@@ -25,6 +25,7 @@ from hlo_analysis.remedy_texts import Remedy
 from hlo_analysis.traits import (
     LIBRARIES,
     PRODUCTS,
+    convolves,
     fills,
     has,
     is_closed,
@@ -147,8 +148,10 @@ def _of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, fee
     if feeds_attention and has(producer, "transpose"):
         return texts.AS_PROJECTED
     moves = [end for end in ends if only_moves(end)]
+    if has(producer, "pad") and producer in moves and all(map(convolves, readers)):
+        return texts.PADDED
     if any(map(relays, moves)):
-        return texts.LAYOUT
+        return texts.FILTER_LAYOUT if any(map(convolves, ends)) else texts.LAYOUT
     return (texts.JOINED if has(moves[0], "concatenate") else texts.PARTS) if moves else None
 
 
@@ -217,7 +220,13 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
 def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
     """Whether sums over columns are summed again over some of the columns, as those of a group normalization are."""
     columns = {launch.index for launch in sums if sums_columns(launch)}
-    again = [reader for index in columns for reader in table.readers.get(index, ()) if has(reader, "reduce")]
+    again = [
+        reader
+        for index in columns
+        for reader in table.readers.get(index, ())
+        # Those that read more than sums are of a normalization of rows behind it, as in a backward pass.
+        if has(reader, "reduce") and _SUMS * reader.bytes_read <= table.launches[index].bytes_read
+    ]
     return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)
 
 

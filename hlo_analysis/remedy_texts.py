@@ -72,6 +72,16 @@ LAYOUT = Remedy(
     text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
     "that nothing is moved",
 )
+FILTER_LAYOUT = Remedy(
+    kind="rewrite",
+    text="keep images and filters as cuDNN takes them (dimension_numbers=('NHWC', 'OHWI', 'NHWC') of "
+    "lax.conv_general_dilated), so that none is transposed",
+)
+PADDED = Remedy(
+    kind="rewrite",
+    text="pad both sides alike, as padding=((1, 1), (1, 1)), where the model may be so: cuDNN then pads as it reads. "
+    "'SAME' with a stride pads one side more, in an array of its own",
+)
 PARTS = Remedy(
     kind="rewrite",
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
@@ -173,8 +183,9 @@ STATE = Remedy(
 )
 CARRIED = Remedy(
     kind="rewrite",
-    text="unroll the loop (unroll= of lax.scan and lax.fori_loop), so that XLA sees several iterations at once; one "
-    "kernel for the whole loop keeps on the chip what one iteration hands the next",
+    text="unroll the loop (unroll= of lax.scan and lax.fori_loop, as which lax.while_loop may be written), so that XLA "
+    "sees several iterations at once; one kernel for the whole loop keeps on the chip what one iteration hands the "
+    "next",
 )
 OVERLAP = Remedy(
     kind="rewrite",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
+from hlo_analysis.ends import adds_parts
 from hlo_analysis.records import Intermediate, Launch, Value
 from hlo_analysis.traits import has, is_product
 
@@ -21,21 +22,25 @@ def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Interme
 
     Scores are what a product makes that is not much smaller than its operands, where a softmax of it goes into another
     product of its pass. What else is made of them counts as long as it is half their size, until the next product.
-    Growth alone is no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too.
+    Growth alone is no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too. Nor
+    is size: that of a layer four times as wide as its 1024 features has as many elements as the scores of 16 heads and
+    256 tokens.
     """
     values: dict[int, list[Intermediate]] = {}
     for value in intermediates:
         values.setdefault(value.producer, []).append(value)
     found: dict[str, int] = {}
-    sizes: set[int] = set()
+    forms: set[tuple[int, int]] = set()
     for value in intermediates:
         launch = launches[value.producer]
         if is_product(launch) or _sums_products(launch, value):
             grown = _has_grown(launch, value)
             is_score = grown and _softmax_meets_a_product(launches, values, value)
-            is_score |= grown and launch.phase == "backward" and elements(value) in sizes
+            if grown and launch.phase == "backward" and not is_score:
+                parted = any(adds_parts(launch, launches[index]) for index in value.consumers)
+                is_score = (elements(value), _last_size(value)) in forms and not parted
             if is_score:
-                sizes.add(elements(value))
+                forms |= {(elements(value), size) for size in _last_sizes(value)}
         else:
             given = [found[source.name] for source in launch.inputs if source.name in found]
             is_score = bool(given) and 2 * value.bytes >= min(given)
@@ -52,10 +57,24 @@ def attention_products(
     return frozenset(end for end in ends if is_product(launches[end]))
 
 
+def _last_sizes(value: Intermediate) -> list[int]:
+    """Queries and keys of scores: which of them comes last in the gradient's product is XLA's choice."""
+    return _sizes(value)[-2:]
+
+
+def _last_size(value: Intermediate | Value) -> int:
+    """The last dimension, 1 where there is none."""
+    return [1, *_sizes(value)][-1]
+
+
 def elements(value: Intermediate | Value) -> int:
     """Number of elements, read off the shape's text."""
+    return prod(_sizes(value))
+
+
+def _sizes(value: Intermediate | Value) -> list[int]:
     sizes = value.shape.partition("[")[2].partition("]")[0]
-    return prod(int(size) for size in sizes.split(",") if size.isdecimal())
+    return [int(size) for size in sizes.split(",") if size.isdecimal()]
 
 
 def _sums_products(launch: Launch, scores: Intermediate) -> bool:

@@ -29,6 +29,11 @@ def is_product(launch: Launch) -> bool:
     return (launch.kind in PRODUCTS or has(launch, "dot")) and "triangularSolve" not in launch.hlo
 
 
+def convolves(launch: Launch) -> bool:
+    """Whether it is one of cuDNN's convolutions."""
+    return launch.kind == "cudnn" and "__cudnn$conv" in launch.hlo
+
+
 def is_closed(launch: Launch) -> bool:
     """Whether it is a library's kernel (cuDNN, cuSOLVER, cuBLAS, cuFFT), which takes no work of others."""
     return launch.kind in ("cudnn", "custom_call", *LIBRARIES) or has(launch, "fft")

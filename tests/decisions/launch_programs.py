@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hlo_analysis.missed import rank
@@ -74,7 +75,8 @@ class Program:
         )
         return self
 
-    def rank(self, **options: Any) -> tuple[MissedFusion, ...]:
+    def rank(self, shapes: Mapping[str, str] | None = None, **options: Any) -> tuple[MissedFusion, ...]:
+        """The missed fusions; `shapes` are those of values that are to have another than their size."""
         between = []
         for name, (index, size) in self.values.items():
             readers = self.readers.get(name, [])
@@ -83,7 +85,7 @@ class Program:
                 between.append(
                     Intermediate(
                         name=name,
-                        shape=f"f32[{size}]",
+                        shape=(shapes or {}).get(name, f"f32[{size}]"),
                         bytes=size * MIB,
                         producer=index,
                         consumers=tuple(readers),

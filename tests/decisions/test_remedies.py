@@ -54,6 +54,24 @@ def test_scores_of_arguments_and_their_gradients_are_scores_a_mask_is_none_of_th
     assert all(remedies[value].startswith("attention:") for value in ("s", "p", "dp", "ds"))
 
 
+@pytest.mark.parametrize(("shape", "is_score"), [("f32[20,20,2]", False), ("f32[2,20,20]", True)])
+def test_a_gradient_of_as_many_elements_as_the_scores_is_theirs_by_its_last_dimension(
+    shape: str, is_score: bool
+) -> None:
+    program = attention().launch("dp", {"do": 10, "v": 10}, 800, "triton_gemm", phase="backward")
+    program.launch("ds", {"dp": 800}, 400, opcodes=("multiply", "subtract"), phase="backward")
+    remedies = {missed.value: missed.remedy for missed in program.rank(shapes={"s": "f32[2,20,20]", "dp": shape})}
+    assert remedies["s"].startswith("attention:")
+    assert remedies["dp"].startswith("attention:") == is_score
+
+
+@pytest.mark.parametrize(("opcode", "remedy"), [("pad", "pad both sides alike"), ("transpose", "keep images and")])
+def test_what_is_padded_or_transposed_for_a_convolution(opcode: str, remedy: str) -> None:
+    conv = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
+    program = Program().launch("a", {"x": 100}, 100, opcodes=(opcode,)).launch("c", {"a": 100}, 100, "cudnn", hlo=conv)
+    assert program.rank()[0].remedy.startswith(remedy)
+
+
 def test_the_gradient_of_a_hidden_layer_is_no_attention() -> None:
     """Both factors may be made by launches, as where XLA copies a donated weight that it overwrites early."""
     program = (
@@ -173,14 +191,15 @@ def test_rows_that_are_put_in_order_are_better_gathered_than_scattered() -> None
 
 
 def test_the_steps_of_one_reduction_are_told_by_their_name() -> None:
-    def remedy(first: str, second: str) -> str:
+    def remedy(first: str, second: str, read: int = 900) -> str:
         hlo = '%r = f32[8]{{0}} reduce(%a, %b), dimensions={{0}}, to_apply=%add, metadata={{op_name="{}"}}'
-        program = Program().launch("a", {"x": 100}, 50, "reduction", opcodes=("reduce",), hlo=hlo.format(first))
+        program = Program().launch("a", {"x": read}, 50, "reduction", opcodes=("reduce",), hlo=hlo.format(first))
         program.launch("b", {"a": 50}, 1, "reduction", opcodes=("reduce",), hlo=hlo.format(second))
         return program.rank()[0].remedy
 
     assert remedy("f/reduce_sum", "f/reduce_sum").startswith("one kernel for the whole reduction")
     assert remedy("f/reduce_sum", "g/reduce_sum").startswith("one kernel for both ends")
+    assert remedy("f/reduce_sum", "f/reduce_sum", read=100).startswith("one kernel for both ends")  # no sums are handed
 
 
 def test_what_a_product_is_only_converted_to_it_could_have_written() -> None:
