@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 from hlo_analysis.ends import adds_parts
@@ -57,24 +58,24 @@ def attention_products(
     return frozenset(end for end in ends if is_product(launches[end]))
 
 
-def _last_sizes(value: Intermediate) -> list[int]:
+def _last_sizes(value: Intermediate) -> tuple[int, ...]:
     """Queries and keys of scores: which of them comes last in the gradient's product is XLA's choice."""
-    return _sizes(value)[-2:]
+    return _sizes(value.shape)[-2:]
 
 
 def _last_size(value: Intermediate | Value) -> int:
     """The last dimension, 1 where there is none."""
-    return [1, *_sizes(value)][-1]
+    return (1, *_sizes(value.shape))[-1]
 
 
 def elements(value: Intermediate | Value) -> int:
     """Number of elements, read off the shape's text."""
-    return prod(_sizes(value))
+    return prod(_sizes(value.shape))
 
 
-def _sizes(value: Intermediate | Value) -> list[int]:
-    sizes = value.shape.partition("[")[2].partition("]")[0]
-    return [int(size) for size in sizes.split(",") if size.isdecimal()]
+@lru_cache(maxsize=1024)
+def _sizes(shape: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in shape.partition("[")[2].partition("]")[0].split(",") if size.isdecimal())
 
 
 def _sums_products(launch: Launch, scores: Intermediate) -> bool:

@@ -19,6 +19,7 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.handed import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.shared import read_again, read_at_once
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
+from hlo_analysis.scores import attention_scores
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
@@ -47,11 +48,12 @@ def rank(
         outputs: names of values (as in `Intermediate.name`) that the program returns.
         donated: names of the arguments whose buffers the program may overwrite.
     """
+    scores = attention_scores(launches, intermediates)
     missed = [
-        *between_launches(launches, intermediates, decisions, device, frozenset(outputs), frozenset(donated)),
+        *between_launches(launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated)),
         *through_updates(launches, intermediates, device, frozenset(outputs)),
         *filled_for_loops(launches, intermediates, device),
-        *read_at_once(launches, intermediates, device),
+        *read_at_once(launches, intermediates, device, scores),
         *read_again(launches, device),
     ]
     missed = [found for found in missed if _passes(found, launches)]

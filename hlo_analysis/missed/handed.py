@@ -12,7 +12,7 @@ from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, w
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
 from hlo_analysis.remedy_texts import APART, MASKED, PICKED
-from hlo_analysis.scores import attention_products, attention_scores
+from hlo_analysis.scores import attention_products
 from hlo_analysis.traits import fills, has
 
 # A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
@@ -39,12 +39,13 @@ def between_launches(
     intermediates: Sequence[Intermediate],
     decisions: Sequence[Decision],
     device: Device,
+    scores: frozenset[str],
     outputs: frozenset[str],
     donated: frozenset[str],
 ) -> Iterator[MissedFusion]:
     """One missed fusion for all that a launch hands the same readers."""
     why = _Reasons(decisions)
-    table, scores = Table(launches), attention_scores(launches, intermediates)
+    table = Table(launches)
     products = attention_products(launches, intermediates, scores)
     for (index, indices), stakes in _handed(launches, intermediates, scores, outputs).items():
         producer, near = launches[index], [launches[reader] for reader in indices]

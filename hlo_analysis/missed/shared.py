@@ -10,14 +10,13 @@ from hlo_analysis.missed.stakes import missed, read_by_each, waits
 from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion, Value
 from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
 from hlo_analysis.rereads import find_ancestors, find_rereads
-from hlo_analysis.scores import attention_scores
 from hlo_analysis.traits import PRODUCTS
 
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
 
 
 def read_at_once(
-    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device
+    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device, scores: frozenset[str]
 ) -> Iterator[MissedFusion]:
     """Launches that depend on one another in no way and read the same values."""
     readers: dict[str, list[Launch]] = defaultdict(list)
@@ -36,7 +35,6 @@ def read_at_once(
             again = len(group) * read - once  # nothing where each reads a slice of its own
             if again > 0:
                 groups[tuple(launch.index for launch in group)][name] = again
-    scores = attention_scores(launches, intermediates)
     for indices, shared in groups.items():
         group = [launches[index] for index in indices]
         _, name = max((count, name) for name, count in shared.items())

@@ -1,5 +1,9 @@
 // The comparison, decoded; words for numbers; a way to make elements that can never inject markup.
 
+if (!("DecompressionStream" in globalThis)) {
+  const old = "This browser cannot unpack the page's data: graph, decisions and launches need Chrome 80, Firefox 113 or Safari 16.4.";
+  document.querySelector("main").prepend(el("p", { className: "noscript", textContent: old }));
+}
 const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (byte) => byte.charCodeAt(0));
 const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
 const data = JSON.parse(await new Response(unpacked).text());
