@@ -31,7 +31,7 @@ GATED_LINEAR = Remedy(
 LINEAR_EPILOGUE = Remedy(
     kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
 )
-LINEAR_PROLOGUE = Remedy(kind="kernel", text="linear: the work before the product done as its operand is loaded")
+LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
 CHAINED = Remedy(
     kind="kernel",
     text="both products in one kernel, which keeps a block of rows of the first on the chip; it pays where those rows "
