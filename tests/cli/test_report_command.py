@@ -229,6 +229,18 @@ def test_any_function_can_be_reported(invoke, compared, tmp_path: Path):
     assert (first.shape, str(first.dtype), second.shape, str(second.dtype)) == ((8, 4), "bfloat16", (4, 2), "int4")
 
 
+def test_options_are_one_strategy_more(invoke, compared):
+    options = ("--option", "xla_gpu_enable_triton_gemm=False", "--option", "--xla_gpu_dot_merger_threshold_mb=1024")
+    result = invoke("report", "--block", "tiny", "--shape", "1x8", "--strategies", "xla", *options)
+    assert result.exit_code == 0, result.stderr
+    plain, added = compared[0]["strategies"]
+    assert (plain.name, added.name) == ("xla", "xla_options")
+    assert added.compiler_options == {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": "1024"}
+    result = invoke("report", "--option", "xla_gpu_enable_triton_gemm")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "expected --option NAME=VALUE" in result.stderr
+
+
 def test_keyword_arguments_need_a_function_around(invoke, compared, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def f(x, *, y): return x + y\n")
     result = invoke("report", "--fn", "mine.py:f", "--shape", "f32[8]")

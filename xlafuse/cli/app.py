@@ -92,6 +92,13 @@ def report(
         str | None,
         typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All that apply by default."),
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="One strategy more: XLA with this option, as a remedy names it. Several options are set together.",
+        ),
+    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="What differences are taken against: xla, or the first capture, by default."),
@@ -130,6 +137,7 @@ def report(
                 mode=mode.value,
                 target=target,
                 strategies=_names(strategies),
+                options=tuple(option or ()),
                 baseline=baseline,
                 output=output,
                 json=json,

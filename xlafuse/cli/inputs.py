@@ -36,6 +36,17 @@ def block_shape(texts: Sequence[str]) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def compiler_options(texts: Sequence[str]) -> dict[str, str | bool]:
+    """'xla_gpu_enable_triton_gemm=false' → {'xla_gpu_enable_triton_gemm': False}; numbers stay text, as XLA reads."""
+    options: dict[str, str | bool] = {}
+    for text in texts:
+        name, separator, value = text.removeprefix("--").partition("=")
+        if not (name and separator):
+            raise InputError(f"expected --option NAME=VALUE, as xla_gpu_enable_triton_gemm=false, got {text!r}")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return options
+
+
 def argument_shape(text: str) -> tuple[tuple[int, ...], str]:
     """'bf16[8192,4096]' → ((8192, 4096), 'bfloat16'), the shape and NumPy's name of the dtype."""
     name, bracket, rest = text.strip().partition("[")

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import webbrowser
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from xlafuse.errors import ComparisonError
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Comparison
+    from xlafuse.strategies import Strategy
 
 DEFAULT_BLOCK = "llama3-8b"
 BASELINE = "xla"
@@ -40,6 +42,8 @@ class Request:
     mode: Literal["forward", "grad"]
     target: str
     strategies: tuple[str, ...] | None
+    options: tuple[str, ...]
+    """'NAME=VALUE' of XLA's, together one strategy more."""
     baseline: str | None
     output: Path | None
     json: bool
@@ -92,6 +96,7 @@ def use_cpu_without_gpu() -> None:
 def _check(request: Request) -> None:
     """Names, before anything costs time."""
     from hlo_analysis.targets import load_target
+    from xlafuse.cli import inputs
     from xlafuse.strategies import get_strategy, resolve_strategies
 
     if request.block is not None and request.fn is not None:
@@ -102,7 +107,7 @@ def _check(request: Request) -> None:
         raise InputError("--module names one of the modules in a --capture")
     if request.captures:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
-        own["--strategies"] = request.strategies
+        own |= {"--strategies": request.strategies, "--option": request.options}
         own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
         given = [option for option, value in own.items() if value]
         if given:
@@ -113,6 +118,7 @@ def _check(request: Request) -> None:
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
     resolve_strategies(request.strategies)
+    inputs.compiler_options(request.options)
 
 
 def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
@@ -137,9 +143,11 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
     from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
-    strategies = request.strategies
+    strategies: tuple[str | Strategy, ...] | None = request.strategies
     if strategies is None and request.fn is not None:  # those that fill a block's sites say nothing of a function
         strategies = tuple(strategy.name for strategy in resolve_strategies(None) if "block" not in strategy.requires)
+    if request.options:
+        strategies = (*resolve_strategies(strategies), _with_options(request.options))
     names = [strategy.name for strategy in resolve_strategies(strategies)]
     states: dict[str, str] = {}
     with progress_on(Console(stderr=True), names) as show:
@@ -164,6 +172,17 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
             # That some strategies do not apply is no news where the others failed.
             failed = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
             raise ComparisonError(failed or error.reasons) from None
+
+
+def _with_options(options: Sequence[str]) -> Strategy:
+    from xlafuse.cli import inputs
+    from xlafuse.strategies import Strategy
+
+    return Strategy(
+        name="xla_options",
+        description=f"XLA with {', '.join(options)}.",
+        compiler_options=inputs.compiler_options(options),
+    )
 
 
 def _write(comparison: Comparison, folder: Path) -> list[Path]:
