@@ -1,0 +1,167 @@
+"""The chunks of long rows, in registers and in the ring of places in shared memory through which they come.
+
+Loads count on from row to row: a row has `RowPlan.loads` positions, and load number n of a warpgroup goes to its place
+n % slots. Who has read a place asks for the load that comes there next, which may be of the next row already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.cross_entropy.config import WARP_LANES, RowPlan
+from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.primitives.rows import LANES, WARPS, RowValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A chunk in a warpgroup's registers: pieces of one access a thread, which is a line a warp.
+
+    vector: values in an access; a piece is a (warps, lanes, vector) array.
+    """
+
+    vector: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a piece."""
+        return (WARPS, WARP_LANES, self.vector)
+
+    @property
+    def layout(self) -> plgpu.Layout | Any:
+        """Of a piece."""
+        return plgpu.Layout.TILED(plgpu.Tiling((self.shape,)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    def full(self, value: float) -> jax.Array:
+        """A piece of one float32 value."""
+        return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
+
+    def of_threads(self, value: float) -> jax.Array:
+        """One float32 value in each thread."""
+        return plgpu.layout_cast(jnp.full(self.shape[:2], value, jnp.float32), self.layout.reduce(2))
+
+    def over_warps(self, values: jax.Array) -> jax.Array:
+        """A value of each warp in each of its threads."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(values, self.shape[:2], (0,)), self.layout.reduce(2))
+
+    def over_vectors(self, values: jax.Array) -> jax.Array:
+        """A value of each thread beside each of its neighbouring logits."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(values, self.shape, (0, 1)), self.layout)
+
+    def access_numbers(self) -> jax.Array:
+        """Of a piece, in each place."""
+        warp, lane = (plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout) for axis in (0, 1))
+        return warp * WARP_LANES + lane
+
+    def value_numbers(self) -> jax.Array:
+        """Of a piece, in each place."""
+        neighbour = plgpu.broadcasted_iota(jnp.int32, self.shape, 2, layout=self.layout)
+        return self.access_numbers() * self.vector + neighbour
+
+    def read(self, ref) -> RowValues:
+        """The pieces of a chunk, an (accesses, vector) reference."""
+        return tuple(self._load(ref.at[pl.ds(first, LANES)]) for first in range(0, ref.shape[0], LANES))
+
+    def store(self, ref, first: jax.Array, value: jax.Array) -> None:
+        """Writes a piece to the accesses from `first` on."""
+        ref = ref.at[pl.ds(first, LANES)]
+        if is_interpreted():
+            ref[...] = value.reshape(LANES, self.vector)
+        else:
+            ref.reshape(self.shape)[...] = value
+
+    def _load(self, ref) -> jax.Array:
+        if is_interpreted():  # which does not know reshaped references, nor needs layouts
+            return ref[...].reshape(self.shape)
+        return plgpu.load(ref.reshape(self.shape), layout=self.layout, optimized=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """One warpgroup's places, and its part of each row of the block, which comes there chunk by chunk.
+
+    logits: all rows, a (rows, accesses, vector) reference; the block's are every `stride`-th from `first_row` on.
+    buffers: (warpgroups, slots, chunk, vector) in shared memory. arrived: a barrier for each place.
+    part, repeated: where the part begins and how much of its last chunk was in the chunk before; see `RowPlan.part`.
+    """
+
+    plan: RowPlan
+    pieces: Pieces
+    logits: Any
+    buffers: Any
+    arrived: Any
+    group: jax.Array
+    first_row: jax.Array
+    stride: int
+    part: jax.Array
+    repeated: jax.Array | int
+
+    @property
+    def slots(self) -> int:
+        """Places of the warpgroup."""
+        return self.buffers.shape[1]
+
+    def place(self, load: jax.Array) -> tuple[Any, Any]:
+        """Where load number `load` goes, and the barrier that tells of its arrival."""
+        slot = lax.rem(load, self.slots)
+        return self.buffers.at[self.group, slot], self.arrived.at[self.group * self.slots + slot]
+
+    def start(self, j: jax.Array) -> jax.Array:
+        """The access where this warpgroup's chunk j begins."""
+        begin = self.part + j * self.plan.chunk
+        return jnp.where(j == self.plan.own - 1, begin - self.repeated, begin) if self.plan.most_repeated else begin
+
+    def fetch(self, i: jax.Array, position: jax.Array) -> None:
+        """Asks for what is loaded at `position` of the block's row number i, or of a row after it."""
+        plan, rows = self.plan, self.logits.shape[0]
+        row = (i + position // plan.loads) * self.stride + self.first_row
+        j = plan.chunk_at(lax.rem(position, plan.loads))
+
+        @pl.when(row < rows)
+        def _():
+            source = self.logits.at[row, pl.ds(self.start(j), plan.chunk)]
+            target = self.place(i * plan.loads + position)
+            plgpu.copy_gmem_to_smem(source, *target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def row(self, i: jax.Array) -> RingRow:
+        """The block's row number i."""
+        return RingRow(ring=self, i=i, index=i * self.stride + self.first_row, first_load=i * self.plan.loads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingRow:
+    """The block's row number i as it comes through a ring.
+
+    index: among all rows. first_load: the number of the load at position 0.
+    """
+
+    ring: Ring
+    i: jax.Array
+    index: jax.Array
+    first_load: jax.Array
+
+    def wait(self, position: jax.Array) -> None:
+        """Until the load at `position` is there."""
+        plgpu.barrier_wait(self.ring.place(self.first_load + position)[1])
+
+    def read(self, position: jax.Array) -> RowValues:
+        """The chunk at `position`, whose place stays as it is."""
+        return self.ring.pieces.read(self.ring.place(self.first_load + position)[0])
+
+    def release(self, position: jax.Array) -> None:
+        """All of the warpgroup have read the place of this load: the next one may come."""
+        plgpu.commit_smem()
+        self.ring.fetch(self.i, position + self.ring.slots)
+
+    def take(self, position: jax.Array) -> RowValues:
+        """The chunk at `position`, whose place is then for the next load."""
+        values = self.read(position)
+        self.release(position)
+        return values
