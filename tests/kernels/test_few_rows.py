@@ -14,7 +14,7 @@ from pallas_kernels.ops.qkv_projection.config import candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.choice import SHARED
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -153,6 +153,12 @@ HEADS = {
         True,
     ),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
+    "a head a block, steps shared by warps": (
+        FewRowsConfig(columns=128, by_warps=WarpsCut(columns=128, depth=64, stages=2)),
+        128,
+        9,
+        True,
+    ),
     "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 33, False),
 }
 
@@ -217,6 +223,26 @@ def test_norm_of_rows(splits, seed):
     config = FewRowsConfig(columns=64, splits=splits, warpgroups=3 - splits, in_flight=1, direct=True)
     (got,) = few_rows_product(x, [w], norm=RowNorm(epsilon=0.1, scale=scale if splits == 2 else None), config=config)
     assert_close(got, normalised(x, scale if splits == 2 else jnp.ones(k)) @ wide(w))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
+    """The last is left to the other cut, which has scales of any dtype."""
+    m, k, n = 12, 256, 192
+    x, w, residual, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, m, n), normal(seed + 3, k)
+    bias = normal(seed + 4, n, dtype=jnp.float32)
+    got, kept = few_rows_product(
+        x,
+        [w],
+        epilogue=Epilogue(activation=get_activation("few_rows", "relu"), keeps_products=True),
+        norm=RowNorm(epsilon=0.1, scale=scale.astype(dtype)),
+        bias=bias,
+        residual=residual,
+        config=FewRowsConfig(by_warps=WarpsCut(depth=128, stages=2, warpgroups=2)),
+    )
+    product = normalised(x, scale) @ wide(w)
+    assert_close(kept, product)
+    assert_close(got, np.maximum(product + wide(bias), 0) + wide(residual))
 
 
 @pytest.mark.parametrize("rows", [1, 8])

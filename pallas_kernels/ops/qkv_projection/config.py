@@ -9,7 +9,7 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.choice import EVEN, FEW_ROWS, MANY_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
@@ -86,9 +86,12 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
 
 
 def _transposed(head_size: int | None) -> FewRowsConfig:
-    """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch; other cuts that were
-    measured are in `primitives/few_rows/TUNING.md`."""
-    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, norm_inside=True, direct=True)
+    """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch, of steps that warps share
+    where that was measured; other cuts that were measured are in `primitives/few_rows/TUNING.md`."""
+    by_warps = WarpsCut(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
+    return FewRowsConfig(
+        columns=head_size or 128, depth=64, warpgroups=4, stages=64, norm_inside=True, direct=True, by_warps=by_warps
+    )
 
 
 def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
@@ -96,7 +99,11 @@ def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
     if not _is_transposable(head_size):
         return {}
     inside = _transposed(head_size)
-    return {"transposed": replace(inside, norm_inside=False), "transposed, norm inside": inside}
+    found = {
+        "transposed": replace(inside, norm_inside=False),
+        "transposed, norm inside": replace(inside, by_warps=None),
+    }
+    return found | ({"transposed, norm inside, shared by warps": inside} if inside.by_warps else {})
 
 
 def _is_transposable(head_size: int | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig, WarpsCut
 from pallas_kernels.primitives.platform import target_device
 
 MOST_ROWS = 64
@@ -62,7 +62,7 @@ def choose_few_rows(
 def with_norm_inside(config: FewRowsConfig, rows: int) -> FewRowsConfig:
     """The same cut with a norm of x's rows in the launch, where that was measured to be faster than one before it."""
     if rows <= MOST_NORM_INSIDE and config in (ALONE, TOGETHER):
-        return replace(ALONE, norm_inside=True, in_flight=1)
+        return replace(ALONE, norm_inside=True, in_flight=1, by_warps=WarpsCut())
     if rows > MOST_NORM_INSIDE or config.columns != 2 * GROUP:
         return config
     return replace(config, warpgroups=2, norm_inside=True, direct=True, in_flight=1)
@@ -103,5 +103,6 @@ def with_norms_inside() -> dict[str, FewRowsConfig]:
     return {
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
         "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
-        "64 columns, 256 deep, norm inside": with_norm_inside(ALONE, rows=1),
+        "64 columns, 256 deep, norm inside": replace(with_norm_inside(ALONE, rows=1), by_warps=None),
+        "64 columns, 256 deep, norm inside, shared by warps": with_norm_inside(ALONE, rows=1),
     }

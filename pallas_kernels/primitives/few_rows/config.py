@@ -13,6 +13,20 @@ GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarpsCut:
+    """How a product is cut up whose steps are shared by warps, see by_warps.py.
+
+    columns: of a block, 64 or 128; of a product with rotated heads, a head. depth: of a step. stages: steps under way.
+    warpgroups: that compute; one more sends.
+    """
+
+    columns: int = GROUP
+    depth: int = 256
+    stages: int = 4
+    warpgroups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class FewRowsConfig:
     """The cut of a (rows, K) x (K, N) product.
 
@@ -27,6 +41,7 @@ class FewRowsConfig:
     in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
         each.
     in_flight: steps whose products are still under way when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
+    by_warps: the cut instead of this one, where the product has a norm inside and it fits.
     direct: whether results go from registers to device memory where they can, not through shared memory.
     """
 
@@ -39,6 +54,7 @@ class FewRowsConfig:
     in_parts: bool = False
     in_flight: int = 0
     direct: bool = False
+    by_warps: WarpsCut | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.few_rows.by_warps import fits, product_by_warps
 from pallas_kernels.primitives.few_rows.choice import choose_few_rows
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
@@ -79,6 +80,22 @@ def few_rows_product(
         raise ValueError("few_rows_product: only weights beside each other are rotated.")
     rows = x.shape[0]
     widths = tuple(w.shape[0 if scales else 1] for w in weights)
+    cut, head_size = config and config.by_warps, 0 if rotation is None else rotation.size
+    is_plain = not (row_squares or epilogue.gated) and (bias is None or bias.dtype.itemsize > 1)
+    is_known = is_plain and is_beside == (head_size > 0)
+    if cut and norm and is_known and fits(cut, rows, widths, x.shape[1], norm, head_size):
+        return product_by_warps(
+            x,
+            weights,
+            epilogue=epilogue,
+            bias=bias,
+            residual=residual,
+            norm=norm,
+            rotation=rotation,
+            out_dtype=jnp.dtype(out_dtype or x.dtype),
+            cut=cut,
+            name=name,
+        )
     x = whole_groups(x)
     residual = None if residual is None else whole_groups(residual)
     out_dtype = jnp.dtype(out_dtype or x.dtype)

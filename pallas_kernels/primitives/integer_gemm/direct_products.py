@@ -112,7 +112,7 @@ def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[Any]]:
                     a = [_widened(each, pair, share.dtype) for each in words]
                     for i in range(share.token_tiles):
                         b = right[half][i][pair][word : word + 2]
-                        sums[i] = _multiplied(sums[i], a, b, share.dtype)
+                        sums[i] = multiplied(sums[i], a, b, share.dtype)
     return sums
 
 
@@ -123,7 +123,8 @@ def _widened(word: Any, pair: int, dtype: jnp.dtype) -> Any:
     return instruct(word_type(), [word, constant(factor * 0x10001)], text, "=r,r,r")
 
 
-def _multiplied(sums: list[Any], left: list[Any], right: list[Any], dtype: jnp.dtype) -> list[Any]:
+def multiplied(sums: list[Any], left: list[Any], right: list[Any], dtype: jnp.dtype) -> list[Any]:
+    """A tile's sums with the product of registers of 16 columns and of 8 rows, each over 16 of the depth."""
     f32 = ir.F32Type.get()
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     text = (

@@ -93,14 +93,14 @@ def load_four(address: Any, offset: int, kind: str = "") -> list[Any]:
 
 
 _LOADS = {
-    "float32": "@p ld.global.f32 v, [$1];",
+    **dict.fromkeys(("float32", "int32"), "@p ld.global.f32 v, [$1];"),
     "bfloat16": "@p ld.global.b16 h, [$1]; mov.b32 v, {z, h};",
     "float16": "@p ld.global.b16 h, [$1]; cvt.f32.f16 v, h;",
 }
 
 
 def load_number(address: Any, dtype: Any, place: Word, end: int) -> Any:
-    """The number there as float32; zero where place >= end."""
+    """The number there as float32, or the bits of int32; zero where place >= end."""
     start = "{ .reg .f32 v; .reg .b16 h, z; .reg .pred p; mov.b16 z, 0; mov.b16 h, 0; mov.f32 v, 0f00000000; "
     text = start + f"setp.lt.u32 p, $2, $3; {_LOADS[jnp.dtype(dtype).name]} mov.f32 $0, v; }}"
     return instruct(ir.F32Type.get(), [address, place.value, constant(end)], text, "=f,l,r,r", ordered=True)
@@ -127,11 +127,11 @@ def load_shared(address: Any, offset: int, place: Word, end: int) -> Any:
     return instruct(ir.F32Type.get(), operands, text, "=&f,r,r,r,~{memory}", ordered=True)
 
 
-def as_array(value: Any, shape: tuple[int, ...], layout: Any) -> Any:
-    """An array of which each thread has one float32."""
+def as_array(value: Any, shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None) -> Any:
+    """An array of which each thread has one number of 32 bits. is_signed: of integers."""
     registers = np.empty((1,), dtype=object)
     registers[0] = llvm.bitcast(ir.VectorType.get((1,), value.type), value)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed)
 
 
 def of_array(array: Any) -> Any:
