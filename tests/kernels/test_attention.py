@@ -17,9 +17,12 @@ from pallas_kernels.ops.attention.arguments import masking_of, problem_of
 from pallas_kernels.ops.attention.config import ForwardConfig
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
+from pallas_kernels.ops.attention.problem import LOG2_E
 from pallas_kernels.ops.attention.reference import FORMS, attention_reference
 from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
+from pallas_kernels.ops.decode_attention import plan as decoding
 from pallas_kernels.specs import plain
 
 BANDS = [(None, None), (None, 0), (40, 0), (7, 12), (0, 0), (None, 33), (50, None)]
@@ -258,6 +261,17 @@ def test_reference_is_jax_attention(seed):
     np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"seed={seed}")
 
 
+@pytest.mark.parametrize("softcap", [1e-3, 50.0, 1000.0, 3000.0, 1e6, 1e30])
+def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
+    products = np.random.default_rng(seed).normal(scale=300.0, size=2000).astype(np.float32)
+    exact = softcap * np.tanh(0.25 * products.astype(np.float64) / softcap)
+    scores, bounded = capped(jnp.asarray(products), 0.25, softcap)
+    others = decoding.Scores(scale=0.25, window=None, softcap=softcap).prepare(jnp.asarray(products))
+    for got in (scores / LOG2_E, others):
+        np.testing.assert_allclose(got, exact, rtol=5e-5, atol=1e-6 * min(softcap, 1000), err_msg=f"seed={seed}")
+    np.testing.assert_allclose(bounded, exact / softcap, atol=1e-6, err_msg=f"seed={seed}")
+
+
 def test_a_window_that_bounds_nothing_is_no_window():
     assert masking_of(100, 100, True, 99, False) == masking_of(100, 100, True, None, False)
     assert masking_of(100, 100, False, 99, False) == masking_of(100, 100, False, None, False)
@@ -268,6 +282,8 @@ def test_a_window_that_bounds_nothing_is_no_window():
     ("changed", "error", "words"),
     [
         ({"softcap": 0.0}, ValueError, "positive"),
+        ({"softcap": float("nan")}, ValueError, "finite"),
+        ({"softcap": float("inf")}, ValueError, "finite"),
         ({"window": (-1, 0)}, ValueError, "window"),
         ({"window": 1.5}, ValueError, "window"),
         ({"mask": jnp.ones((16, 16))}, TypeError, "boolean"),

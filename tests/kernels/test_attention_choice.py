@@ -111,9 +111,12 @@ LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True
      ({"queries": 512, "batch": 4}, 2, 128), ({"queries": 512, "batch": 8}, 1, 128), ({"queries": 1024}, 4, 128),
      ({"queries": 1024, "is_causal": False}, 2, 128), ({"queries": 1024, "heads": 12, "key_heads": 12}, 1, 64),
      ({"queries": 2048}, 2, 128), ({"queries": 2048, "size": 64}, 2, 128), ({"queries": 2048, "batch": 4}, 1, 128),
-     ({"queries": 4096}, 1, 128), ({"queries": 256}, 4, 64), ({"queries": 128}, 4, 64), ({"queries": 63}, 1, 128),
-     ({"queries": 128, "size": 256}, 1, 64), ({"queries": 256, "size": 256}, 4, 64),
-     ({"queries": 512, "softcap": 1.0}, 1, 128), ({"queries": 512, "key_heads": 32}, 1, 64)],
+     ({"queries": 4096}, 1, 128), ({"queries": 256}, 4, 64), ({"queries": 128}, 4, 64), ({"queries": 17}, 4, 64),
+     ({"queries": 7, "key_heads": 1}, 1, 128), ({"queries": 16, "key_heads": 1}, 32, 64),
+     ({"queries": 128, "size": 256}, 4, 64), ({"queries": 256, "size": 256}, 4, 64),
+     ({"queries": 512, "softcap": 1.0}, 1, 128), ({"queries": 300}, 4, 64),
+     ({"queries": 300, "is_causal": False}, 4, 128), ({"queries": 128, "batch": 16}, 1, 128),
+     ({"queries": 512, "key_heads": 32}, 1, 64)],
 )  # fmt: skip
 def test_more_blocks_where_keys_make_few(given, parts, columns):
     problem = described(**{**LLAMA, **given, "keys": given["queries"]})
@@ -126,7 +129,8 @@ def test_more_blocks_where_keys_make_few(given, parts, columns):
 
 @pytest.mark.parametrize(
     ("given", "warpgroups"),
-    [({"queries": 64}, 1), ({"queries": 128}, 1), ({"queries": 129}, 2), ({"queries": 64, "batch": 8}, 2),
+    [({"queries": 64}, 1), ({"queries": 128}, 1), ({"queries": 129}, 2), ({"queries": 64, "batch": 8}, 1),
+     ({"queries": 128, "batch": 8}, 2),
      ({"queries": 128, "size": 256}, 2), ({"queries": 128, "softcap": 1.0}, 2)],
 )  # fmt: skip
 def test_one_warpgroup_makes_dquery_where_blocks_are_few(given, warpgroups):

@@ -159,8 +159,10 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
     if folds_forward(problem):
         out, lse = folded_forward(query, key, value, problem=problem)
     else:
-        out, lse = attention_forward(query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing)
-    return (out, lse), (query, key, value, out, lse, dense, others)
+        out, lse = attention_forward(
+            query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
+        )
+    return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, dense, others)
 
 
 @usual_promotion

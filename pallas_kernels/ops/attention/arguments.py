@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.primitives.checks import as_arrays, dropout_words, static_number
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
 from pallas_kernels.primitives.random import key_words
 
 Window = int | tuple[int | None, int | None] | None
@@ -127,10 +127,10 @@ def check(
     for name, number in (("scale", scale), ("softcap", softcap)):
         if isinstance(number, jax.Array):
             raise TypeError(f"attention: {name} must be a Python number, got an array.")
-        if number is not None:
-            static_number("attention", name, number)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"attention: softcap must be positive, got {softcap}.")
+    if scale is not None:
+        static_number("attention", "scale", scale)
+    if softcap is not None:
+        positive_number("attention", "softcap", softcap)
     _check_window(window)
     _check_dense(bias, mask, (batch, heads, queries, keys))
     _check_segments(segment_ids, batch, queries, keys)

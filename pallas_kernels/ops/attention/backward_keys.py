@@ -24,12 +24,15 @@ from pallas_kernels.ops.attention.backward_tiles import (
     Tile,
     Visits,
     block_place,
+    has_few_steps,
+    hidden,
     kept_scale,
     not_invariant,
     store_columns,
 )
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.operands import Operand
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
@@ -38,10 +41,10 @@ from pallas_kernels.primitives.random import mixed_words
 
 
 def key_value_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    dout: Operand,
     rows: jax.Array,
     extras: Mapping[str, jax.Array],
     *,
@@ -52,13 +55,14 @@ def key_value_gradients(
     """Returns (dkey, dvalue), like key and value.
 
     Args:
-        query, key, value, dout: lengths in multiples of 8, head size in multiples of 64.
+        query, key, value, dout: head size in multiples of 64.
         rows: of `rows_of`.
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
         folds: how rows of the problem, which is folded, lie in query and dout; None: as they are.
     """
-    batch, _, _, size = query.shape
+    batch, length, _, size = query.array.shape
+    operands = [query, key, value, dout]
     masking = problem.masking
     blocks = pl.cdiv(masking.keys, config.columns)
     parts = config.parts
@@ -70,14 +74,17 @@ def key_value_gradients(
     def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *refs):
         *gradients, scratch = refs
         dkey_ref, dvalue_ref = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
-        k, v, q, do, qrows, held, full, empty, finished = scratch
+        k, v, q, do, qrows, held, full, empty, finished, *qsegments = scratch
+        query_ref, key_ref, value_ref, dout_ref = (
+            own.of(ref) for own, ref in zip(operands, (query_ref, key_ref, value_ref, dout_ref), strict=True)
+        )
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the first keys are those that the most queries see.
         tile_index, lane = block_place(
             lax.axis_index("block"),
             tiles=blocks,
             lanes=lanes,
-            lane_bytes=4 * own_heads * query.shape[1] * size,
+            lane_bytes=4 * own_heads * length * size,
             section_blocks=config.waves * at_once,
         )
         b, key_head, part = _lane_place(lane, problem.key_heads, parts)
@@ -86,7 +93,8 @@ def key_value_gradients(
             tiles = TileRange(*(extras_refs["tiles"][b, tile_index, i] for i in range(4)))
         else:
             tiles = masking.query_tiles(first_key, config.columns, config.rows)
-        visits = Visits(tiles=tiles)
+        is_short = has_few_steps(problem, size, masking.queries, config.rows)
+        visits = Visits(tiles=hidden(tiles) if is_short else tiles)
         first_head = key_head * problem.group
         if part is not None:
             first_head = first_head + part * own_heads
@@ -113,6 +121,9 @@ def key_value_gradients(
                         plgpu.copy_gmem_to_smem(dout_ref.at[place], do.at[stage, own], full.at[stage])
                     rows_here = rows_ref.at[b, head, :, pl.ds(row, config.rows)]
                     plgpu.copy_gmem_to_smem(rows_here, qrows.at[stage], full.at[stage])
+                    if qsegments:
+                        numbers = extras_refs["query_segments"].at[b, pl.ds(row, config.rows)]
+                        plgpu.copy_gmem_to_smem(numbers, qsegments[0].at[stage], full.at[stage])
                     return head, step + 1
 
                 def one(g, step):
@@ -133,6 +144,10 @@ def key_value_gradients(
             """Of the keys from `first` on in the block's tile."""
             shape = (WARPGROUP_ROWS, config.rows)
             words = mixed_words(extras_refs["words"]) if "words" in extras_refs else None
+            own_segments = None
+            if qsegments:
+                own = extras_refs["key_segments"].at[b, pl.ds(first_key + first, WARPGROUP_ROWS)]
+                own_segments = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
             def run(*accumulators):
                 accumulators = list(accumulators)
@@ -156,6 +171,7 @@ def key_value_gradients(
                         extras=extras_refs,
                         words=words,
                         places=qrows.at[stage, 2],
+                        segments=(own_segments, qsegments[0].at[stage]) if qsegments else None,
                     )
                     plgpu.barrier_wait(full.at[stage])
 
@@ -238,9 +254,10 @@ def key_value_gradients(
             pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
 
     dtype = problem.dtype
-    result = [jax.ShapeDtypeStruct(key.shape, dtype)] * 2
+    shape = (*key.array.shape[:2], key.heads, size)
+    result = [jax.ShapeDtypeStruct(shape, dtype)] * 2
     if parts > 1:
-        result = [jax.ShapeDtypeStruct((2, parts, *key.shape), dtype)]
+        result = [jax.ShapeDtypeStruct((2, parts, *shape), dtype)]
     kernel = settings.kernel(
         attention_backward_keys,
         out_type=result,
@@ -256,14 +273,15 @@ def key_value_gradients(
                 shared((config.stages, config.rows, size), dtype),
                 plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
                 plgpu.Barrier(num_arrivals=2),
-                plgpu.Barrier(num_arrivals=1 + 2 * copies, num_barriers=config.stages),
+                plgpu.Barrier(num_arrivals=1 + 2 * copies + masking.has_segments, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups),
+                *([plgpu.SMEM((config.stages, config.rows), jnp.int32)] if masking.has_segments else []),
             ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    made = kernel(query, key, value, dout, rows, dict(extras))
+    made = kernel(*(operand.array for operand in operands), rows, dict(extras))
     return (_added(made[0][0]), _added(made[0][1])) if parts > 1 else tuple(made)
 
 

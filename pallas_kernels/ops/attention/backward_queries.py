@@ -14,7 +14,7 @@ output in the place of the first keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,21 +23,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, QueriesConfig
-from pallas_kernels.ops.attention.backward_tiles import Tile, Visits, block_place, not_invariant, store_columns
+from pallas_kernels.ops.attention.backward_tiles import (
+    Tile,
+    Visits,
+    block_place,
+    has_few_steps,
+    hidden,
+    not_invariant,
+    row_sums,
+    store_columns,
+)
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.operands import GROUP, Operand, clipped
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.random import mixed_words
 
+_CLIPPED_HEAD = 128
+"""With larger ones there is no room for results in shared memory of their own, nor beside the keys' segments."""
+
 
 def query_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
-    rows: jax.Array | tuple[jax.Array, jax.Array],
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    dout: Operand,
+    rows: jax.Array | tuple[Operand, jax.Array],
     extras: Mapping[str, jax.Array],
     *,
     problem: Problem,
@@ -46,10 +59,12 @@ def query_gradients(
     numbers: int | None = None,
     folds: Folds | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
+    """Returns dquery; `rows_of`'s rows; and the gradients of all scores where they are asked for.
+
+    dquery is like query, or only as long as there are queries.
 
     Args:
-        query, key, value, dout: lengths in multiples of 8, head size in multiples of 64.
+        query, key, value, dout: head size in multiples of 64.
         rows: of `rows_of`; or what the kernel makes them of: the output, like query, and the log-sum-exp, (batch,
             heads, queries padded to whole tiles).
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
@@ -60,27 +75,36 @@ def query_gradients(
             they are the queries' places.
         folds: how rows of the problem, which is folded, lie in query, dout and output; None: as they are.
     """
-    batch, heads, size = query.shape[0], problem.heads, query.shape[3]
+    batch, length, _, size = query.array.shape
+    heads = problem.heads
     masking = problem.masking
     blocks = pl.cdiv(masking.queries, config.rows)
     key_blocks = pl.cdiv(masking.keys, config.columns)
     lanes = batch * heads
     dtype = problem.dtype
     makes_rows = isinstance(rows, tuple)
+    operands = [query, key, value, dout]
+    # TMA clips rows beyond the last where it need not know of groups, which shared memory of another layout takes.
+    is_short = size == problem.head_size <= _CLIPPED_HEAD and not masking.has_segments
+    is_clipped = masking.queries % GROUP > 0 and folds is None and is_short
     # Slots of the ring that the output of a block's queries takes.
     lead = pl.cdiv(config.rows, config.columns) if makes_rows else 0
     held_arrivals = (3 if makes_rows else 2) * (1 if folds is None else folds.heads_of(WARPGROUP_ROWS))
 
     def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, dquery_ref, *refs):
         dbias_ref = refs[-2] if makes_dbias else None
-        q, do, ring, held, full, empty = refs[-1]
+        q, do, ring, held, full, empty, results, ksegments = refs[-1]
+        query_ref, key_ref, value_ref, dout_ref = (
+            own.of(ref) for own, ref in zip(operands, (query_ref, key_ref, value_ref, dout_ref), strict=True)
+        )
+        out_ref = rows[0].of(rows_refs[0]) if isinstance(rows, tuple) else None
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the last queries are those that see the most keys.
         place, lane = block_place(
             lax.axis_index("block"),
             tiles=blocks,
             lanes=lanes,
-            lane_bytes=-(-4 * key.shape[1] * size // problem.group),
+            lane_bytes=-(-4 * key.array.shape[1] * size // problem.group),
         )
         tile_index = blocks - 1 - place
         b, head = lax.div(lane, heads), lax.rem(lane, heads)
@@ -92,7 +116,10 @@ def query_gradients(
             tiles = masking.key_tiles(first_query, config.rows, config.columns)
         if makes_dbias:
             tiles = tiles._replace(first=0, last=key_blocks)
-        visits = Visits(tiles=tiles)
+        is_short = has_few_steps(problem, size, masking.keys, config.columns)
+        # With two steps, and two warpgroups' masks, a head size of 128 is large enough.
+        is_short |= masking.is_causal and size == 128 and key_blocks == 2 and config.warpgroups == 2
+        visits = Visits(tiles=hidden(tiles) if is_short else tiles)
 
         def out_of(i):
             """Where the output of a warpgroup's queries is."""
@@ -105,7 +132,7 @@ def query_gradients(
             for i in range(config.warpgroups):
                 tiles_of = [(query_ref, q.at[i]), (dout_ref, do.at[i])]
                 if makes_rows:
-                    tiles_of.append((rows_refs[0], out_of(i)))
+                    tiles_of.append((out_ref, out_of(i)))
                 for place, own in row_places(b, first_query + i * WARPGROUP_ROWS, head, WARPGROUP_ROWS, folds):
                     for ref, tile in tiles_of:
                         plgpu.copy_gmem_to_smem(ref.at[place], tile.at[own], held.at[i])
@@ -121,6 +148,10 @@ def query_gradients(
                             plgpu.barrier_wait(empty.at[slot])
 
                         plgpu.copy_gmem_to_smem(ref.at[place], ring.at[slot], full.at[slot])
+                        if ksegments is not None:
+                            # With values too, since a slot has now keys and now values.
+                            numbers = extras_refs["key_segments"].at[place[0], place[1]]
+                            plgpu.copy_gmem_to_smem(numbers, ksegments.at[slot], full.at[slot])
                         n = n + 1
                     return n
 
@@ -158,7 +189,7 @@ def query_gradients(
                 """lse in base 2 and delta; and the rows are in device memory for the other kernel."""
                 lse = row_values(rows_refs[1].at[place]) * LOG2_E
                 plgpu.barrier_wait(held.at[warpgroup])
-                delta = _row_sums(out_of(warpgroup), do.at[warpgroup])
+                delta = row_sums(out_of(warpgroup), do.at[warpgroup])
                 # What TMA writes there next must come after these reads.
                 plgpu.commit_smem()
                 for i in range(lead):
@@ -174,12 +205,17 @@ def query_gradients(
 
             lse, delta = made_rows() if makes_rows else given_rows()
             own_numbers = None if numbers is None else row_numbers()
+            own_segments = None
+            if ksegments is not None:
+                own_segments = row_values(extras_refs["query_segments"].at[b, pl.ds(first, WARPGROUP_ROWS)])
 
             def run(dq):
                 def slots_of(n):
                     return (lax.rem(lead + 2 * n + i, config.slots) for i in (0, 1))
 
                 def release(n):
+                    if ksegments is not None:
+                        plgpu.commit_smem()  # threads have read what TMA writes next
                     plgpu.barrier_arrive(empty.at[lax.rem(lead + 2 * n, config.slots)])
 
                 def step(n, key_tile, is_masked):
@@ -196,6 +232,7 @@ def query_gradients(
                         words=words,
                         places=extras_refs["places"].at[pl.ds(key_tile * config.columns, config.columns)],
                         numbers=own_numbers,
+                        segments=None if ksegments is None else (own_segments, ksegments.at[k_slot]),
                     )
 
                     own = warpgroup + not_invariant(n)
@@ -240,19 +277,27 @@ def query_gradients(
                 return result
 
             dq = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32))
-            own_q = q.at[warpgroup]
-            store_columns(own_q, dq * problem.scale)
+            if results is None:
+                own_q = q.at[warpgroup]
+                store_columns(own_q, dq * problem.scale)
+            else:
+                # All columns at once: Mosaic GPU swizzles those of a part as if shared memory began with them.
+                own_q = results.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                own_q[...] = (dq * problem.scale).astype(dtype)
             plgpu.commit_smem()
             for place, own in row_places(b, first, head, WARPGROUP_ROWS, folds):
                 plgpu.copy_smem_to_gmem(own_q.at[own], dquery_ref.at[place])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    out_type = [jax.ShapeDtypeStruct(query.shape, dtype)]
+    out_type = [jax.ShapeDtypeStruct((batch, masking.queries if is_clipped else length, query.heads, size), dtype)]
     if makes_rows:
         out_type.append(jax.ShapeDtypeStruct((batch, heads, 3, blocks * config.rows), jnp.float32))
     if makes_dbias:
         shape = (batch, heads, blocks * config.rows, key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers)
+    if is_clipped or masking.has_segments:
+        params = replace(params, reduction_scratch_bytes=0)  # there is no room, and no sum across warps
     kernel = settings.kernel(
         attention_backward_queries,
         out_type=out_type,
@@ -266,23 +311,15 @@ def query_gradients(
                 shared((config.warpgroups, WARPGROUP_ROWS, size), dtype),
                 shared((config.slots, config.columns, size), dtype),
                 plgpu.Barrier(num_arrivals=held_arrivals, num_barriers=config.warpgroups),
-                plgpu.Barrier(num_barriers=config.slots),
+                plgpu.Barrier(num_arrivals=1 + masking.has_segments, num_barriers=config.slots),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.slots),
+                clipped(config.rows, size, dtype) if is_clipped else None,
+                plgpu.SMEM((config.slots, config.columns), jnp.int32) if masking.has_segments else None,
             ),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+        compiler_params=params,
     )
-    dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
-    made = rows if isinstance(rows, jax.Array) else others.pop(0)
+    given = (rows[0].array, rows[1]) if isinstance(rows, tuple) else rows
+    dquery, *others = kernel(*(operand.array for operand in operands), given, dict(extras))
+    made = others.pop(0) if isinstance(rows, tuple) else rows
     return dquery, made, others[0] if others else None
-
-
-def _row_sums(left: Any, right: Any, columns: int = 64) -> jax.Array:
-    """The sum of left * right along each row, in float32, of references to 64 rows; some columns at a time."""
-
-    def part(ref, start):
-        values = plgpu.load(ref.at[:, pl.ds(start, columns)], layout=plgpu.Layout.WGMMA)
-        return values.astype(jnp.float32)
-
-    first, *others = (part(left, start) * part(right, start) for start in range(0, left.shape[1], columns))
-    return jnp.sum(sum(others, first), axis=1)

@@ -9,10 +9,12 @@ from pallas_kernels.ops.attention.folded import can_fold, folded
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
-_LEAST, _LEAST_OF_LARGE, _MOST = 64, 256, 2048
-"""Lengths with which more blocks are made of the same work; with heads over 128, which spill with fewer keys."""
+_LEAST, _MOST = 8, 2048
+"""Lengths with which more blocks are made of the same work."""
 _LONG = 512
 """From so many keys on, blocks under a causal mask differ by more than a second round of them costs."""
+_TWO_TILES = 256
+"""With more keys, smaller blocks under a causal mask gain more than a second round of them costs."""
 _SMALL_HEAD = 128
 _ONE_STEP = 128
 """Keys with which a block of one warpgroup does not spill under a causal mask."""
@@ -28,21 +30,25 @@ def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     lengths = (masking.queries, masking.keys)
     is_plain = not features_of(problem) and masking.left is None and masking.right in (None, 0)
     is_small = problem.head_size <= _SMALL_HEAD
-    if not is_plain or min(lengths) < (_LEAST if is_small else _LEAST_OF_LARGE) or max(lengths) > _MOST:
+    if not is_plain or min(lengths) < _LEAST or max(lengths) > _MOST:
         return config
     if max(lengths) == _MOST and not masking.is_causal:
         return config  # One kernel makes all gradients.
     keys, queries = config.keys, config.queries
     # Blocks of this kernel and of the other.
-    most = target_device().core_count * (2 if masking.is_causal and masking.keys >= _LONG else 1)
+    cores = target_device().core_count
+    most = cores * (2 if masking.is_causal and masking.keys >= _LONG else 1)
     lanes = problem.batch * problem.key_heads
     blocks = lanes * -(-masking.keys // keys.columns)
     parts = max((n for n in range(1, most // blocks + 1) if problem.group % n == 0), default=1)
     halves = replace(keys, shares_keys=False)
+    most = cores * (2 if masking.is_causal and masking.keys > _TWO_TILES else 1)
     if parts * lanes * -(-masking.keys // halves.columns) <= most:
         keys = halves
     of_queries = problem.batch * problem.heads * -(-masking.queries // WARPGROUP_ROWS)
-    if is_small and masking.keys <= _ONE_STEP and of_queries <= target_device().core_count:
+    # A second warpgroup would have no queries, or blocks of one are more and no more than run at once.
+    is_one = masking.queries <= WARPGROUP_ROWS or (masking.keys <= _ONE_STEP and of_queries <= cores)
+    if is_small and is_one:
         queries = _one_warpgroup(queries)
     return replace(config, keys=replace(keys, parts=parts), queries=queries)
 

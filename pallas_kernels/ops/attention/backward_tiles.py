@@ -16,9 +16,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.backward_config import COLUMNS
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.scores import capped
 
 _LONGEST_TILE = 128
 """Keys of the longest tile; the others divide it."""
@@ -30,8 +32,9 @@ class Tile:
 
     query_axis: 0 or 1.
     batch, head: of the queries. row, column: its first query and key.
-    extras: references in device memory, those that there are: "query_segments", "key_segments" (padded to whole tiles)
-        and "dense" (as the tile lies: its last two axes are those of the tile, each padded or of length 1).
+    extras: references in device memory, of which "dense" is read where there is one (as the tile lies: its last two
+        axes are those of the tile, each padded or of length 1).
+    segments: with them, the numbers of what lies along axis 0, and a reference in shared memory to those of axis 1.
     words: of the dropout key, mixed.
     places: numbers, from 0 on or further, of what lies along axis 1: queries' in shared memory, float32, or keys' in
         device memory. Numbers that a thread works out by itself, 16 or 32 of them, the compiler holds in registers
@@ -50,6 +53,7 @@ class Tile:
     words: Any
     places: Any = None
     numbers: Any = None
+    segments: tuple[Any, Any] | None = None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
         """exp(score - lse) of the products query @ key, and the scores' slope by them where that is not constant.
@@ -61,9 +65,7 @@ class Tile:
         if problem.softcap is None:
             scores = products * (problem.scale * LOG2_E)
         else:
-            # tanh by its exponential: the approximate instruction is too coarse for scores.
-            bounded = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap)))
-            scores = bounded * (problem.softcap * LOG2_E)
+            scores, bounded = capped(products, problem.scale, problem.softcap)
             # Between 0 and 1, and in 16 bits for want of registers.
             slope = (1 - bounded * bounded).astype(jnp.float16)
         seen = self._seen() if is_masked else None
@@ -134,14 +136,11 @@ class Tile:
 
     def _seen(self) -> jax.Array:
         segments = []
-        if self.problem.masking.has_segments:
-            for name, start, axis in (
-                ("query_segments", self.row, self.query_axis),
-                ("key_segments", self.column, 1 - self.query_axis),
-            ):
-                ref = self.extras[name].at[self.batch, pl.ds(start, self.shape[axis])]
-                vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-                segments.append(lax.broadcast_in_dim(vector, self.shape, (axis,)))
+        if self.segments is not None:
+            first, second = self.segments
+            second = plgpu.load(second, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            both = [lax.broadcast_in_dim(vector, self.shape, (axis,)) for axis, vector in enumerate((first, second))]
+            segments = both[::-1] if self.query_axis else both
         masking = self.problem.masking
         # Places from where axis 0 begins, so that the few that a thread has of that axis are the same every step.
         begin = self.column if self.query_axis else self.row
@@ -190,6 +189,22 @@ class Visits:
     def full_tile(self, i: Any) -> Any:
         """The i-th full tile."""
         return self.tiles.full_first + i
+
+
+_SMALL_HEAD, _MANY_STEPS = 128, 8
+
+
+def has_few_steps(problem: Problem, head_size: int, length: int, tile: int) -> bool:
+    """Whether the compiler writes out a block's steps one by one, for which large heads leave no registers."""
+    masking = problem.masking
+    if masking.is_causal:
+        length = min(masking.queries, masking.keys)
+    return head_size > _SMALL_HEAD and (length < _MANY_STEPS * tile or bool(masking.keys % COLUMNS))
+
+
+def hidden(tiles: TileRange) -> TileRange:
+    """The same, in numbers that the compiler does not know."""
+    return TileRange(*lax.optimization_barrier(tuple(jnp.asarray(bound, jnp.int32) for bound in tiles)))
 
 
 def kept_scale(problem: Problem) -> float:
@@ -258,3 +273,14 @@ def rows_of(
         lines = [line.reshape(line.shape[0], line.shape[1] // group, -1) for line in lines]
     stacked = jnp.stack(lines, axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
+
+
+def row_sums(left: Any, right: Any, columns: int = 64) -> jax.Array:
+    """The sum of left * right along each row, in float32, of references to 64 rows; some columns at a time."""
+
+    def part(ref, start):
+        values = plgpu.load(ref.at[:, pl.ds(start, columns)], layout=plgpu.Layout.WGMMA)
+        return values.astype(jnp.float32)
+
+    first, *others = (part(left, start) * part(right, start) for start in range(0, left.shape[1], columns))
+    return jnp.sum(sum(others, first), axis=1)

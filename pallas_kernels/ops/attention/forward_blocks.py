@@ -277,12 +277,13 @@ class ForwardKernel:
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
-        buffer = buffers["out" if config.own_output else "q"].at[warpgroup]
+        buffer = buffers["out" if config.own_output else "q"]
+        rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
+        buffer = buffer.at[warpgroup] if len(buffer.shape) == 3 else buffer.at[own_rows]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = out.astype(problem.dtype)
         buffers["lse"].at[warpgroup][...] = lse
         plgpu.commit_smem()
-        rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
         places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
         if self.schedule.rest:
             of_part = jnp.maximum(part, 0)

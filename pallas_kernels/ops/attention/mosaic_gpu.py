@@ -22,6 +22,7 @@ from jax import lax
 from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward_blocks import ForwardKernel
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
+from pallas_kernels.ops.attention.operands import GROUP, Operand, clipped, whole_groups
 from pallas_kernels.ops.attention.parts import with_parts
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.schedule import Schedule
@@ -30,9 +31,6 @@ from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
-
-_GROUP = 8
-"""TMA brings groups of eight rows: lengths are multiples of them."""
 
 
 def attention_forward(
@@ -44,15 +42,18 @@ def attention_forward(
     problem: Problem,
     config: ForwardConfig | None = None,
     lse_of_nothing: float = 0.0,
+    pads_lse: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse): out like query, lse (batch, heads, queries) float32, the scores' log-sum-exp.
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
     lse_of_nothing: the log-sum-exp of a query that sees no key.
+    pads_lse: whether lse may be longer, by what the last tile has beyond the queries: finite numbers, for
+        `attention_backward`.
     """
     config = config or tuned_forward(problem)
     queries = problem.masking.queries
-    operands = [whole_groups(array) for array in (query, key, value)]
+    operands = whole_groups(query, key, value)
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
     schedule = Schedule.of(
@@ -69,14 +70,9 @@ def attention_forward(
     out, lse, *parts = _launch(problem, config, schedule, operands, arrays, lse_of_nothing)
     if schedule.rest:
         out, lse = with_parts(out, lse, *parts, problem=problem, schedule=schedule, rows=config.rows)
-    everything = (*operands, *arrays.values())
-    return varying_like(out[:, :queries], *everything), varying_like(lse[:, :, :queries], *everything)
-
-
-def whole_groups(array: jax.Array) -> jax.Array:
-    """(batch, length, heads, head size) with zeros behind it up to whole groups of what TMA brings."""
-    extra = -array.shape[1] % _GROUP
-    return jnp.pad(array, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else array
+    everything = (query, key, value, *arrays.values())
+    lse = lse if pads_lse else lse[:, :, :queries]
+    return varying_like(out[:, :queries], *everything), varying_like(lse, *everything)
 
 
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
@@ -103,12 +99,17 @@ def compiler_params() -> plgpu.CompilerParams:
     return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 
-def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operands, arrays, lse_of_nothing: float):
-    query = operands[0]
+def _launch(
+    problem: Problem, config: ForwardConfig, schedule: Schedule, operands: list[Operand], arrays, lse_of_nothing: float
+):
     warpgroups = config.warpgroups
     size, dtype = problem.head_size, problem.dtype
+    queries = problem.masking.queries
+    # TMA clips rows beyond the last where it need not know of groups, which shared memory of another layout takes.
+    is_clipped = config.own_output and queries % GROUP > 0
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
+        q_ref, k_ref, v_ref = (own.of(ref) for own, ref in zip(operands, (q_ref, k_ref, v_ref), strict=True))
         *results, buffers, barriers = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         kernel = ForwardKernel(problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing)
@@ -130,7 +131,8 @@ def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operand
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
-        buffers["out"] = shared((warpgroups, ROWS, size), dtype)
+        whole = shared((warpgroups, ROWS, size), dtype)
+        buffers["out"] = clipped(config.rows, size, dtype) if is_clipped else whole
     has_segments = problem.masking.has_segments
     if has_segments:
         buffers["segments"] = plgpu.SMEM((config.key_stages, config.columns), jnp.int32)
@@ -144,8 +146,9 @@ def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operand
     }
     if config.ping_pong and warpgroups > 1:
         barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
+    length = queries if is_clipped else queries + -queries % GROUP
     out_type = [
-        jax.ShapeDtypeStruct(query.shape, dtype),
+        jax.ShapeDtypeStruct((problem.batch, length, problem.heads, size), dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
     if schedule.rest:
@@ -160,4 +163,4 @@ def _launch(problem: Problem, config: ForwardConfig, schedule: Schedule, operand
         thread_name="warpgroup",
         scratch_types=(buffers, barriers),
         compiler_params=compiler_params(),
-    )(*operands, arrays)
+    )(*(operand.array for operand in operands), arrays)

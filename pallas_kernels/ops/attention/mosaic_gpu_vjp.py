@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward
-from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
+from pallas_kernels.ops.attention.backward_config import COLUMNS, BackwardConfig
 from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
 from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.operands import whole_groups
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import varying_like
 
-_LINES = 8
-"""TMA brings groups of eight rows."""
 _TILE = 256
 """A multiple of every other tile's length."""
 _CONSTANT = 4096
@@ -43,7 +43,7 @@ def attention_backward(
     """Returns (dquery, dkey, dvalue, ddense): like query, key, value and `extras.dense`; None unless that is a bias.
 
     Args:
-        out, lse: the forward pass's results; lse is 0 for a query that sees no key.
+        out, lse: the forward pass's results; lse is 0 for a query that sees no key, and may be longer, see `pads_lse`.
         dout: the cotangent of out, like query.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
         config: the cut; None: the measured best, else by head size.
@@ -70,9 +70,9 @@ def attention_backward(
 
 def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
     whole = math.lcm(_TILE, config.queries.rows)
-    rows = rows_of(out, lse, dout, dlse, whole)
+    rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
     by_keys, _ = _extras(extras, problem, config, whole)
-    q, k, v, do = (_whole(array) for array in (query, key, value, dout))
+    q, k, v, do = (whole_groups(array, columns=COLUMNS)[0].array for array in (query, key, value, dout))
     assert config.fused is not None
     return (*fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused), None)
 
@@ -80,19 +80,22 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
     whole = math.lcm(_TILE, config.queries.rows)
     group = problem.group if config.folds and can_fold(problem) else 1
+    if group > 1 or dlse is not None:
+        lse = lse[:, :, : problem.masking.queries]
+    made = None if dlse is None else rows_of(out, lse, dout, dlse, whole, group=group)
     folds, numbers = None, None
     if group > 1:
         folds = folds_in_place(problem, config.queries.rows)
         numbers = problem.masking.queries if problem.masking.is_causal else None
         problem = folded(problem)
     turns = group > 1 and folds is None
-    q, do, own_out = (_whole(fold(array, group) if turns else array) for array in (query, dout, out))
-    k, v = _whole(key), _whole(value)
+    if turns:
+        query, dout, out = (fold(array, group) for array in (query, dout, out))
+    # By what the forward pass has, which pads the same arrays.
+    q, k, v = whole_groups(query, key, value, columns=COLUMNS)
+    do, own_out = whole_groups(dout, out, columns=COLUMNS)
     by_keys, by_queries = _extras(extras, problem, config, whole)
-    if dlse is None:
-        rows = own_out, _padded_lse(lse, problem, config.queries.rows)
-    else:
-        rows = rows_of(out, lse, dout, dlse, whole, group=group)
+    rows = (own_out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     dq, made_rows, dscores = query_gradients(
         q,
         k,
@@ -110,17 +113,11 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     return unfold(dq[:, : problem.masking.queries], group) if turns else dq, dk, dv, dscores
 
 
-def _whole(array: jax.Array) -> jax.Array:
-    """(batch, length, heads, head size) with zeros up to whole groups of rows and of columns."""
-    rows, columns = -array.shape[1] % _LINES, padded_head(array.shape[3]) - array.shape[3]
-    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else array
-
-
 def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
     """(batch, heads, queries padded to whole tiles), of the problem's heads, which may be those of keys."""
     lse = lse.reshape(problem.batch, problem.heads, -1)
-    extra = -lse.shape[2] % rows
-    return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra else lse
+    extra = pl.cdiv(problem.masking.queries, rows) * rows - lse.shape[2]
+    return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 
 
 def _counted(count: int) -> jax.Array:

@@ -118,6 +118,8 @@ _ARG_SPECS = (
     _call(2, 16, 16, 8, 2, 128, is_causal=True, tags=_GPU),  # and are brought from where they are
     _call(2, 32, 200, 8, 2, 128, tags=_GPU),
     _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
+    _call(1, 256, 256, 4, 1, 256, is_causal=True, tags=_GPU),  # few steps of a large head
+    _call(1, 300, 196, 4, 1, 256, tags=_GPU),
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
     _call(2, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),

@@ -14,6 +14,7 @@ from jax import lax
 from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, stored_columns
 
 _LOG2E = math.log2(math.e)
+_LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,12 @@ class Scores:
             return -products if self.scale < 0 else products
         # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
         doubled = jnp.exp2(products * (2 * self.scale / self.softcap * _LOG2E))
-        return self.softcap * (1 - 2 / (1 + doubled))
+        bounded = 1 - 2 / (1 + doubled)
+        scores = self.softcap * bounded
+        if self.softcap > _LARGE_CAP:  # which would show how that is rounded: small scores are by their series
+            factor = 1 - bounded * bounded * (1 / 3)
+            scores = jnp.where(jnp.abs(bounded) < _SMALL_ANGLE, products * self.scale * factor, scores)
+        return scores
 
 
 @dataclass(frozen=True, kw_only=True)
