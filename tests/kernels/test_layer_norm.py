@@ -94,6 +94,7 @@ def test_all_forward_configurations_agree(seed, has_residual):
     for config in (
         ForwardConfig(),
         ForwardConfig(piece=1),
+        ForwardConfig(holds="packed", piece=1),
         ForwardConfig(holds="shared", piece=1),
         ForwardConfig(holds="shared", warpgroups=2, piece=2),
         ForwardConfig(warpgroups=2, piece=1),

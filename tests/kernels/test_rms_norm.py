@@ -79,6 +79,15 @@ def test_long_rows_in_chunks(seed, features, has_residual):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_rows_held_as_16_bits(seed):
+    x, scale = jax.random.normal(jax.random.key(seed), (3, 516), jnp.bfloat16), jnp.linspace(0.5, 2, 516)
+    x = x.at[1, 7].set(jnp.nan)  # a row of which nothing is a number
+    y, _ = rms_norm_forward(x, scale, None, epsilon=1e-6, config=ForwardConfig(holds="packed", piece=1))
+    expected = np.asarray(rms_norm(x, scale, epsilon=1e-6, implementation="xla"), np.float32)
+    np.testing.assert_allclose(np.asarray(y, np.float32), expected, rtol=2**-7, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_all_backward_configurations_agree(seed):
     x, dy, scale = rows(seed, 5, 512), rows(seed + 1, 5, 512), rows(seed, 1, 512)[0]
     expected = jax.vjp(rms_norm_reference, x, scale)[1](dy)

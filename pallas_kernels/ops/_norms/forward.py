@@ -25,6 +25,7 @@ from pallas_kernels.primitives.rows import (
     split_row,
     store_row,
     to_float32,
+    widened_again,
     zeros_row,
 )
 
@@ -52,7 +53,8 @@ def norm_forward(
         has_residual=residual is not None,
         has_dropout=words is not None,
     )
-    body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
+    whole_row = _packed_row if config.holds == "packed" else _whole_row
+    body = (whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     names = (*operands, "y", *(() if residual is None else ("total",)))
@@ -78,18 +80,19 @@ def norm_forward(
 
 
 def _sum_of(norm, row, refs, words, columns, segments, features):
-    """Part of one row of x, dropped out and summed with the residual and rounded as it is stored, in float32."""
-    value = to_float32(load_row(refs["x"].at[row, columns], segments))
+    """Part of one row of x, dropped out and summed with the residual and rounded as it is stored."""
+    x = load_row(refs["x"].at[row, columns], segments)
+    if "residual" not in refs:
+        return x
+    value = to_float32(x)
     if words is not None:
         start = jnp.asarray(columns.start).astype(jnp.uint32)
         places = tuple(s.columns(jnp.uint32) + start for s in segments)
         value = norm.drop(value, words, row, places, features)
-    if "residual" not in refs:
-        return value
     residual = to_float32(load_row(refs["residual"].at[row, columns], segments))
     total = map_row(lambda a, b: (a + b).astype(refs["total"].dtype), value, residual)
     store_row(refs["total"].at[row, columns], total, segments)
-    return to_float32(total)
+    return total
 
 
 def _store_output(row, refs, columns, segments, value, inverse):
@@ -111,12 +114,37 @@ def _whole_row(norm, x, config):
 
     def body(row, refs):
         words = mixed_words(refs["words"]) if "words" in refs else None
-        value = _sum_of(norm, row, refs, words, whole, segments, features)
+        value = to_float32(_sum_of(norm, row, refs, words, whole, segments, features))
         for _ in range(norm.mean_passes(x.dtype)):
             mean = row_sum(value, segments) * (1.0 / features)
             value = map_row(lambda v, mean=mean: v - mean, value)
         mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
         _store_output(row, refs, whole, segments, value, lax.rsqrt(mean_square + norm.epsilon))
+
+    return body
+
+
+def _packed_row(norm, x, config):
+    if x.dtype.itemsize != 2:
+        raise ValueError(f"only rows of 16-bit values are held packed, x is {x.dtype.name}.")
+    features = x.shape[1]
+    segments = split_row(features, x.dtype.itemsize)
+    segments = cut_row(segments, config.piece) if config.piece else segments
+    whole = pl.ds(0, features)
+
+    def body(row, refs):
+        words = mixed_words(refs["words"]) if "words" in refs else None
+        packed = _sum_of(norm, row, refs, words, whole, segments, features)
+        value, mean = to_float32(packed), None
+        if norm.centered:
+            mean = row_sum(value, segments) * (1.0 / features)
+            value = map_row(lambda v: v - mean, widened_again(packed, mean))
+        mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
+        inverse = lax.rsqrt(mean_square + norm.epsilon)
+        for segment, part in zip(segments, packed, strict=True):
+            (value,) = widened_again((part,), inverse)
+            value = value if mean is None else value - mean
+            _store_output(row, refs, whole, (segment,), (value,), inverse)
 
     return body
 
@@ -138,7 +166,7 @@ def _chunked_row(norm, x, config):
             return total + row_sum(part(whole, rest), rest) if rest else total
 
         def first_read(columns, segments):
-            return _sum_of(norm, row, refs, words, columns, segments, features)
+            return to_float32(_sum_of(norm, row, refs, words, columns, segments, features))
 
         def read_again(columns, segments):
             source = refs["x" if "residual" not in refs else "total"]
