@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.config import BackwardConfig
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.rows import LANES, split_row
+from pallas_kernels.primitives.random import Words
+from pallas_kernels.primitives.rows import LANES, RowValues, Segment, split_row, store_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +92,23 @@ class BackwardOperands:
     def sums_at(self, refs: dict[str, Any], block, name: str) -> Any:
         """The reference of one block's column sums for the gradient called `name`."""
         return refs["d" + name].at[0] if self.blocks == 1 else refs["sums"].at[block, tuple(self.sums).index(name)]
+
+    def store_gradient(
+        self,
+        refs: dict[str, Any],
+        words: Words | None,
+        row: jax.Array,
+        columns: Any,
+        segments: tuple[Segment, ...],
+        gradient: RowValues,
+    ) -> None:
+        """Writes part of a row's gradient, and of the gradient of what was dropped out.
+
+        columns: a slice of the row, in which the segments are. words: the dropout's mixed key, or None.
+        """
+        store_row(refs["dtotal"].at[row, columns], gradient, segments)
+        if words is not None:
+            start = jnp.asarray(columns.start).astype(jnp.uint32)
+            places = tuple(s.columns(jnp.uint32) + start for s in segments)
+            dropped = self.norm.drop(gradient, words, row, places, self.features)
+            store_row(refs["dx"].at[row, columns], dropped, segments)
