@@ -68,7 +68,7 @@ def attention(
             bound.
         segment_ids: integers (batch, length), or a pair, (batch, queries) and (batch, keys): queries see keys of their
             own segment. Where tiles of keys have other segments, "mosaic" does not compute them.
-        softcap: a positive Python number, or None.
+        softcap: a positive finite Python number, or None.
         dropout_rate: a Python number, 0 <= rate < 1; what is dropped is its nearest multiple of 2**-15. The mask
             depends on the key and the element's place alone.
         dropout_key: one key of `jax.random.key` or `jax.random.PRNGKey`; needed where the rate is above zero. Members
