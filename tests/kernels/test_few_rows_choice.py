@@ -1,0 +1,65 @@
+"""Which products of few rows with a norm inside have their steps shared by warps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from pallas_kernels.ops.linear.config import problem
+from pallas_kernels.ops.norm_linear.config import normed_config
+from pallas_kernels.ops.qkv_projection.config import default_config
+from pallas_kernels.primitives.few_rows.by_warps import fits
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
+from pallas_kernels.primitives.few_rows.norm import RowNorm
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+HEADS = WarpsCut(columns=128, depth=128, warpgroups=2)
+
+
+def described(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture(autouse=True)
+def on_h200():
+    mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+@pytest.mark.parametrize(("rows", "features", "cut"), [(1, 4096, WarpsCut()), (16, 4096, WarpsCut()), (17, 4096, None)])
+def test_normed_products_of_few_rows(rows, features, cut):
+    x, w = described(rows, features), described(features, 4096)
+    config = normed_config(problem(x, w, None, None, None, jnp.dtype(jnp.bfloat16)), rows)
+    assert isinstance(config, FewRowsConfig)
+    assert config.by_warps == cut
+
+
+def test_projections_have_heads_of_one_block():
+    cuts = [getattr(default_config(16, head_size=size), "by_warps", None) for size in (64, 128, 256)]
+    assert cuts == [None, HEADS, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rows": 17}, False),
+        ({"widths": (4096, 1024, 1000)}, False),
+        ({"widths": (128 * 133,)}, False),  # more blocks than run at once
+        ({"features": 4096 + 64}, False),
+        ({"features": 14336}, False),  # the scale takes the place of a stage
+        ({"head_size": 256}, False),
+        ({"norm": RowNorm(epsilon=1e-6)}, True),
+        ({"norm": RowNorm(epsilon=1e-6, scale=described(4096, dtype=jnp.float32))}, False),
+    ],
+)
+def test_what_fits(changes, expected):
+    norm = RowNorm(epsilon=1e-6, scale=described(4096))
+    usual: dict[str, Any] = {"rows": 16, "widths": (4096, 1024), "features": 4096, "head_size": 128, "norm": norm}
+    assert fits(HEADS, **{**usual, **changes}) is expected
