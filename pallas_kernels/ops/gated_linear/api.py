@@ -41,9 +41,10 @@ def gated_linear(
         y = activation(n @ w_gate) * (n @ w_up)
 
     Everything from the products on is one launch, which reads n once. The norm is another, unless it has no scale and
-    its mean squares are given; see `Norm`. "xla" also rounds n and the products to x's dtype. A gradient needs x and
-    the weights again, and both products, which the forward pass then writes, too, in x's dtype; it is one kernel for
-    the gating, and XLA's products.
+    its mean squares are given (see `Norm`), or the configuration has the same launch do it, for few bfloat16 rows; what
+    is rounded to x's dtype is then x times the norm's scale. "xla" also rounds n and the products to x's dtype. A
+    gradient needs x and the weights again, and both products, which the forward pass then writes, too, in x's dtype; it
+    is one kernel for the gating, and XLA's products.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.

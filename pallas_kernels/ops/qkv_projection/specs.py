@@ -83,7 +83,7 @@ _ARG_SPECS = (
     _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags=GPU),
     _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags=GPU),
     _call(17, features=1024, heads=(16, 4), head_size=128, tags=GPU),
-    _call(3, features=256, heads=(3, 1), head_size=128, tags=GPU),  # shared memory is all but full
+    _call(3, features=256, heads=(3, 1), head_size=128, tags=GPU),
     _call(13, features=512, heads=(3, 1), head_size=128, biases=True, tags=GPU),
     *(_LLAMA(rows, tags=(*BENCH, "block")) for rows in (8192, 512, 16, 1)),
     *(_LLAMA(rows, scaled=False, mean_square=True, tags=BENCH) for rows in (8192, 512)),
