@@ -120,12 +120,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="pallas",
-            description=(
-                "XLA with our Pallas kernels at every site that has one, fast or not: norms, which take the residual "
-                "stream's gradient with them; query, key and value with their rotary embedding in one launch; "
-                "attention; gate, up and activation in one product; output and down projection with bias and residual. "
-                "Products of one operand stay apart, since kernels cannot read slices of a joined one."
-            ),
+            description="Our Pallas kernels at every site that has one, fast or not.",
             plan=_PALLAS,
             compiler_options=_PRODUCTS_APART,
             requires=("block", "cuda", "hopper"),
