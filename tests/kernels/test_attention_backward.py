@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import testing
+from pallas_kernels import attention, testing
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward_config import FusedConfig, backward_config
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
@@ -288,3 +288,17 @@ def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
         keep_mask((words[0], words[1]), rows, columns, features=32, rate=0.4, rows=count) for count in (64, None)
     )
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_single_key_leaves_its_scores_no_gradient():
+    query, key, value, dout = (
+        jax.random.normal(key, (2, 1, heads, 64), jnp.bfloat16)
+        for key, heads in zip(jax.random.split(jax.random.key(0), 4), (8, 2, 2, 8), strict=True)
+    )
+    out, pullback = jax.vjp(lambda *x: attention(*x, is_causal=True, implementation="mosaic"), query, key, value)
+    dquery, dkey, dvalue = pullback(dout)
+    np.testing.assert_array_equal(out, jnp.repeat(value, 4, axis=2))
+    assert not np.any(dquery) and not np.any(dkey)
+    summed = jnp.sum(dout.astype(jnp.float32).reshape(2, 1, 2, 4, 64), axis=3)
+    np.testing.assert_allclose(dvalue.astype(np.float32), summed, rtol=0.01, atol=0.01)

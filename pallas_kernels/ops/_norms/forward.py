@@ -106,10 +106,13 @@ def _store_output(row, refs, columns, segments, value, inverse):
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
+def _segments(x, config):
+    segments = split_row(x.shape[1], x.dtype.itemsize)
+    return cut_row(segments, config.piece) if config.piece else segments
+
+
 def _whole_row(norm, x, config):
-    features = x.shape[1]
-    segments = split_row(features, x.dtype.itemsize)
-    segments = cut_row(segments, config.piece) if config.piece else segments
+    features, segments = x.shape[1], _segments(x, config)
     whole = pl.ds(0, features)
 
     def body(row, refs):
@@ -127,9 +130,7 @@ def _whole_row(norm, x, config):
 def _packed_row(norm, x, config):
     if x.dtype.itemsize != 2:
         raise ValueError(f"only rows of 16-bit values are held packed, x is {x.dtype.name}.")
-    features = x.shape[1]
-    segments = split_row(features, x.dtype.itemsize)
-    segments = cut_row(segments, config.piece) if config.piece else segments
+    features, segments = x.shape[1], _segments(x, config)
     whole = pl.ds(0, features)
 
     def body(row, refs):
