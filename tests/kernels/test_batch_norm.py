@@ -43,6 +43,39 @@ def test_mean_is_rounded_at_its_own_size(seed, config):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("config", [None, BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)], ids=["few", "many"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_with_infinities(seed, config, dtype):
+    """As jnp.mean has them, wherever they are; every other column is what it would be without them."""
+    x = jax.random.normal(jax.random.key(seed), (23, 128), dtype)
+    inf = jnp.inf
+    # In the first row, in the rows whose mean sums are counted from, in the last one; of both signs; with a NaN.
+    places = ((0, 0, inf), (3, 1, -inf), (22, 2, inf), (0, 3, inf), (1, 3, -inf), (15, 4, inf), (5, 5, jnp.nan))
+    with_them = x.at[[p[0] for p in places], [p[1] for p in places]].set(jnp.asarray([p[2] for p in places], dtype))
+    one, zero = jnp.ones(128), jnp.zeros(128)
+    y, mean, variance = batch_norm_forward(with_them, one, zero, epsilon=1e-5, config=config)
+    np.testing.assert_array_equal(mean[:6], [inf, -inf, inf, jnp.nan, inf, jnp.nan], err_msg=f"seed={seed}")
+    assert np.isnan(variance[:6]).all() and np.isnan(np.asarray(y[:, :6], np.float32)).all()
+    for got, want in zip(
+        (y[:, 6:], mean[6:], variance[6:]),
+        batch_norm_forward(x, one, zero, epsilon=1e-5, config=config),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want[..., 6:], err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("row", [0, 22])
+def test_squares_of_huge_values_are_infinite(seed, row):
+    """And the variance with them, of few rows: nothing is NaN, as in the definition."""
+    x = jax.random.normal(jax.random.key(seed), (40, 128)).at[row].set(3e38)
+    one, zero = jnp.ones(128), jnp.zeros(128)
+    got = batch_norm_forward(x, one, zero, epsilon=1e-5)
+    for value, want in zip(got, batch_norm_reference(x, one, zero), strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rows", [40, 33])
 def test_launches_of_many_and_of_few_rows_agree(seed, rows):
     """Values and gradients; with groups of unlike size and warpgroups without rows."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig
+from pallas_kernels.ops.batch_norm.few_rows import moderate_or_zero
 from pallas_kernels.ops.batch_norm.split import RowSplit
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, launch, rows_at_once
@@ -50,8 +51,8 @@ def sum_columns(
 
     arrays: (rows, features), of one dtype. columns: (features,).
     terms: what a row adds, from its and the columns' values.
-    shifted: an array from which each block first subtracts the mean of a few of its rows, so that sums of squares do
-        not cancel.
+    shifted: an array from which each block first subtracts the mean of a few of its rows (0 where that is huge or
+        NaN), so that sums of squares do not cancel.
     """
     first_array = next(iter(arrays.values()))
     rows, features = first_array.shape
@@ -76,7 +77,7 @@ def sum_columns(
             first = group * (warpgroups * at_once)
             few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
             values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
-            mean = sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS)
+            mean = moderate_or_zero(sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS))
             return mean.astype(arrays[shifted].dtype).astype(jnp.float32)
 
         def work(group, parts):

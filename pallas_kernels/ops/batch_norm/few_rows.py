@@ -25,6 +25,9 @@ _TERMS = 2
 _AT_ONCE = 3
 """Rows that a warpgroup reads at once where they are not held."""
 
+_HUGE = 1e30
+"""The neighbours of such a float32 are so far from it that the distance's square is infinite."""
+
 Values = Mapping[str, jax.Array]
 Sums = tuple[jax.Array, ...]
 """What has been summed over all rows so far, one value a column each, float32."""
@@ -51,7 +54,7 @@ def sum_few_rows(
     step: a row of a result like the first array, from its values and all columns'; returned as "result". Needs all
         rows to be held.
     count_of: a row's "count" among its values, an integer.
-    first_of: the array whose first row is the columns' value "first".
+    first_of: the array whose first row is the columns' value "first", or 0 where that is huge or NaN.
     """
     if isinstance(arrays, Mapping):
         first_array = next(iter(arrays.values()))
@@ -100,8 +103,9 @@ def sum_few_rows(
             for turn, values in enumerate(row_values):
                 found = terms(values)
                 if not is_surely_there(first_turn + turn):
-                    there = jnp.where(row_of(first_turn + turn) < rows, jnp.float32(1), jnp.float32(0))
-                    found = tuple(value * there for value in found)
+                    # No product with zero: the row in its place may have infinities.
+                    there = lax.broadcast(row_of(first_turn + turn) < rows, found[0].shape)
+                    found = tuple(jnp.where(there, value, jnp.zeros_like(value)) for value in found)
                 totals = found if not totals else tuple(a + b for a, b in zip(totals, found, strict=True))
             return totals
 
@@ -121,7 +125,7 @@ def sum_few_rows(
             column_values = [{key: load(refs[key].at[part.columns], part) for key in columns} for part in parts]
             if first_of is not None:
                 for values, part in zip(column_values, parts, strict=True):
-                    values["first"] = load(place(first_of, 0, part), part)
+                    values["first"] = moderate_or_zero(load(place(first_of, 0, part), part))
             sums: list[Sums] = [() for _ in parts]
             for p, terms in enumerate(passes):
                 counts = []
@@ -185,3 +189,8 @@ def sum_few_rows(
 
 def _local(part: Part) -> pl.Slice:
     return pl.ds(part.start, part.segment.size)
+
+
+def moderate_or_zero(value: jax.Array) -> jax.Array:
+    """What sums may be counted from: what is infinite less infinity is NaN, and a sum of huge distances infinite."""
+    return jnp.where(jnp.abs(value) < _HUGE, value, jnp.zeros_like(value))

@@ -42,8 +42,10 @@ def batch_norm_forward(
 
     def finish(sums, columns):
         """The sums are of x, counted from `first`, and of deviations from `near_mean` and their squares."""
-        left = sums[1] * (1.0 / rows)
-        return derive(near_mean(sums, columns) + left, sums[2] * (1.0 / rows) - left * left, columns)
+        near, left, squares = near_mean(sums, columns), sums[1] * (1.0 / rows), sums[2] * (1.0 / rows)
+        # Of a column with an infinity the mean is infinite, and what is left of it NaN; of huge values the variance is.
+        mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
+        return derive(mean, jnp.where(squares < jnp.inf, squares - left * left, squares), columns)
 
     def deviations(values, sums):
         away = values["x"] - near_mean(sums, values)
