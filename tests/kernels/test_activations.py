@@ -61,6 +61,24 @@ def test_large_arguments_are_finite(name, dtype):
         np.testing.assert_allclose(derivative[6:], 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_infinities_are_those_of_jax_nn(name, dtype):
+    """Or what the function goes to, where jax.nn has NaN: minus infinity times zero."""
+    x = jnp.asarray([np.inf, -np.inf], dtype)
+    value, pullback = jax.vjp(ACTIVATIONS[name].reference, x)
+    baselines = (value, pullback(jnp.ones_like(x))[0])
+    results = ACTIVATIONS[name].value_and_derivative(x.astype(jnp.float32), jnp.dtype(dtype))
+    for got, baseline in zip(results, baselines, strict=True):
+        is_known = ~np.isnan(baseline)
+        np.testing.assert_array_equal(np.asarray(got)[is_known], np.asarray(baseline, np.float32)[is_known])
+    if name == "gelu":
+        np.testing.assert_array_equal(results[0], [np.inf, 0])
+        np.testing.assert_array_equal(ACTIVATIONS[name].value(x.astype(jnp.float32), jnp.dtype(dtype)), [np.inf, 0])
+    not_a_number = ACTIVATIONS[name].value(jnp.asarray([np.nan], jnp.float32), jnp.dtype(dtype))
+    assert np.isnan(not_a_number).all()
+
+
 def test_gelu_is_the_normal_distribution():
     x = np.float32(-3.7)
     value, _ = ACTIVATIONS["gelu"].value_and_derivative(jnp.asarray([x]), jnp.dtype("float32"))
