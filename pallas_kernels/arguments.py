@@ -17,7 +17,7 @@ class Norm:
         scale into the weights: done once, before decoding, that saves the pass over x which would multiply it.
     bias: (features,), any floating dtype, or None. Only for "layer".
     kind: "rms" (see `pallas_kernels.rms_norm`) or "layer" (see `pallas_kernels.layer_norm`).
-    epsilon: added to the mean square, or variance; a Python number.
+    epsilon: added to the mean square, or variance; a Python number from 0 on.
     mean_square: (...), floating, of each row of x where that is known, as `pallas_kernels.linear_residual_norm` gives
         it; None: it is computed. Only for "rms".
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.primitives.random import check_rate, key_words
@@ -31,6 +32,8 @@ def _as_array(operation: str, name: str, value: Any) -> jax.Array:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{operation}: {name} must be an array, got {type(value).__name__}: {error}") from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"{operation}: {name} must be an array of numbers, got a key {array.dtype.name}.")
     check_width(operation, name, array.dtype)
     # Kernels' results are never weakly typed: those of "xla" shall not be, either.
     return array.astype(array.dtype) if array.weak_type else array
@@ -49,9 +52,25 @@ def static_number(operation: str, name: str, value: Any) -> float:
     try:
         if not isinstance(value, str):
             return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise TypeError(f"{operation}: {name} must be a number, got {value!r}.")
+
+
+def finite_number(operation: str, name: str, value: Any) -> float:
+    """The same for a finite number. ValueError for infinity and for not-a-number."""
+    number = static_number(operation, name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{operation}: {name} must be finite, got {value!r}.")
+    return number
+
+
+def added_number(operation: str, name: str, value: Any) -> float:
+    """The same for a number that is added to squares, from zero on. ValueError for what is below, and as above."""
+    number = static_number(operation, name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{operation}: {name} must be finite and not negative, got {value!r}.")
+    return number
 
 
 def positive_number(operation: str, name: str, value: Any) -> float:
@@ -73,10 +92,16 @@ def static_integer(operation: str, name: str, value: Any) -> int:
 
 
 def static_flag(operation: str, name: str, value: Any) -> bool:
-    """The value as a bool. TypeError for one that is traced."""
+    """The value as a bool. TypeError for what is no single truth value or integer, and for one that is traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "boolean"))
-    return bool(value)
+    try:
+        return bool(operator.index(value))  # also of bool; not of strings, numbers with a fraction and None
+    except TypeError:
+        pass
+    if isinstance(value, np.bool_ | np.ndarray | jax.Array) and value.dtype == np.bool_ and not value.shape:
+        return bool(value)
+    raise TypeError(f"{operation}: {name} must be True or False, got {_told(value)}.")
 
 
 def dropout_words(
@@ -96,6 +121,14 @@ def dropout_words(
         return key_words(key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{operation}: {key_name}: {error}") from error
+    except OverflowError as error:
+        raise ValueError(f"{operation}: {key_name}: {error}") from error
+
+
+def _told(value: Any) -> str:
+    """An array's type, and anything else as Python writes it."""
+    is_array = hasattr(value, "dtype") and hasattr(value, "shape")
+    return f"{value.dtype.name}{list(value.shape)}" if is_array else repr(value)
 
 
 def _static(operation: str, name: str, kind: str) -> str:

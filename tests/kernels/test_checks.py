@@ -150,6 +150,13 @@ def test_flags_are_not_traced(name, call):
         ),
         (partial(OPS.qkv_projection, X, W, W, W, bias=1), TypeError, "bias must be three arrays, .* got int"),
         (partial(OPS.quantize, jnp.ones((0, 8)), group_size=64), ValueError, "divide the 0 features"),
+        (partial(OPS.softmax, X, mask=KEY), TypeError, "softmax: mask must be an array of numbers, got a key key<fry>"),
+        (partial(OPS.linear, X, W, out_dtype="real"), TypeError, "linear: out_dtype must be"),
+        (
+            partial(OPS.bias_activation, X, None, dropout_rate=0.1, dropout_key=10**30),
+            ValueError,
+            "bias_activation: dropout_key: ",
+        ),
         (partial(OPS.rms_norm, X, SCALE, implementation=1), TypeError, "a name, a sequence of names or None, got 1"),
         (partial(OPS.rms_norm, X, SCALE, implementation="XLA"), ValueError, "Did you mean 'xla'"),
     ],
@@ -157,6 +164,53 @@ def test_flags_are_not_traced(name, call):
 def test_what_is_wrong_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-6])
+def test_nothing_else_is_added_to_squares(value):
+    """A root of it would be NaN, or every result zero."""
+    calls = (
+        partial(OPS.rms_norm, X, SCALE),
+        partial(OPS.layer_norm, X),
+        partial(OPS.batch_norm, X, SCALE, SCALE),
+        partial(OPS.dropout_residual_norm, X, residual=X, rate=0.0, key=None),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"epsilon must be finite and not negative, got {value}"):
+            call(epsilon=value)
+    with pytest.raises(ValueError, match=f"the norm's epsilon must be finite and not negative, got {value}"):
+        OPS.norm_linear(X, W, norm=OPS.Norm(SCALE, epsilon=value))
+    assert jnp.array_equal(OPS.rms_norm(X, SCALE, epsilon=0), OPS.rms_norm(X, SCALE, epsilon=0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("scale", lambda value: OPS.softmax(X, scale=value)),
+        ("scale", lambda value: OPS.decode_attention(HEADS, HEADS, HEADS, LENGTHS, scale=value)),
+        ("z_loss", lambda value: OPS.cross_entropy(X, LABELS, z_loss=value)),
+        ("alpha", lambda value: OPS.lora_linear(X, W, W, W, alpha=value)),
+    ],
+)
+def test_factors_are_finite(name, call):
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(ValueError, match=f"{name} must be finite, got {value}"):
+            call(value)
+    with pytest.raises(TypeError, match=f"{name} must be a number, got 1000"):
+        call(10**400)
+    call(-2)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(jnp.ones((2, 2), bool), r"bool\[2, 2\]"), ("no", "'no'"), (None, "None"), (0.0, "0.0"), ([], r"\[\]")],
+)
+def test_flags_are_true_or_false(value, told):
+    """A mask in the place of a flag was JAX's error, and "no" was true."""
+    with pytest.raises(TypeError, match=f"softmax: is_causal must be True or False, got {told}"):
+        OPS.softmax(X, is_causal=value)
+    for true in (True, 1, np.bool_(True), np.asarray(True), jnp.asarray(True)):
+        assert jnp.array_equal(OPS.softmax(X, is_causal=true), OPS.softmax(X, is_causal=True))
 
 
 def test_integers_and_arrays_of_numpy_are_taken():

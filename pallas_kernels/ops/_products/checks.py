@@ -11,13 +11,13 @@ from pallas_kernels.primitives.checks import check_width
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 
 
-def result_dtype(x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
+def result_dtype(operation: str, x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
     """The dtype of a result that is to be of `out_dtype`, x's where that is None; of 32 bits where JAX has no 64.
     TypeError for what is no dtype."""
     try:
         return x.dtype if out_dtype is None else jax.dtypes.canonicalize_dtype(out_dtype)
     except TypeError as error:
-        raise TypeError(f"out_dtype must be a floating dtype or None, got {out_dtype!r}.") from error
+        raise TypeError(f"{operation}: out_dtype must be a floating dtype or None, got {out_dtype!r}.") from error
 
 
 def optional_activation(operation: str, name: str | None) -> Activation | None:

@@ -19,7 +19,7 @@ from pallas_kernels.ops._norms import apply
 from pallas_kernels.ops._norms.norm import Norm as RowNorm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import static_number
+from pallas_kernels.primitives.checks import added_number
 
 
 def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeStruct) -> None:
@@ -30,7 +30,7 @@ def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeS
         raise TypeError(f"{operation}: norm must be a pallas_kernels.Norm or None, got {type(norm).__name__}.")
     if norm.kind not in ("rms", "layer"):
         raise ValueError(f"{operation}: a norm's kind is 'rms' or 'layer', got {norm.kind!r}.")
-    static_number(operation, "the norm's epsilon", norm.epsilon)
+    added_number(operation, "the norm's epsilon", norm.epsilon)
     for name, array in (("scale", norm.scale), ("bias", norm.bias), ("mean_square", norm.mean_square)):
         if array is None:
             continue

@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
 from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, static_number
+from pallas_kernels.primitives.checks import added_number, as_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -38,7 +38,7 @@ def batch_norm(
     Args:
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype.
-        epsilon: added to the variance; a Python number.
+        epsilon: added to the variance; a Python number from 0 on.
         implementation: "mosaic" (Mosaic GPU kernels: one for up to 64 rows, else three; Hopper GPUs, or
             `plgpu.force_gpu_interpret_mode`; at least 128 features), "xla", a sequence of them in order of preference,
             or None: "mosaic" where it runs, else "xla".
@@ -53,7 +53,7 @@ def batch_norm(
     Source: Ioffe and Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
     """
     x, scale, bias = as_arrays("batch_norm", x=x, scale=scale, bias=bias)
-    epsilon = static_number("batch_norm", "epsilon", epsilon)
+    epsilon = added_number("batch_norm", "epsilon", epsilon)
     _check(x, scale, bias)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("batch_norm", implementation, support, preferred=("mosaic",))

@@ -15,7 +15,7 @@ from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, gives_gradient
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
-from pallas_kernels.primitives.checks import as_arrays, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -137,7 +137,7 @@ def checked_options(
     if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= options["ignore_index"] <= jnp.iinfo(labels_dtype).max:
         raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {ignore_index}.")
     options["label_smoothing"] = static_number(operation, "label_smoothing", label_smoothing)
-    options["z_loss"] = static_number(operation, "z_loss", z_loss)
+    options["z_loss"] = finite_number(operation, "z_loss", z_loss)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{operation}: label_smoothing must be from 0 to 1, got {label_smoothing}.")
     if reduction not in ("none", "sum", "mean"):

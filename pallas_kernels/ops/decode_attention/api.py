@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -69,7 +69,7 @@ def decode_attention(
     query, key_cache, value_cache, lengths = as_arrays(
         "decode_attention", query=query, key_cache=key_cache, value_cache=value_cache, lengths=lengths
     )
-    scale = None if scale is None else static_number("decode_attention", "scale", scale)
+    scale = None if scale is None else finite_number("decode_attention", "scale", scale)
     window = None if window is None else static_integer("decode_attention", "window", window)
     softcap = None if softcap is None else positive_number("decode_attention", "softcap", softcap)
     (page_table,) = optional_arrays("decode_attention", page_table=page_table)

@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays, static_number
+from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -47,7 +47,7 @@ def dropout_residual_norm(
         rate: the share of x that is set to zero, 0 <= rate < 1; static.
         key: of `jax.random.key` or `jax.random.PRNGKey`; None only with a rate of 0, for evaluation.
         norm: "rms_norm" or "layer_norm".
-        epsilon: added to the mean square, or variance; a Python number.
+        epsilon: added to the mean square, or variance; a Python number from 0 on.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
 
@@ -66,7 +66,7 @@ def dropout_residual_norm(
     check_arguments("dropout_residual_norm", x, scale, bias, residual)
     _check(norm, bias)
     words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
-    epsilon = static_number("dropout_residual_norm", "epsilon", epsilon)
+    epsilon = added_number("dropout_residual_norm", "epsilon", epsilon)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:

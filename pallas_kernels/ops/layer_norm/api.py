@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
+from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -39,7 +39,7 @@ def layer_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype, or None.
         residual: like x, or None.
-        epsilon: added to the variance; a Python number.
+        epsilon: added to the variance; a Python number from 0 on.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs, 128 to 32768
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
@@ -56,7 +56,7 @@ def layer_norm(
     (x,) = as_arrays("layer_norm", x=x)
     scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
     check_arguments("layer_norm", x, scale, bias, residual)
-    epsilon = static_number("layer_norm", "epsilon", epsilon)
+    epsilon = added_number("layer_norm", "epsilon", epsilon)
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale, bias),
         "triton": partial(triton_unsupported, x),

@@ -76,7 +76,7 @@ def linear(
     """
     x, w = as_arrays("linear", x=x, w=w)
     bias, residual = optional_arrays("linear", bias=bias, residual=residual)
-    dtype = result_dtype(x, out_dtype)
+    dtype = result_dtype("linear", x, out_dtype)
     check_operands("linear", x=x, w=w)
     check_linear("linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
     support = {

@@ -18,7 +18,7 @@ from pallas_kernels.ops.lora_linear.config import default_gradient_config, is_pr
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
+from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -71,7 +71,7 @@ def lora_linear(
     x, w, a, b = as_arrays("lora_linear", x=x, w=w, a=a, b=b)
     (bias,) = optional_arrays("lora_linear", bias=bias)
     _check(x, w, a, b, bias)
-    alpha = static_number("lora_linear", "alpha", alpha)
+    alpha = finite_number("lora_linear", "alpha", alpha)
     rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
     chosen = choose(

@@ -72,7 +72,7 @@ def norm_linear(
     """
     x, w = as_arrays("norm_linear", x=x, w=w)
     bias, residual = optional_arrays("norm_linear", bias=bias, residual=residual)
-    dtype = result_dtype(x, out_dtype)
+    dtype = result_dtype("norm_linear", x, out_dtype)
     check_operands("norm_linear", x=x, w=w)
     check_linear("norm_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
     if norm is None:

@@ -78,7 +78,7 @@ def quantized_linear(
     """
     (x,) = as_arrays("quantized_linear", x=x)
     bias, residual = optional_arrays("quantized_linear", bias=bias, residual=residual)
-    dtype = result_dtype(x, out_dtype)
+    dtype = result_dtype("quantized_linear", x, out_dtype)
     _check_weights(w)
     check_operands("quantized_linear", x=x)
     check_linear("quantized_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)

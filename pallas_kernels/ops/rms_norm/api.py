@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_number
+from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -37,7 +37,7 @@ def rms_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale: (features,), any floating dtype.
         residual: like x, or None.
-        epsilon: added to the mean square; a Python number.
+        epsilon: added to the mean square; a Python number from 0 on.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs, 128 to 32768
             features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
@@ -54,7 +54,7 @@ def rms_norm(
     x, scale = as_arrays("rms_norm", x=x, scale=scale)
     (residual,) = optional_arrays("rms_norm", residual=residual)
     check_arguments("rms_norm", x, scale, None, residual)
-    epsilon = static_number("rms_norm", "epsilon", epsilon)
+    epsilon = added_number("rms_norm", "epsilon", epsilon)
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale),
         "triton": partial(triton_unsupported, x),

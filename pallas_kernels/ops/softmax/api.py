@@ -14,7 +14,7 @@ from pallas_kernels.ops.softmax.masking import Masking, mask_rows
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -142,7 +142,7 @@ def _check(
         pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
         if mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
             raise ValueError(f"softmax: mask must broadcast to x {x.shape}, got {mask.shape}.")
-    return axis % x.ndim, None if scale is None else static_number("softmax", "scale", scale)
+    return axis % x.ndim, None if scale is None else finite_number("softmax", "scale", scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
