@@ -154,8 +154,9 @@ def _analysed(
     capture_options: dict[str, Any],
 ) -> StrategyResult:
     from hlo_analysis.analysis import analyze
-    from hlo_analysis.capture import capture
+    from hlo_analysis.capture import capture, leave_out_frames
 
+    leave_out_frames(__file__)
     strategy = job.strategy
     result = StrategyResult(name=strategy.name, description=job.description, analysis=None, error=job.refusal)
     if job.refusal is not None:

@@ -34,9 +34,15 @@ _LARGE_BYTECODE = 16 << 20
 _NO_CALLBACK = "is different from the lowering platform"
 _WITHOUT_CALLBACK = "; without calls back to Python (jax.debug.print, pure_callback), or for target='cpu', it may trace"
 
-# The frames of this file and of capture() are not the user's: every instruction would name them among its callers.
-for _file in (__file__, str(Path(__file__).with_name("api.py"))):
-    source_info_util.register_exclusion(_file)
+
+@functools.cache
+def leave_out_frames(file: str) -> None:
+    """No instruction is to name this file, which calls `capture`, among its callers: it is not the user's."""
+    source_info_util.register_exclusion(file)
+
+
+for _name in ("lowering.py", "api.py"):
+    leave_out_frames(str(Path(__file__).with_name(_name)))
 
 
 @dataclass(frozen=True, kw_only=True)

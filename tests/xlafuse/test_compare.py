@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from hlo_analysis.errors import UnknownTargetError
 from hlo_analysis.records import Comparison, Numerics
@@ -107,6 +111,23 @@ def test_any_function_can_be_compared():
     assert "a plain function has no such sites" in comparison["pallas"].error
     assert comparison["xla"].numerics is None
     assert {(row.scope, row.phase) for row in comparison.rows} >= {("softmax", "backward")}
+
+
+def test_what_xla_puts_in_is_not_of_our_own_source():
+    """A copy of what travels round a ring of devices bears the frames around the call of the function alone."""
+    mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    def travels(x):
+        def step(_, state):
+            total, part = state
+            return total + part, jax.lax.ppermute(part, "d", [(i, (i + 1) % 8) for i in range(8)])
+
+        return jax.lax.fori_loop(0, 8, step, (x, x))[0]
+
+    analysis = compare(travels, (jax.ShapeDtypeStruct((4096, 1024), "float32"),), strategies=["xla"])["xla"].analysis
+    assert any(launch.kind == "copy" and launch.op_name for launch in analysis.launches)
+    assert {launch.source.partition(":")[0] for launch in analysis.launches if launch.source} == {"test_compare.py"}
 
 
 def test_one_failure_leaves_the_others_their_result():
