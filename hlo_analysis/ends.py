@@ -61,3 +61,23 @@ def is_one_hot(producer: Launch, readers: Sequence[Launch]) -> bool:
 def expands_groups(producer: Launch, readers: Sequence[Launch]) -> bool:
     """Whether XLA makes one dense product of a product whose rows fall into groups."""
     return any("ragged_dot" in end.hlo for end in (producer, *readers))
+
+
+def sets_values(scatter: Launch) -> bool:
+    """Whether a scatter puts values in place and adds up none."""
+    return scatter.op_name.endswith("/scatter") and scatter.phase == "forward"
+
+
+def numbers_updates(scatter: Launch) -> bool:
+    """Whether a scatter puts numbers, counted up, in their places: JAX does before it differentiates one that sets."""
+    is_whole = scatter.outputs and scatter.outputs[0].shape.startswith("u32[")
+    return bool(is_whole) and has(scatter, "scatter") and has(scatter, "iota") and sets_values(scatter)
+
+
+def accumulates(launch: Launch) -> bool:
+    """Whether a loop's launch adds to what it wrote in the run before, which it does not scale."""
+    return (
+        any(value.producer == launch.index for value in launch.inputs)
+        and has(launch, "add")
+        and not has(launch, "multiply")
+    )

@@ -59,7 +59,9 @@ def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
         for launch in found:
             path = _path(launches, ancestors, first, launch)
             alike = (launch.computation, launch.phase) == (first.computation, first.phase)
-            if path is not None and alike and _hands_sums(path, first, launch, values[name]):
+            if path is None or not alike or _needs_others(launches, path, first, launch, name):
+                continue
+            if _hands_sums(path, first, launch, values[name]):
                 group.append(launch)
                 between |= {inner.index: inner for inner in path}
         if len(group) > 1:
@@ -76,6 +78,17 @@ def _path(launches: Sequence[Launch], ancestors: Sequence[int], first: Launch, l
         for launch in launches[first.index + 1 : last.index]
         if ancestors[launch.index] >> first.index & 1 and ancestors[last.index] >> launch.index & 1
     ]
+
+
+def _needs_others(launches: Sequence[Launch], path: Sequence[Launch], first: Launch, last: Launch, name: str) -> bool:
+    """Whether sums of other arrays are put together with those of this one, as in the norm of all gradients."""
+    makers = {first.index, *(launch.index for launch in path)}
+    given = {value.producer for launch in (*path, last) for value in launch.inputs} - makers - {None}
+    others = [launches[index] for index in given if index is not None]
+    return any(
+        any(opcode == "reduce" for opcode, _ in other.opcodes) and all(value.name != name for value in other.inputs)
+        for other in others
+    )
 
 
 def _hands_sums(path: Sequence[Launch], first: Launch, last: Launch, value: Value) -> bool:

@@ -97,6 +97,13 @@ def _has_grown(product: Launch, value: Intermediate) -> bool:
     return bool(factors) and value.bytes >= _GROWTH * sum(given.bytes for given in factors)
 
 
+def _reduces(launches: Sequence[Launch], reader: Launch) -> bool:
+    """Whether a launch reduces more than the parts of products whose sum XLA has split."""
+    makers = {value.producer for value in reader.inputs if value.producer is not None}
+    parted = sum(adds_parts(launches[index], reader) for index in makers)
+    return dict(reader.opcodes).get("reduce", 0) > parted
+
+
 def _softmax_meets_a_product(
     launches: Sequence[Launch], values: Mapping[int, Sequence[Intermediate]], scores: Intermediate
 ) -> bool:
@@ -113,7 +120,9 @@ def _softmax_meets_a_product(
             if is_product(reader) or _sums_products(reader, scores):
                 meets = True
             elif reader.phase == phase:
-                opcodes.update(opcode for opcode, _ in reader.opcodes)
+                opcodes.update(opcode for opcode, _ in reader.opcodes if opcode != "reduce")
+                if _reduces(launches, reader):
+                    opcodes.add("reduce")
                 new = [value for value in values.get(reader.index, ()) if value.name not in seen]
                 large = [value for value in new if 2 * elements(value) >= elements(scores)]
                 seen.update(value.name for value in large)

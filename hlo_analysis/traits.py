@@ -14,6 +14,11 @@ LIBRARIES = frozenset(("cublas", "cublaslt"))
 
 _LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
 _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
+# Beside moves: what is done to indices that are taken or kept within bounds.
+_OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
+               "negate", "minimum", "maximum"}  # fmt: skip
+_SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
+_SIXTEEN_BITS = ("bf16", "f16")
 _NAME = r"%([\w.\-]+)"
 # Every other element along an axis, and its way back: a padding of one between any two.
 _EVERY_OTHER = re.compile(r"slice=\{[^}]*:\d+:2\]|padding=[\dx_\-]*?\d_\d+_1(?!\d)")
@@ -43,6 +48,38 @@ def only_moves(launch: Launch) -> bool:
     """Whether it changes no value. An exact copy is none: it is there to keep a buffer whole."""
     opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
     return bool(opcodes) and opcodes <= _MOVES and not fills(launch) and (launch.kind, opcodes) != ("copy", {"copy"})
+
+
+def spreads(launch: Launch) -> bool:
+    """Whether it writes each of its values to several places."""
+    return has(launch, "broadcast") and launch.bytes_written >= 2 * launch.bytes_read
+
+
+def repeats_rows(launch: Launch) -> bool:
+    """Whether it takes rows by indices, each several times, and does nothing to them but to join them."""
+    opcodes = {opcode for opcode, _ in launch.opcodes}
+    return "gather" in opcodes and opcodes <= _MOVES | _OF_INDICES and launch.bytes_written >= 2 * launch.bytes_read
+
+
+def dequantizes(launch: Launch) -> bool:
+    """Whether it makes wide weights of integers, and does nothing to them but to scale and shift."""
+    opcodes = {opcode for opcode, _ in launch.opcodes}
+    integers = [value.bytes for value in launch.inputs if re.match(r"[su][48]\[\d+,", value.shape)]
+    widens = bool(integers) and 2 * max(integers) <= launch.bytes_written
+    return widens and {"convert", "multiply"} <= opcodes <= _SCALES and launch.phase == "forward"
+
+
+def is_batched(product: Launch) -> bool:
+    """Whether a product is of several pairs of matrices."""
+    return bool(re.search(r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["?\d', product.hlo))
+
+
+def takes_sixteen_bits(product: Launch) -> bool:
+    """Whether both factors of a product are bfloat16 or float16."""
+    if dot := re.search(rf" dot\({_NAME}, {_NAME}\)", product.hlo):
+        types = [re.search(rf"%{re.escape(name)} = (\w+)\[", product.hlo) for name in dot.groups()]
+        return all(found is not None and found[1] in _SIXTEEN_BITS for found in types)
+    return all(value.shape.partition("[")[0] in _SIXTEEN_BITS for value in product.inputs[:2])
 
 
 def relays(launch: Launch) -> bool:

@@ -45,7 +45,8 @@ CATEGORIES: dict[str, str] = {
     "priority fusion weighs a producer only against users that compute.",
     LIBRARY_CALL: "One end is a call of cuBLAS, cuDNN, cuSOLVER or the like: a finished kernel that XLA cannot fuse "
     "anything into.",
-    CUSTOM_KERNEL: "One end is a kernel from outside XLA (Pallas, Triton, a foreign call), opaque to its passes.",
+    CUSTOM_KERNEL: "One end is a kernel from outside XLA (Pallas, Triton, a foreign call), or a finished one of "
+    "XLA's own (TopK): opaque to its passes.",
     MATRIX_PRODUCT: "The Triton matrix-product rewriter weighed this work as a prologue or epilogue and declined: it "
     "would read more bytes inside the product's loop, or the rewriter does not analyse several inputs.",
     MATRIX_PRODUCT_OPAQUE: "One end is a Triton matrix product, which is closed by the time priority fusion runs.",

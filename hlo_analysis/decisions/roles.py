@@ -28,6 +28,8 @@ _WHOLE = frozenset(
 TAKE_NONE = _CONTROL | _WHOLE
 """Opcodes that no producer can be fused into."""
 
+_TOP_K = "__gpu$TopK"
+
 Role = Literal["product", "library", "kernel", "other"]
 
 
@@ -45,6 +47,12 @@ def role_of(module: Module, instruction: Instruction) -> Role:
         inner.opcode in ("dot", "scaled-dot") for inner in contents(module, instruction)
     )
     return "product" if has_dot else "other"
+
+
+def origin_of_kernel(instruction: Instruction) -> str:
+    """Where a kernel comes from that takes no fusion, in words."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    return "a finished kernel of XLA's own" if target == _TOP_K else "a kernel from outside XLA"
 
 
 def generator_of(fusion: Instruction) -> str:

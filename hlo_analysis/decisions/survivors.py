@@ -12,7 +12,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.explanations import Explanation, ours, said, unspoken
 from hlo_analysis.decisions.fold import Folded, Word
 from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
-from hlo_analysis.decisions.roles import TAKE_NONE, Role, role_of
+from hlo_analysis.decisions.roles import TAKE_NONE, Role, origin_of_kernel, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.kinds import COLLECTIVE_OPCODES
 
@@ -83,7 +83,7 @@ class Survivors:
         roles = (self._role(edge.producer), self._role(edge.consumer))
         if "kernel" in roles:
             name = edge.producer if roles[0] == "kernel" else edge.consumer
-            text = f"{name} is a kernel from outside XLA"
+            text = f"{name} is {origin_of_kernel(self._final[name])}"
             return self._opaque(edge, roles, categories.CUSTOM_KERNEL, text)
         if "library" in roles:
             return self._library(edge, roles)

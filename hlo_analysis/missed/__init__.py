@@ -4,10 +4,10 @@
 set against the traffic of the launches on both ends (`share`), and time counts only where a launch waits for memory: a
 matrix product that is bound by arithmetic runs no faster for reading less.
 
-Five kinds are found. *Vertical*: a launch writes what another reads. *Through an update*: what it writes is read when
+Six kinds are found. *Vertical*: a launch writes what another reads. *Through an update*: what it writes is read when
 a third has updated a part of it in place. *Filled for a loop*: what it writes is overwritten by all runs of a loop.
 *Horizontal*: several launches read one input that a single launch could read once. *Read again*: an argument is read
-for a sum over its rows, and again with the sum.
+for a sum over its rows, and again with the sum. *Turned*: an argument is transposed whole, to be updated in part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import replace
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.handed import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.shared import read_again, read_at_once
+from hlo_analysis.missed.turned import find_turned, turned_for_updates
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.scores import attention_scores
 
@@ -49,6 +50,8 @@ def rank(
         donated: names of the arguments whose buffers the program may overwrite.
     """
     scores = attention_scores(launches, intermediates)
+    turned = find_turned(launches, intermediates)
+    without = {move.index for found in turned for move in found.moves}
     missed = [
         *between_launches(launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated)),
         *through_updates(launches, intermediates, device, frozenset(outputs)),
@@ -56,6 +59,8 @@ def rank(
         *read_at_once(launches, intermediates, device, scores),
         *read_again(launches, device),
     ]
+    missed = [found for found in missed if found.producer not in without]  # what would not be there
+    missed += turned_for_updates(turned, device, donated)
     missed = [found for found in missed if _passes(found, launches)]
     missed.sort(key=lambda found: (-found.time_at_stake_us, -found.bytes_at_stake, found.producer, found.value))
     return tuple(replace(found, rank=position) for position, found in enumerate(missed, start=1))

@@ -11,7 +11,7 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
-from hlo_analysis.remedy_texts import APART, MASKED, PICKED
+from hlo_analysis.remedies.texts import APART, MASKED, PICKED
 from hlo_analysis.scores import attention_products
 from hlo_analysis.traits import fills, has
 
@@ -30,8 +30,8 @@ class _Stake:
     """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
     written: int
     """Bytes, in one run of the program."""
-    read: int
-    """Bytes, by each reader, in one run."""
+    read: Mapping[int, int]
+    """Bytes, by index of each reader, in one run."""
 
 
 def between_launches(
@@ -59,6 +59,7 @@ def between_launches(
             category,
             is_score=largest.name in scores,
             feeds_attention=products.issuperset(indices),
+            of_attention=index in products,
             donated=donated,
         )
         yield missed(
@@ -89,12 +90,13 @@ def _handed(
         if not near and _is_carried(value):
             near = readers = [producer]
         if near:
+            most = written(value, producer)
             stake = _Stake(
                 value=value,
                 kept_for=_kept_for(value, producer, near, len(readers), outputs),
-                written=written(value, producer),
+                written=most,
                 # A reader of the whole buffer that was updated in place would read the rest of it anyway.
-                read=min(read_by_each(value, producer), written(value, producer)),
+                read={index: min(read, most) for index, read in read_by_each(value, launches).items()},
             )
             handed[value.producer, tuple(reader.index for reader in near)].append(stake)
     return handed
@@ -106,8 +108,9 @@ def _cost(producer: Launch, near: Sequence[Launch], stakes: Sequence[_Stake], de
     if producer.kind == "copy" and gone:  # its readers read what was copied in its place
         at_stake = gone + producer.bytes_read * producer.repeat
         return at_stake, waits(producer, at_stake, device)
-    read = sum(stake.read for stake in stakes)
-    return gone + len(near) * read, waits(producer, gone, device) + sum(waits(reader, read, device) for reader in near)
+    read = {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in near}
+    waited = sum(waits(reader, read[reader.index], device) for reader in near)
+    return gone + sum(read.values()), waits(producer, gone, device) + waited
 
 
 class _Reasons:

@@ -25,14 +25,15 @@ def read_at_once(
         for value in launch.inputs:
             readers[value.name].append(launch)
             values[value.name] = value
-    handed = {value.name: read_by_each(value, launches[value.producer]) for value in intermediates}
+    handed = {value.name: read_by_each(value, launches) for value in intermediates}
     ancestors = find_ancestors(launches)
     groups: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for name, found in readers.items():
         for group in _siblings(found, ancestors):
             once = values[name].bytes * group[0].repeat
-            read = handed.get(name, min(once, *(launch.bytes_read * launch.repeat for launch in group)))
-            again = len(group) * read - once  # nothing where each reads a slice of its own
+            least = min(once, *(launch.bytes_read * launch.repeat for launch in group))
+            read = [handed[name][launch.index] if name in handed else least for launch in group]
+            again = sum(read) - once  # nothing where each reads a slice of its own
             if again > 0:
                 groups[tuple(launch.index for launch in group)][name] = again
     for indices, shared in groups.items():

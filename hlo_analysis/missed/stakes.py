@@ -13,9 +13,13 @@ def written(value: Intermediate, producer: Launch) -> int:
     return min(value.bytes, producer.bytes_written) * producer.repeat
 
 
-def read_by_each(value: Intermediate, producer: Launch) -> int:
-    """The mean over the readers, some of which may read a slice."""
-    return max(value.bytes_moved - written(value, producer), 0) // max(len(value.consumers), 1)
+def read_by_each(value: Intermediate, launches: Sequence[Launch]) -> dict[int, int]:
+    """Bytes of a value by its readers: of what all of them read, by how much each of them can have read at most."""
+    total = max(value.bytes_moved - written(value, launches[value.producer]), 0)
+    readers = [launches[index] for index in value.consumers]
+    most = {reader.index: min(value.bytes, reader.bytes_read) * reader.repeat for reader in readers}
+    together = sum(most.values())
+    return {index: bound * min(total, together) // max(together, 1) for index, bound in most.items()}
 
 
 def updates_in_place(reader: Launch, value: Intermediate) -> bool:

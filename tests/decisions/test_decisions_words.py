@@ -6,6 +6,8 @@ import pytest
 
 from hlo_analysis.decisions import CATEGORIES, categories
 from hlo_analysis.decisions.log import GEMM_PASS, MultiOutputFusion, Refusal, read_log
+from hlo_analysis.decisions.roles import origin_of_kernel
+from hlo_analysis.hlo import parse_module
 
 LOG = """\
 I1120 09:57:14.1  9272 gemm_fusion.cc:1858] %dot.7 = bf16[8,16]{1,0} dot(%bitcast.13, %u), lhs_contracting_dims={1}
@@ -159,3 +161,13 @@ def test_no_fragment_is_hidden_behind_an_earlier_one() -> None:
     for position, (fragment, _) in enumerate(fragments):
         assert fragment == fragment.lower()
         assert not any(earlier in fragment for earlier, _ in fragments[:position]), fragment
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("__gpu$TopK", "a finished kernel of XLA's own"), ("mosaic_gpu_v2", "a kernel from outside XLA")],
+)
+def test_what_a_custom_call_is_said_to_be(target: str, words: str) -> None:
+    call = f'ROOT %c = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"'
+    text = f"HloModule m\n\nENTRY %e {{\n  %x = f32[8]{{0}} parameter(0)\n  {call}\n}}\n"
+    assert origin_of_kernel(parse_module(text).entry.instructions["c"]) == words

@@ -206,6 +206,40 @@ def test_an_argument_is_read_again_after_sums_over_its_rows(sums: str, mib: int,
         assert missed.remedy.startswith("rms_norm")
 
 
+def test_sums_that_wait_for_those_of_other_arrays_are_of_no_single_kernel() -> None:
+    """The norm of all gradients, by which each of them is scaled."""
+    program = norm(100, "f32[100,512]")
+    assert any(missed.value == "x" for missed in program.rank())
+    alone = program.launches[1]
+    other = Program().launch("sum", {"x": 100}, 1, "reduction", opcodes=("reduce",), shape="f32[100,512]")
+    other.launch("sum2", {"x2": 100}, 1, "reduction", opcodes=("reduce",))
+    other.launch("scale", {"sum": 1, "sum2": 1}, 1, opcodes=("rsqrt",), shape="f32[100,512]")
+    other.launch("y", {"x": 100, "scale": 1}, 100, opcodes=("multiply",))
+    assert alone.name == other.launches[2].name
+    for index, launch in enumerate(other.launches):
+        inputs = (
+            replace(value, shape="f32[100,512,512]" if value.name in ("x", "x2") else "f32[100,512]")
+            for value in launch.inputs
+        )
+        other.launches[index] = replace(launch, inputs=tuple(inputs))
+    assert all(missed.value != "x" for missed in other.rank())
+
+
+def test_each_reader_is_charged_with_what_it_can_have_read() -> None:
+    """A diagonal that a loss reads beside two sums over all logits costs these nothing."""
+    program = Program().launch("l", {"x": 10}, 100, "triton_gemm", opcodes=("dot",))
+    program.launch("rows", {"l": 100}, 1, "reduction", opcodes=("reduce",))
+    program.launch("columns", {"l": 100}, 1, "reduction", opcodes=("reduce",))
+    program.launch("diagonal", {"l": 100}, 1, opcodes=("gather",))
+    program.launches[3] = replace(program.launches[3], bytes_read=MIB, phase="backward")
+    read = Intermediate(
+        name="l", shape="f32[100]", bytes=100 * MIB, producer=0, consumers=(1, 2, 3), bytes_moved=301 * MIB
+    )
+    found = {missed.category: missed for missed in rank(program.launches, [read], (), DEVICE)}
+    assert found[categories.SHARED_INPUT].bytes_at_stake == 100 * MIB
+    assert found[categories.UNRECORDED].bytes_at_stake == 200 * MIB  # the backward pass has it written
+
+
 def test_a_launch_with_work_of_the_backward_pass_inside_runs_in_that_pass() -> None:
     """XLA makes one launch of an activation and of its gradient, and names it after the activation."""
     inside = '%m = f32[9]{0} multiply(%a, %b), metadata={op_name="jit(f)/transpose(jvp())/mul"}'

@@ -10,10 +10,10 @@ import pytest
 from launch_programs import DEVICE, MIB, Program
 
 import pallas_kernels
-from hlo_analysis import remedy_texts
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed import rank
 from hlo_analysis.records import Intermediate, Value
+from hlo_analysis.remedies import texts
 
 
 def attention(phase: Any = "forward") -> Program:
@@ -38,7 +38,7 @@ def test_attention_scores_have_the_remedy_of_attention() -> None:
 
 def test_kernels_that_are_named_are_operations() -> None:
     """As the page and the README say."""
-    kernels = [found.text for found in vars(remedy_texts).values() if isinstance(found, remedy_texts.Remedy)]
+    kernels = [found.text for found in vars(texts).values() if isinstance(found, texts.Remedy)]
     named = {found[1] for text in kernels if (found := re.match(r"([a-z_]+): ", text))}
     assert {"attention", "rms_norm", "linear_cross_entropy"} < named <= set(dir(pallas_kernels))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from launch_programs import Program
 
@@ -148,3 +150,16 @@ def test_sums_of_columns_that_are_summed_again_are_those_of_groups() -> None:
 
     assert remedy(rows).startswith("one kernel a group")
     assert remedy(columns).startswith("batch_norm:")
+
+
+def test_parts_of_a_split_sum_are_not_those_of_a_softmax() -> None:
+    """The gates of a recurrent cell: parts of a product are added up, a sigmoid follows, then a product."""
+    dot = '%d = f32[4,64,64] dot(%a, %b), lhs_batch_dims={0}, metadata={op_name="f/dot"}'
+    add = '%r = f32[64,64] reduce(%d, %z), dimensions={0}, metadata={op_name="f/dot"}'
+    for reduces, is_score in ((1, False), (2, True)):
+        program = Program().launch("g", {"h": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), hlo=dot)
+        program.launch("c", {"g": 100}, 90, opcodes=("exponential", "reduce"), hlo=add)
+        program.launches[1] = replace(program.launches[1], opcodes=(("exponential", 1), ("reduce", reduces)))
+        program.launch("y", {"c": 90, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+        remedies = {missed.value: missed.remedy for missed in program.rank()}
+        assert remedies["g"].startswith("attention:") == is_score

@@ -1,8 +1,8 @@
-"""What a report says to do about a missed fusion. Which of these fits is decided in `remedies.py`."""
+"""What a report says to do about a missed fusion. Which of these fits is decided in the modules beside this one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -30,6 +30,20 @@ GATED_LINEAR = Remedy(
 )
 LINEAR_EPILOGUE = Remedy(
     kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
+)
+REDUCED = Remedy(
+    kind="kernel",
+    text="one kernel for the product and what reduces it, as attention is: each block of the result is reduced on the "
+    "chip, and written only if something else reads it",
+)
+SCATTERED = Remedy(
+    kind="kernel",
+    text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices",
+)
+QUANTIZED = Remedy(
+    kind="kernel",
+    text="quantized_linear: the product widens int8 or int4 weights as it loads them. Scales of whole columns may as "
+    "well go behind the product, (x @ w.astype(x.dtype)) * scale: XLA then loads the integers, too",
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
 CHAINED = Remedy(
@@ -82,6 +96,22 @@ PADDED = Remedy(
     text="pad both sides alike, as padding=((1, 1), (1, 1)), where the model may be so: cuDNN then pads as it reads. "
     "'SAME' with a stride pads one side more, in an array of its own",
 )
+CONVOLVED_PARTS = Remedy(
+    kind="rewrite",
+    text="convolve what is joined part by part and add, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]): cuDNN adds the "
+    "one result as it writes the other, and nothing is joined",
+)
+FOURIER = Remedy(
+    kind="kernel",
+    text="one kernel that pads, transforms, works on what comes out and transforms it back, a row on the chip where it "
+    "fits (as FlashFFTConv's): cuFFT takes no work of others",
+)
+TURNED = Remedy(
+    kind="rewrite",
+    text="keep the array as its readers take it (keys and values of a cache: (batch, heads, length, size)), or have a "
+    "kernel read it as it lies (decode_attention of pallas_kernels): all of it is transposed for a part that is new",
+)
+TURNED_KEPT = replace(TURNED, text=f"{TURNED.text}; and donate it (jax.jit(..., donate_argnums=...))")
 PARTS = Remedy(
     kind="rewrite",
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
@@ -106,6 +136,11 @@ HOISTED = Remedy(
     kind="rewrite",
     text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "
     "the loop reads its part",
+)
+SUMMED_AFTER = Remedy(
+    kind="rewrite",
+    text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
+    "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
 )
 JOINED = Remedy(
     kind="rewrite",
@@ -133,10 +168,30 @@ PICKED = Remedy(
     "jnp.take_along_axis: its gradient is an array of zeros that is written, updated and read again, the mask's "
     "fuses into its readers",
 )
+GATHERED_AFTER = Remedy(
+    kind="rewrite",
+    text="multiply first, and gather rows of the product: (x @ w)[indices] in place of x[indices] @ w, part by part of "
+    "what is joined. Each row is taken several times, and so multiplied once in place of several times",
+)
+PLACED = Remedy(
+    kind="rewrite",
+    text="gather in place of zeros.at[...].set: for each place of the result the row that belongs there, "
+    "jnp.where(is_taken[..., None], x[index], 0), which fuses into its readers; here zeros are written first",
+)
+OTHER_ZEROS = Remedy(
+    kind="rewrite",
+    text="let a scatter start from an array that exists anyway, or compare with jnp.maximum(x, -0.0): XLA takes the "
+    "zeros of both for one value, which it then writes and reads",
+)
+UNIQUE = Remedy(
+    kind="rewrite",
+    text="say so where no index comes twice, .at[...].set(..., unique_indices=True): the gradient of .set else "
+    "scatters the numbers of its updates first, to learn which of them stayed",
+)
 TOP_K = Remedy(
     kind="kernel",
     text="a kernel that selects: XLA sorts everything, in passes over all of it, for the part that is taken. "
-    "lax.top_k of at most 16 is such a kernel already",
+    "lax.top_k of at most 16 out of 1024 or more is such a kernel already",
 )
 SCAN = Remedy(
     kind="kernel",
@@ -146,10 +201,18 @@ SCAN = Remedy(
 LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
 )
+SINGLE_PRODUCTS = (GATED_LINEAR, LINEAR_EPILOGUE, NORM_LINEAR, LINEAR_CROSS_ENTROPY, QUANTIZED)
+"""Kernels of `pallas_kernels` that multiply by one matrix, of 16 bits."""
+TAKES_SINGLE = "; the one of pallas_kernels multiplies by a single matrix, in bfloat16 or float16"
 WHOLE_SUM = Remedy(
     kind="option",
     text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
     "this launch adds up; measure both",
+)
+UNPADDED = Remedy(
+    kind="option",
+    text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA pads what it sums over, so as to split it "
+    "into parts of one length (split-K); measure both",
 )
 LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
 DONATE = Remedy(
@@ -187,6 +250,11 @@ CARRIED = Remedy(
     "sees several iterations at once; one kernel for the whole loop keeps on the chip what one iteration hands the "
     "next",
 )
+SHARDED = Remedy(
+    kind="rewrite",
+    text="shard the array along its first axis, as P(('a', 'b'), None) in place of P('a', 'b'): the parts are put "
+    "together along it, so that XLA transposes them first",
+)
 OVERLAP = Remedy(
     kind="rewrite",
     text="cut the work into parts, so that the collective of one part runs beside the work on the next",
@@ -197,9 +265,6 @@ SEPARATE_SUMS = Remedy(
     "one and takes the result apart again; measure both",
 )
 BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
-RECOMPUTE = Remedy(
-    kind="rewrite", text="compute the value where it is used: written once, it is read again by every user"
-)
 ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends, which keeps the value on the chip")
 TWO_STEPS = Remedy(
     kind="kernel",

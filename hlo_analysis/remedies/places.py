@@ -1,0 +1,91 @@
+"""The remedy where one end changes no value: it casts, fills, sorts, cuts, joins or transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hlo_analysis.ends import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import texts
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.traits import (
+    LIBRARIES,
+    convolves,
+    fills,
+    has,
+    only_casts,
+    only_moves,
+    relays,
+    spreads,
+    takes_every_other,
+)
+
+
+def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feeds_attention: bool) -> Remedy | None:
+    """The remedy where one end changes no value, None where each does."""
+    ends = (producer, *readers)
+    if any(map(only_casts, ends)) and any(end.kind in LIBRARIES for end in ends):
+        return texts.KEEP_TRITON
+    if remedy := _of_scatters(table, producer, readers):
+        return remedy
+    if producer.kind == "sort" and all(takes_part(reader, producer) for reader in readers):
+        return texts.TOP_K
+    # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
+    if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
+        return _of_stack(producer, readers)
+    if takes_every_other(producer) and any(map(takes_every_other, readers)):
+        return texts.SCAN
+    if feeds_attention and has(producer, "transpose"):
+        return texts.AS_PROJECTED
+    if has(producer, "concatenate") and all(map(convolves, readers)):
+        return texts.CONVOLVED_PARTS
+    # What is spread out, as a bias over an image, lay nowhere in that size.
+    moves = [end for end in ends if only_moves(end) and not spreads(end)]
+    pads = [move for move in moves if _pads_for_parts(table, move)]
+    if producer in pads or all(reader in pads for reader in readers):
+        return texts.UNPADDED
+    moves = [move for move in moves if move not in pads]
+    if any(has(end, "fft") for end in ends) and not any(map(relays, moves)):
+        return None
+    return _of_moves(producer, readers, moves)
+
+
+def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+    """The remedy for what a scatter starts from, and for the numbers of its updates."""
+    scatters = [reader for reader in table.readers.get(producer.index, ()) if has(reader, "scatter")]
+    if any(map(numbers_updates, (producer, *scatters))):
+        return texts.UNIQUE
+    if not fills(producer) or not scatters:
+        return None
+    near = [reader for reader in scatters if reader in readers]
+    if not near:
+        return texts.OTHER_ZEROS
+    return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
+
+
+def _of_moves(producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
+    """The remedy for ends that cut, join, pad or transpose."""
+    if has(producer, "pad") and producer in moves and all(map(convolves, readers)):
+        return texts.PADDED
+    if any(map(relays, moves)):
+        return texts.FILTER_LAYOUT if any(map(convolves, (producer, *readers))) else texts.LAYOUT
+    return (texts.JOINED if has(moves[0], "concatenate") else texts.PARTS) if moves else None
+
+
+def _pads_for_parts(table: Table, move: Launch) -> bool:
+    """Whether XLA pads what a product sums over, so that it can be cut into parts of one length."""
+    if not has(move, "pad") or "pad" in move.op_name:
+        return False
+    products = table.readers.get(move.index, ())
+    return any(adds_parts(product, reader) for product in products for reader in table.readers.get(product.index, ()))
+
+
+def _of_stack(part: Launch, readers: Sequence[Launch]) -> Remedy:
+    """The remedy for a part that a loop copies out of a stack."""
+    if all(knows_all_steps(part, reader) for reader in readers):
+        return texts.HOISTED
+    # cuBLAS takes no part whose index is counted down.
+    counts_up = part.kind == "copy" and not has(part, "subtract")
+    of_triton = all(reader.kind == "triton_gemm" for reader in readers)
+    return texts.BY_CUBLAS if counts_up and of_triton else texts.UNSTACKED

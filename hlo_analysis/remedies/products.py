@@ -1,0 +1,114 @@
+"""The remedy where one end is a matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hlo_analysis.ends import accumulates, adds_parts, expands_groups, is_one_hot
+from hlo_analysis.merging import can_merge
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import texts
+from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.traits import (
+    PRODUCTS,
+    dequantizes,
+    has,
+    is_batched,
+    is_product,
+    normalizes,
+    only_casts,
+    repeats_rows,
+    takes_sixteen_bits,
+)
+
+
+def of_products(
+    table: Table, producer: Launch, readers: Sequence[Launch], *, of_attention: bool = False
+) -> Remedy | None:
+    """The remedy where one end is a matrix product, None where none is."""
+    if is_product(producer):
+        remedy, product = _after_product(table, producer, readers), producer
+    elif products := [reader for reader in readers if is_product(reader)]:
+        remedy, product = _before_product(table, producer, readers), products[0]
+    else:
+        return None
+    if remedy is texts.LINEAR_EPILOGUE and of_attention and producer.phase == "forward":
+        return texts.ATTENTION
+    is_ours = remedy in texts.SINGLE_PRODUCTS and not (takes_sixteen_bits(product) and not is_batched(product))
+    return replace(remedy, text=remedy.text + texts.TAKES_SINGLE) if is_ours else remedy
+
+
+def _before_product(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy:
+    if expands_groups(producer, readers):
+        return texts.GROUPED
+    if is_one_hot(producer, readers):
+        return texts.INDEXED
+    if dequantizes(producer):
+        return texts.QUANTIZED
+    if repeats_rows(producer) and not any(map(is_batched, readers)):
+        return texts.GATHERED_AFTER
+    # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.
+    of_rows = rows_remedy(table, table.with_sums([producer], [producer])) not in (texts.GROUP_NORM, texts.BATCH_NORM)
+    scales = normalizes(producer) and producer.phase == "forward" and of_rows
+    return texts.NORM_LINEAR if scales else texts.LINEAR_PROLOGUE
+
+
+def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
+    if any(adds_parts(product, reader) for reader in readers):
+        return texts.WHOLE_SUM
+    if is_summed_in_a_loop(table, product, readers):
+        return texts.SUMMED_AFTER
+    if all(map(only_casts, readers)):
+        return texts.TYPED
+    if any(_gates(reader, table.launches) for reader in readers):
+        return texts.GATED_LINEAR
+    if all(map(is_product, readers)):
+        return texts.CHAINED
+    is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
+    is_loss = is_softmax and product.phase == "forward" and takes_logarithms(table, readers)
+    if is_loss and not _hands_on_all(table, product, readers):
+        return texts.LINEAR_CROSS_ENTROPY
+    if any(has(reader, "scatter") for reader in readers):
+        return texts.SCATTERED
+    if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
+        return texts.REDUCED
+    return texts.LINEAR_EPILOGUE
+
+
+def is_summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether each run of a loop adds a product of its own to one array, as a scan does with a weight's gradient."""
+    return any(
+        end.repeat > 1 and accumulates(end) and any(map(is_product, (end, *table.makers(end))))
+        for end in (producer, *readers)
+    )
+
+
+def _hands_on_all(table: Table, product: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether what is made of every logit is wanted: it is returned, or the largest are taken of it."""
+    large = [reader for reader in readers if 2 * reader.bytes_written >= product.bytes_written]
+    users = [table.readers.get(reader.index, ()) for reader in large]
+    return any(not found or any(user.kind == "sort" for user in found) for found in users)
+
+
+def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
+    """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
+    if not all(map(is_product, readers)):
+        return texts.MERGE_LOOPS
+    return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
+
+
+def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
+    """Whether an element-wise launch multiplies two products of one input, one of them activated, or two halves of one.
+
+    The gates of a recurrent cell are sums of products of different inputs, cut into four.
+    """
+    made = {value.producer for value in launch.inputs if value.producer is not None}
+    products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
+    shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
+    is_pair = shared if len(products) > 1 else products and dict(launch.opcodes).get("slice", 0) in (1, 2)
+    activates = any(has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
+    is_elementwise = launch.phase == "forward" and not has(launch, "reduce")
+    return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")

@@ -1,0 +1,68 @@
+"""The remedy of element-wise work and reductions of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.ends import continues_reduction, scatters_all
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import texts
+from hlo_analysis.remedies.table import SUMS, Table
+from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.traits import has, is_closed, is_softmax, normalizes, shifts, sums_columns
+
+
+def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+    """The remedy where both ends are element-wise work and reductions."""
+    # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
+    is_small = producer.bytes_written * SUMS <= max(reader.bytes_read for reader in readers)
+    rows = rows_remedy(table, table.with_sums((producer, *readers), [producer] if is_small else readers))
+    return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
+
+
+def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+    """The remedy where neither a product nor a normalization or softmax is near."""
+    if is_closed(producer) or any(map(is_closed, readers)):
+        return texts.OWN_KERNEL
+    if category == categories.IN_PLACE and has(producer, "scatter") and scatters_all(producer):
+        return texts.GATHERED
+    return texts.TWO_STEPS if len(readers) == 1 and continues_reduction(producer, readers[0]) else texts.ONE_KERNEL
+
+
+def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
+    """The remedy for launches of which some may reduce rows: by what they make of the sums."""
+    if sums := [end for end in ends if has(end, "reduce")]:
+        if any(map(normalizes, ends)):
+            centred = any(has(end, "subtract") for end in ends)
+            if _sums_groups(table, sums):
+                return texts.GROUP_NORM
+            if all(map(sums_columns, sums)):
+                return texts.BATCH_NORM if centred else texts.ONE_KERNEL
+            return texts.LAYER_NORM if centred else texts.RMS_NORM
+        around = [*ends, *(maker for end in sums for maker in table.makers(end))]
+        runs_on = any(has(end, "reduce-window") for end in ends)  # what sums up as it goes is made of a softmax
+        if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
+            return texts.LOG_SOFTMAX if takes_logarithms(table, ends) else texts.SOFTMAX
+    return texts.ONE_KERNEL
+
+
+def takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
+    """Whether there is a logarithm a few launches further on, as in the loss of a softmax."""
+    near = {reader.index for reader in readers}
+    for _ in range(3):
+        near |= {launch.index for index in near for launch in table.readers.get(index, ())}
+    return any(has(table.launches[index], "log") for index in near)
+
+
+def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
+    """Whether sums over columns are summed again over some of the columns, as those of a group normalization are."""
+    columns = {launch.index for launch in sums if sums_columns(launch)}
+    again = [
+        reader
+        for index in columns
+        for reader in table.readers.get(index, ())
+        # Those that read more than sums are of a normalization of rows behind it, as in a backward pass.
+        if has(reader, "reduce") and SUMS * reader.bytes_read <= table.launches[index].bytes_read
+    ]
+    return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)

@@ -1,0 +1,47 @@
+"""The launch table, with who reads what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hlo_analysis.records import Launch
+
+SUMS = 8
+"""What launches hand on as sums over rows is at most this part of what they read."""
+
+# Launches from a sum to what is made with it, at most: finished in two steps, divided, and its root taken.
+_FAR = 5
+
+
+@dataclass(frozen=True)
+class Table:
+    """The launch table, and who reads what: found once for all of its missed fusions."""
+
+    launches: Sequence[Launch]
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Launch]]:
+        """By index of a launch those that read what it writes."""
+        found: dict[int, list[Launch]] = defaultdict(list)
+        for launch in self.launches:
+            for producer in {value.producer for value in launch.inputs if value.producer is not None}:
+                found[producer].append(launch)
+        return found
+
+    def makers(self, launch: Launch, largest: float = float("inf")) -> list[Launch]:
+        """The launches that make its inputs of at most so many bytes."""
+        indices = {value.producer for value in launch.inputs if value.producer is not None and value.bytes <= largest}
+        return [self.launches[index] for index in sorted(indices)]
+
+    def with_sums(self, ends: Sequence[Launch], near: Sequence[Launch]) -> list[Launch]:
+        """The ends, and those that finish what `near` of them read as sums over rows."""
+        largest = max(launch.bytes_read for launch in ends) / SUMS
+        found, new = {launch.index: launch for launch in ends}, list(near)
+        for _ in range(_FAR):
+            new = [maker for launch in new for maker in self.makers(launch, largest)]
+            new = [maker for maker in new if maker.index not in found and maker.kind != "copy"]  # a copy counts indices
+            found |= {launch.index: launch for launch in new}
+        return list(found.values())

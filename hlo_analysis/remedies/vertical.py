@@ -1,0 +1,98 @@
+"""The remedy for a value that one launch writes and others read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hlo_analysis.decisions import categories
+from hlo_analysis.ends import is_next_state
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import texts
+from hlo_analysis.remedies.places import of_places
+from hlo_analysis.remedies.products import is_summed_in_a_loop, of_products
+from hlo_analysis.remedies.rows import of_rows
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.traits import has, only_moves, relays
+
+
+def vertical_remedy(
+    table: Table,
+    producer: Launch,
+    readers: Sequence[Launch],
+    category: str,
+    *,
+    is_score: bool,
+    feeds_attention: bool = False,
+    of_attention: bool = False,
+    donated: Collection[str] = (),
+) -> Remedy:
+    """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
+
+    Args:
+        table: the launch table.
+        producer: the launch that writes the value.
+        readers: those that read it and could be one kernel with the producer.
+        category: why XLA left them apart.
+        is_score: whether the value is one of attention scores, or made from them.
+        feeds_attention: whether all readers are products that make or read such scores.
+        of_attention: whether the producer is such a product.
+        donated: names of arguments whose buffers the program may overwrite.
+    """
+    ends = (producer, *readers)
+    return (
+        _by_category(table, producer, readers, category, donated)
+        or (texts.ATTENTION if is_score else None)
+        or _of_devices(table, producer, readers)
+        or of_places(table, producer, readers, feeds_attention=feeds_attention)
+        or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
+        or of_products(table, producer, readers, of_attention=of_attention)
+        or of_rows(table, producer, readers, category)
+    )
+
+
+def _by_category(
+    table: Table, producer: Launch, readers: Sequence[Launch], category: str, donated: Collection[str]
+) -> Remedy | None:
+    """The remedy that follows from why XLA left them apart, whatever they do."""
+    ends = (producer, *readers)
+    if category == categories.SWITCHED_OFF:
+        return texts.LEAVE_ON
+    if category == categories.INSERTED:
+        if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
+            return texts.SEPARATE_SUMS
+        if copies := [end for end in ends if has(end, "copy")]:
+            return texts.STATE if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
+    if category == categories.BOUNDARY:
+        if is_summed_in_a_loop(table, producer, readers):
+            return texts.SUMMED_AFTER
+        return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
+    return None
+
+
+def _of_devices(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+    """The remedy where one end is a sum over devices, or was made for one."""
+    ends = (producer, *readers)
+    if any(end.kind == "collective" for end in ends):
+        turns = only_moves(producer) and relays(producer) and all(has(reader, "all-gather") for reader in readers)
+        return texts.SHARDED if turns else texts.OVERLAP
+    return texts.SEPARATE_SUMS if any(_joins_sums(table, end) for end in ends) else None
+
+
+def _joins_sums(table: Table, move: Launch) -> bool:
+    """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
+    if not only_moves(move):
+        return False
+    near = [table.launches[value.producer] for value in move.inputs if value.producer is not None]
+    near += table.readers.get(move.index, ())
+    return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
+
+
+def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
+    """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
+    source = copy.inputs[0] if copy.inputs else None
+    if source is None or source.name.startswith("constant"):
+        return texts.KEPT
+    if source.producer is not None:  # made after the copy: a loop's state, which the iteration before left
+        return texts.STATE if source.producer > copy.index else texts.KEPT
+    return texts.DONATED if source.name in donated else texts.DONATE
