@@ -74,10 +74,16 @@ def numbers_updates(scatter: Launch) -> bool:
     return bool(is_whole) and has(scatter, "scatter") and has(scatter, "iota") and sets_values(scatter)
 
 
-def accumulates(launch: Launch) -> bool:
-    """Whether a loop's launch adds to what it wrote in the run before, which it does not scale."""
-    return (
-        any(value.producer == launch.index for value in launch.inputs)
-        and has(launch, "add")
-        and not has(launch, "multiply")
+def normalizes_sum(product: Launch, reader: Launch) -> bool:
+    """Whether a launch divides rows by the roots of their mean squares, and they are of a product and a residual."""
+    adds = (
+        dict(reader.opcodes).get("add", 0) > 1 or has(product, "add") or bool(re.search(r'"beta":[1-9]', product.hlo))
     )
+    is_rms = has(reader, "rsqrt") and has(reader, "reduce") and not has(reader, "subtract")
+    return adds and is_rms and product.phase == reader.phase == "forward"
+
+
+def accumulates(launch: Launch) -> bool:
+    """Whether a loop's launch adds to all of what it wrote in the run before, which it does not scale."""
+    adds = has(launch, "add") and not has(launch, "multiply") and not has(launch, "dynamic-update-slice")
+    return adds and any(value.producer == launch.index for value in launch.inputs)

@@ -54,7 +54,7 @@ def missed(
         category=category,
         remedy_kind=remedy.kind,
         remedy=remedy.text,
-        scope=ends[0].scope,
+        scope=next((end.scope for end in ends if end.scope), ""),  # what XLA put in has none
     )
 
 

@@ -60,7 +60,7 @@ def _turns(launch: Launch, value: Intermediate) -> bool:
 
 
 def _followed(launches: Sequence[Launch], made: Mapping[int, Sequence[Intermediate]], value: Intermediate) -> Turned:
-    """What becomes of it: copies and updates are followed, products and others only read it."""
+    """What becomes of it: copies and updates are followed, into a loop and out of it; others only read it."""
     turn = launches[value.producer]
     turned = Turned(value=value, argument=turn.inputs[0].name, moves=[turn])
     queue, seen = [value], {turn.index}
@@ -68,10 +68,11 @@ def _followed(launches: Sequence[Launch], made: Mapping[int, Sequence[Intermedia
         current = queue.pop()
         for reader in (launches[index] for index in current.consumers if index not in seen):
             seen.add(reader.index)
-            if (reader.computation, reader.repeat) != (turn.computation, turn.repeat) or is_product(reader):
+            if is_product(reader):
                 continue
+            is_near = (reader.computation, reader.repeat) == (turn.computation, turn.repeat)
             is_back = has(reader, "transpose") and reader.bytes_written == value.bytes
-            if is_back or {opcode for opcode, _ in reader.opcodes} == {"copy"}:
+            if is_near and (is_back or {opcode for opcode, _ in reader.opcodes} == {"copy"}):
                 turned.moves.append(reader)
             if updates_in_place(reader, current) or (is_back and has(reader, "dynamic-update-slice")):
                 turned.updates.append(reader)

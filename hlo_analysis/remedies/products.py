@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hlo_analysis.ends import accumulates, adds_parts, expands_groups, is_one_hot
+from hlo_analysis.ends import accumulates, adds_parts, expands_groups, is_one_hot, normalizes_sum
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import texts
@@ -73,6 +73,8 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
         return texts.LINEAR_CROSS_ENTROPY
     if any(has(reader, "scatter") for reader in readers):
         return texts.SCATTERED
+    if any(normalizes_sum(product, reader) for reader in readers):
+        return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
         return texts.REDUCED
     return texts.LINEAR_EPILOGUE
@@ -81,7 +83,11 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
 def is_summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:
     """Whether each run of a loop adds a product of its own to one array, as a scan does with a weight's gradient."""
     return any(
-        end.repeat > 1 and accumulates(end) and any(map(is_product, (end, *table.makers(end))))
+        end.repeat > 1
+        and accumulates(end)
+        and any(map(is_product, (end, *table.makers(end))))
+        # What the next step computes with cannot wait for the last.
+        and all(user is end for user in table.readers.get(end.index, ()) if user.computation == end.computation)
         for end in (producer, *readers)
     )
 

@@ -17,7 +17,8 @@ class Remedy:
 ATTENTION = Remedy(
     kind="kernel",
     text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
-    "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16",
+    "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16; for few queries and a long cache "
+    "decode_attention of pallas_kernels",
 )
 AS_PROJECTED = Remedy(
     kind="kernel",
@@ -35,6 +36,11 @@ REDUCED = Remedy(
     kind="kernel",
     text="one kernel for the product and what reduces it, as attention is: each block of the result is reduced on the "
     "chip, and written only if something else reads it",
+)
+RESIDUAL_NORM = Remedy(
+    kind="kernel",
+    text="linear_residual_norm: product, residual and the mean squares of their rows in one kernel; the layer behind "
+    "divides by their roots as it loads (norm_linear)",
 )
 SCATTERED = Remedy(
     kind="kernel",
@@ -201,7 +207,7 @@ SCAN = Remedy(
 LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
 )
-SINGLE_PRODUCTS = (GATED_LINEAR, LINEAR_EPILOGUE, NORM_LINEAR, LINEAR_CROSS_ENTROPY, QUANTIZED)
+SINGLE_PRODUCTS = (GATED_LINEAR, LINEAR_EPILOGUE, RESIDUAL_NORM, NORM_LINEAR, LINEAR_CROSS_ENTROPY, QUANTIZED)
 """Kernels of `pallas_kernels` that multiply by one matrix, of 16 bits."""
 TAKES_SINGLE = "; the one of pallas_kernels multiplies by a single matrix, in bfloat16 or float16"
 WHOLE_SUM = Remedy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hlo_analysis.records import Analysis, Comparison, Provenance, ScopeRow, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Launch, Provenance, ScopeRow, StrategyResult
 from hlo_analysis.report import kinds, words
 from hlo_analysis.report.alike import fold_layers, without_numbers
 from hlo_analysis.report.payload import embedded_json, payload, totals
@@ -196,7 +196,7 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 {
                     "strategy": cell.strategy,
                     "launches": made,
-                    "kinds": Counter(launch.kind for launch in made).most_common(),
+                    "kinds": _launched(made),
                     "hosts": list(reversed(hosts.values())),  # one for each scope that takes this one's work in
                     "bytes": cell.bytes,
                     "roofline_us": cell.roofline_us,
@@ -206,6 +206,14 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
         parent, _, name = row.scope.rpartition("/")
         rows.append({"parent": parent, "name": name, "phase": row.phase, "cells": cells, "alike": ""})
     return rows
+
+
+def _launched(launches: Sequence[Launch]) -> list[tuple[str, int]]:
+    """Launches of one run by kind, most frequent first; a loop's count as often as it runs."""
+    counts: Counter[str] = Counter()
+    for launch in launches:
+        counts[launch.kind] += launch.repeat
+    return [(kind, count) for kind, count in counts.most_common() if count]
 
 
 def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]:

@@ -46,6 +46,10 @@ NARROW = 80
 """Columns below which numbers may take several lines: cut short they would be others."""
 
 
+_MOST_READERS = 4
+"""Readers of a value that are told one by one; the page names all of them."""
+
+
 def kinds_table(comparison: Comparison) -> Table:
     """How many launches of each kind every strategy makes."""
     table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
@@ -153,12 +157,15 @@ def _missed(analysis: Analysis, place: int, alike: Sequence[MissedFusion]) -> Pa
     item = alike[0]
     more = f" and {len(alike) - 1} more alike" if len(alike) > 1 else ""
     source = words.shared_source(item) or _launch(analysis, item.producer)
-    ends = " → ".join([source, ", ".join(_launch(analysis, index) for index in item.consumers)])
+    readers = [_launch(analysis, index) for index in item.consumers]
+    if len(readers) > _MOST_READERS:
+        readers = [*readers[: _MOST_READERS - 1], f"{len(readers) - _MOST_READERS + 1} others"]
+    ends = f"{source} → {', '.join(readers)}"
     head = Text.assemble(
         (f"{place}. ", "bold"),
         (words.format_bytes(sum(item.bytes_at_stake for item in alike)), "bold yellow"),
         f"  {words.format_us(sum(item.time_at_stake_us for item in alike))} estimated  ",
-        (item.scope or analysis.launches[item.producer].source or "no scope", "cyan"),
+        (words.place(analysis, item), "cyan"),
         f"  {item.shape}",
     )
     body = Text.assemble(

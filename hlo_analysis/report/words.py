@@ -123,6 +123,12 @@ def shared_source(item: MissedFusion) -> str | None:
     return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
 
 
+def place(analysis: Analysis, item: MissedFusion) -> str:
+    """Where in the model: its scope, else the line of its source; what XLA put in has that of who reads it."""
+    sources = (analysis.launches[index].source for index in (item.producer, *item.consumers))
+    return item.scope or next(filter(None, sources), "no scope")
+
+
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
     """Bytes that values move between launches, by the scope that makes them, largest first; layers as one scope."""
     totals: dict[str, int] = {}

@@ -202,3 +202,27 @@ def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
     program.launch("p", {"s": 800}, 400, "triton", opcodes=("exponential", "reduce", "divide"))
     program.launch("o", {"p": 400, "v": 10}, 100, "triton_gemm").launch("sum", {"o": 100}, 100, opcodes=("multiply",))
     assert next(missed for missed in program.rank() if missed.value == "o").remedy == texts.ATTENTION.text
+
+
+def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> None:
+    """The residual stream of a decoding loop."""
+    program = Program().launch("d", {"x": 1, "w": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
+    program.launch("x", {"d": 100, "old": 100}, 100, opcodes=("add",), repeat=8)
+    first, second = program.launches
+    program.launches[1] = replace(second, inputs=(second.inputs[0], replace(second.inputs[1], name="x", producer=1)))
+    program.launches[0] = replace(first, inputs=(replace(first.inputs[0], producer=1), first.inputs[1]))
+    assert all(missed.remedy != texts.SUMMED_AFTER.text for missed in program.rank())
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "remedy"),
+    [
+        (("dot", "add"), ("rsqrt", "reduce", "multiply"), texts.RESIDUAL_NORM),
+        (("dot", "add"), ("rsqrt", "reduce", "subtract"), texts.REDUCED),  # of a LayerNorm
+        (("dot",), ("rsqrt", "reduce", "multiply"), texts.REDUCED),  # no residual
+    ],
+)
+def test_a_products_sum_with_the_residual_leaves_its_mean_squares(made: Any, read: Any, remedy: Any) -> None:
+    program = Program().launch("d", {"x": 10, "w": 10, "r": 100}, 100, "triton_gemm", opcodes=made)
+    (missed,) = program.launch("n", {"d": 100}, 100, "triton", opcodes=read).rank()
+    assert missed.remedy.startswith(remedy.text)

@@ -37,6 +37,15 @@ def test_a_cache_that_is_turned_for_its_readers_costs_all_of_it(copied: bool) ->
     assert all(missed.value not in ("turned", "copy") for missed in others)
 
 
+def test_a_cache_that_is_turned_before_a_loop_and_back_behind_it() -> None:
+    program = cache()
+    for index in (1, 2):
+        program.launches[index] = replace(program.launches[index], computation="body", repeat=32)
+    first = next(missed for missed in program.rank(outputs=("back",), donated=("cache",)) if missed.value == "turned")
+    assert first.bytes_at_stake == 800 * MIB
+    assert first.consumers == (1, 3)
+
+
 def test_a_cache_that_is_not_donated_would_be_copied_where_it_is_not_turned() -> None:
     first, *_ = cache().rank(outputs=("back",))
     assert "donate_argnums" in first.remedy

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison
 from hlo_analysis.report import render_html, render_notebook
 from hlo_analysis.report.payload import embedded_json, payload
@@ -114,6 +115,18 @@ def test_what_a_reader_must_find(comparison: Comparison):
     ):
         assert words in text
     assert "in mlp_norm" in text
+
+
+def test_the_table_of_scopes_counts_what_a_loop_launches(comparison: Comparison):
+    """As the table of strategies does: a scan of 256 steps makes 256 launches of each of its kernels."""
+    base = comparison["xla"]
+    assert base.analysis is not None
+    launches = tuple(replace(launch, scope="block", repeat=256) for launch in base.analysis.launches)
+    alone = replace(base, analysis=replace(base.analysis, launches=launches))
+    text = render_html(compare_analyses("t", (alone,), baseline="xla"))
+    count = base.analysis.launches_by_kind["loop"]
+    assert f"{256 * count} loop</span>" in text
+    assert f" {count} loop</span>" not in text
 
 
 def test_a_program_by_itself_is_compared_with_nothing(comparison: Comparison):

@@ -123,6 +123,21 @@ def test_a_shared_argument_is_named_in_place_of_a_producer(comparison: Compariso
     assert "argument x.1 → #1" in _printed(replace(comparison, strategies=(shown,)), 140)
 
 
+def test_what_xla_put_in_is_found_by_who_reads_it_and_many_readers_are_counted(comparison: Comparison):
+    base = comparison["xla"]
+    assert base.analysis is not None
+    first, *others = base.analysis.launches
+    launches = (replace(first, scope="", source=None), *(replace(other, source="model.py:7") for other in others))
+    found = replace(base.analysis.missed[0], scope="", producer=0, consumers=(1, 2, 3, 4, 5))
+    shown = replace(base, analysis=replace(base.analysis, launches=launches, missed=(found,)))
+    text = _printed(replace(comparison, strategies=(shown,)), 160)
+    assert "estimated  model.py:7" in text
+    ends = next(line for line in text.splitlines() if "→" in line)
+    assert "#3" in ends
+    assert ends.strip().endswith("2 others")
+    assert "#4" not in ends
+
+
 def test_verdict_of_one_launch_with_nothing_between():
     from hlo_analysis.diff import compare_analyses
     from hlo_analysis.records import StrategyResult

@@ -13,6 +13,8 @@ function showMissed(name) {
   const sum = (group, what) => group.reduce((total, item) => total + item[what], 0);
   const most = groups.reduce((largest, group) => Math.max(largest, sum(group, "bytes")), 1);
   const way = (item) => [source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])];
+  // What XLA put in bears no source: that of who reads it is told.
+  const place = (item) => lastScope(item.scope) || [item.from, ...item.to].map((at) => launches[at].source).find(Boolean) || "no scope";
   const others = (group) => {
     if (group.length < 2) return null;
     const box = el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(group.length - 1)} more alike` }));
@@ -32,7 +34,7 @@ function showMissed(name) {
         el("small", {}, formatUs(sum(group, "time")), el("span", { className: "how estimated", textContent: "estimated" }), el("br"),
           `share ${Math.round(item.share * 100)}%`)),
       el("div", {},
-        el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || launches[item.from].source || "no scope" }), " ", el("span", { className: "m", textContent: item.shape })),
+        el("p", { className: "what" }, el("b", { textContent: place(item) }), " ", el("span", { className: "m", textContent: item.shape })),
         el("p", { className: "way" }, ...way(item)), others(group),
         el("p", { className: "why" }, el("span", { className: "tag", textContent: "why" }), item.reason),
         el("p", { className: "remedy" }, el("span", { className: `tag ${item.remedyKind}`, textContent: item.remedyKind }), item.remedy)));
