@@ -12,18 +12,13 @@ from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.intermediates import find_intermediates
-from hlo_analysis.kinds import EMITTERS
 from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.missed import rank
-from hlo_analysis.records import OPAQUE_KINDS, Analysis, Intermediate, Launch, Memory, Traffic
+from hlo_analysis.notes import notes_of
+from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.resources import read_resources, resources_of
 from hlo_analysis.rows import Context, launch_row
-
-_LARGE_PRODUCT = 10**9
-"""FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
-
-_OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
 
 
 def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
@@ -84,7 +79,8 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads]
     )
     decisions = decide(capture, module, launch_of)
-    notes = (*provenance.notes, *notes, *table.notes, *_slow_products(launches), *_opaque_kernels(launches))
+    outputs = _outputs(module, flow)
+    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs))
     return Analysis(
         label=label,
         provenance=replace(provenance, notes=notes),
@@ -92,46 +88,11 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         launches=launches,
         decisions=decisions,
         intermediates=intermediates,
-        missed=rank(
-            launches, intermediates, decisions, device, outputs=_outputs(module, flow), donated=_donated(module)
-        ),
+        missed=rank(launches, intermediates, decisions, device, outputs=outputs, donated=_donated(module)),
         traffic=_total(launches, intermediates),
         memory=_memory(capture),
         silent=silent_instructions(module, table),
     )
-
-
-def _slow_products(launches: Sequence[Launch]) -> list[str]:
-    """A note on products that XLA left to its loop emitter, one thread an element.
-
-    On an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
-    """
-    slow = [
-        launch.name
-        for launch in launches
-        if launch.kind in EMITTERS
-        and launch.flops >= _LARGE_PRODUCT
-        and {"dot", "convolution"} & dict(launch.opcodes).keys()
-    ]
-    if not slow:
-        return []
-    return [
-        f"Matrix products without matrix units: {', '.join(slow)}. XLA's default gives them to its loop emitter, one "
-        "thread an element of the result; with autotuning (an attached GPU, or a recording of one) it times the "
-        "alternatives first."
-    ]
-
-
-def _opaque_kernels(launches: Sequence[Launch]) -> list[str]:
-    """A note on kernels that are not XLA's and so show their operands and results alone."""
-    opaque = {launch.kind for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops}
-    if not opaque:
-        return []
-    names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
-    return [
-        f"What happens inside {' and '.join(names)} kernels is not known: no FLOPs are counted for them, and "
-        "their traffic unfused is that of the kernel."
-    ]
 
 
 def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:

@@ -1,0 +1,85 @@
+"""What a report should say of a program beside its numbers, in sentences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from hlo_analysis.kinds import EMITTERS
+from hlo_analysis.records import OPAQUE_KINDS, Launch
+
+_LARGE_PRODUCT = 10**9
+"""FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
+
+_OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
+
+# From so many launches alike, and from such a part of the program's time, arrays are better kept as one.
+_MANY = 8
+_PART = 0.05
+
+
+def notes_of(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[str]:
+    """The sentences, in order.
+
+    Args:
+        launches: the launch table.
+        outputs: names of the values that the program returns.
+    """
+    yield from _slow_products(launches)
+    yield from _opaque_kernels(launches)
+    yield from _small_updates(launches, outputs)
+
+
+def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
+    """A note on products that XLA left to its loop emitter, one thread an element.
+
+    On an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
+    """
+    slow = [
+        launch.name
+        for launch in launches
+        if launch.kind in EMITTERS
+        and launch.flops >= _LARGE_PRODUCT
+        and {"dot", "convolution"} & dict(launch.opcodes).keys()
+    ]
+    if slow:
+        yield (
+            f"Matrix products without matrix units: {', '.join(slow)}. XLA's default gives them to its loop emitter, "
+            "one thread an element of the result; with autotuning (an attached GPU, or a recording of one) it times "
+            "the alternatives first."
+        )
+
+
+def _opaque_kernels(launches: Sequence[Launch]) -> Iterator[str]:
+    """A note on kernels that are not XLA's and so show their operands and results alone."""
+    opaque = {launch.kind for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops}
+    if opaque:
+        names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
+        yield (
+            f"What happens inside {' and '.join(names)} kernels is not known: no FLOPs are counted for them, and "
+            "their traffic unfused is that of the kernel."
+        )
+
+
+def _small_updates(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[str]:
+    """A note on arrays that are updated apart, each in the time that a launch takes, as biases by an optimizer."""
+    alike: dict[tuple, list[Launch]] = defaultdict(list)
+    for launch in launches:
+        arguments = [value for value in launch.inputs if value.producer is None]
+        updates = bool(launch.outputs) and all(value.name in outputs for value in launch.outputs)
+        if (
+            launch.limiter == "overhead"
+            and launch.kind == "loop"
+            and updates
+            and 2 * len(arguments) >= len(launch.inputs)
+        ):
+            alike[launch.opcodes].append(launch)
+    total = sum(launch.roofline_us * launch.repeat for launch in launches)
+    for found in alike.values():
+        time = sum(launch.roofline_us * launch.repeat for launch in found)
+        if len(found) >= _MANY and time >= _PART * total:
+            yield (
+                f"{len(found)} launches update small arrays alike, each in the time that a launch takes: {time:.0f} of "
+                f"{total:.0f} µs, estimated. Kept as one flat array (as optax.flatten keeps an optimizer's), they "
+                "are one launch."
+            )
