@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hlo_analysis.capture.api import capture, record_autotune
-from hlo_analysis.capture.archive import Capture, Manifest
+from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.autotune import merge_autotune
 from hlo_analysis.capture.lowering import leave_out_frames
+from hlo_analysis.capture.manifest import Manifest
 from hlo_analysis.quiet import has_nvidia_gpu, silence_missing_gpu
 
 __all__ = [

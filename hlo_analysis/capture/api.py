@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hlo_analysis.capture import attached
 from hlo_analysis.capture import autotune as autotuning
-from hlo_analysis.capture.archive import Capture, write_manifest
+from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
 from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
 from hlo_analysis.capture.process import Worker
@@ -21,6 +21,7 @@ from hlo_analysis.targets import Target, load_target
 
 if TYPE_CHECKING:
     from hlo_analysis.capture.lowering import Lowered, Mode
+from hlo_analysis.capture.manifest import write_manifest
 
 # One dump before and one after each pass that decides about fusion: some 28 files, half a megabyte.
 _GPU_PASSES = (

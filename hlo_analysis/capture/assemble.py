@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hlo_analysis.capture import artefacts, attached, autotune, resources
-from hlo_analysis.capture.archive import Manifest
+from hlo_analysis.capture.manifest import Manifest
 from hlo_analysis.capture.process import LOG_NAME
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.records import Memory, Provenance
