@@ -154,7 +154,8 @@ def _analysed(
     capture_options: dict[str, Any],
 ) -> StrategyResult:
     from hlo_analysis.analysis import analyze
-    from hlo_analysis.capture import capture, leave_out_frames
+    from hlo_analysis.capture import capture
+    from hlo_analysis.capture.lowering import leave_out_frames
 
     leave_out_frames(__file__)
     strategy = job.strategy

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hlo_analysis.capture.api import capture, record_autotune
 from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.autotune import merge_autotune
-from hlo_analysis.capture.lowering import leave_out_frames
 from hlo_analysis.capture.manifest import Manifest
 from hlo_analysis.quiet import has_nvidia_gpu, silence_missing_gpu
 
@@ -14,7 +13,6 @@ __all__ = [
     "Manifest",
     "capture",
     "has_nvidia_gpu",
-    "leave_out_frames",
     "merge_autotune",
     "record_autotune",
     "silence_missing_gpu",
