@@ -71,8 +71,10 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
     is_loss = is_softmax and product.phase == "forward" and takes_logarithms(table, readers)
     if is_loss and not _hands_on_all(table, product, readers):
         return texts.LINEAR_CROSS_ENTROPY
-    if any(has(reader, "scatter") for reader in readers):
+    if all(has(reader, "scatter") for reader in readers):
         return texts.SCATTERED
+    if any(has(reader, "gather") for reader in readers):
+        return texts.TAKEN
     if any(normalizes_sum(product, reader) for reader in readers):
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):

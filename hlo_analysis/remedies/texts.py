@@ -46,6 +46,10 @@ SCATTERED = Remedy(
     kind="kernel",
     text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices",
 )
+TAKEN = Remedy(
+    kind="kernel",
+    text="one kernel that makes rows of the product as their indices take them; it pays where few are taken twice",
+)
 QUANTIZED = Remedy(
     kind="kernel",
     text="quantized_linear: the product widens int8 or int4 weights as it loads them. Scales of whole columns may as "
@@ -243,7 +247,8 @@ TYPED = Remedy(
 MASKED = Remedy(
     kind="rewrite",
     text="make the update a part of the element-wise work (jnp.where on a comparison with the indices, as "
-    "jax.nn.one_hot does), so that the array is written once, when all is done",
+    "jax.nn.one_hot does), so that the array is written once, when all is done; the diagonal of a product needs none: "
+    "(a * b).sum(-1)",
 )
 STATE = Remedy(
     kind="rewrite",

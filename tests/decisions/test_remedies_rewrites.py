@@ -197,6 +197,12 @@ def test_rows_of_a_product_that_are_added_elsewhere_are_no_plain_epilogue() -> N
     assert missed.remedy == texts.SCATTERED.text
 
 
+def test_rows_of_a_product_that_are_taken_by_index_are_no_epilogue() -> None:
+    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
+    (missed,) = program.launch("e", {"d": 100}, 200, "concatenate", opcodes=("gather", "concatenate")).rank()
+    assert missed.remedy == texts.TAKEN.text
+
+
 def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
     program = Program().launch("s", {"q": 10, "k": 10}, 800, "triton_gemm", shape="f32[8,64,64]")
     program.launch("p", {"s": 800}, 400, "triton", opcodes=("exponential", "reduce", "divide"))
