@@ -14,7 +14,7 @@ from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.linear import config as linear
 from pallas_kernels.ops.qkv_projection import config as qkv_projection
 from pallas_kernels.primitives.platform import target_device
-from xlafuse.models import kernels
+from xlafuse.models import kernels, support
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.plan import FusionPlan
 
@@ -41,7 +41,7 @@ def _is_spread(array: Any) -> bool:
 def _best(site: str, config: BlockConfig, shape: tuple[int, int]) -> str:
     if site == "attention":
         return _best_attention(config, shape)
-    runs = kernels.refusal(site, config) is None
+    runs = support.refusal(site, config) is None
     return "mosaic" if runs and _is_faster(site, config, math.prod(shape)) else "xla"
 
 
@@ -51,7 +51,7 @@ def _best_attention(config: BlockConfig, shape: tuple[int, int]) -> str:
     if shape[1] == 1 or device.is_interpreted:  # jax's interpreter has no accumulators that begin with values
         return "xla"
     is_cuda, takes = device.platform == "cuda", config.dtype in ("bfloat16", "float16")
-    can_run = {"mosaic": kernels.refusal("attention", config) is None, "cudnn": is_cuda and takes}
+    can_run = {"mosaic": support.refusal("attention", config) is None, "cudnn": is_cuda and takes}
     found = (name for name in (*kernels.attention_order(config, shape), "cudnn") if can_run.get(name, False))
     return next(found, "xla")
 

@@ -114,9 +114,9 @@ class TransformerBlock(nnx.Module):
         """Whether the product at `site` is to do the norm before it."""
         if not getattr(plan, norm) == getattr(plan, site) == "mosaic" or x.dtype != jnp.dtype(self.config.dtype):
             return False
-        from xlafuse.models import kernels
+        from xlafuse.models import support
 
-        return kernels.takes_norm(site, self.config, x.shape[0] * x.shape[1])
+        return support.takes_norm(site, self.config, x.shape[0] * x.shape[1])
 
     def _normed_heads(
         self, x: Array, positions: Array | None, plan: FusionPlan

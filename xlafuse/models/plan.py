@@ -66,10 +66,10 @@ class FusionPlan:
         It depends on the block alone: a kernel that can serve one does so at every batch and length.
         """
         # Strategies are listed without kernels, whose import takes most of a second.
-        from xlafuse.models import kernels
+        from xlafuse.models import support
 
         asked = (site for site, implementation in self.fused_sites.items() if implementation == "mosaic")
-        refusals = {site: kernels.unsupported(site, config) for site in asked}
+        refusals = {site: support.unsupported(site, config) for site in asked}
         reasons = {site: reason for site, reason in refusals.items() if reason is not None}
         if self.attention == "cudnn" and config.dtype not in ("bfloat16", "float16"):
             reasons["attention"] = f"cuDNN computes in bfloat16 or float16, and {config.name} in {config.dtype}"
