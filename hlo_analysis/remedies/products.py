@@ -78,8 +78,16 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
     if any(normalizes_sum(product, reader) for reader in readers):
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
-        return texts.REDUCED
+        return _reduced(table, product, readers)
     return texts.LINEAR_EPILOGUE
+
+
+def _reduced(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
+    """The remedy where a product is reduced: the norm's own in several launches, which reads it once."""
+    rows = rows_remedy(table, table.with_sums(readers, readers))
+    if rows is texts.RMS_NORM and product.phase == "forward" and any(has(reader, "add") for reader in readers):
+        return texts.RESIDUAL_NORM
+    return rows if rows in (texts.RMS_NORM, texts.LAYER_NORM) and len(readers) > 1 else texts.REDUCED
 
 
 def is_summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:

@@ -191,6 +191,24 @@ def test_the_state_of_a_loop_is_copied_for_who_reads_the_old_one() -> None:
     assert missed.remedy == texts.STATE.text
 
 
+@pytest.mark.parametrize(
+    ("phase", "opcodes", "remedy"),
+    [
+        ("forward", ("add", "multiply", "reduce"), texts.RESIDUAL_NORM),
+        ("forward", ("multiply", "reduce"), texts.RMS_NORM),
+        ("backward", ("add", "multiply", "reduce"), texts.RMS_NORM),
+    ],
+)
+def test_a_product_that_a_norm_of_several_launches_reads(phase: Any, opcodes: tuple[str, ...], remedy: Any) -> None:
+    """As XLA makes one for which the backward pass wants the sums."""
+    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), phase=phase)
+    program.launch("sum", {"d": 100}, 1, "reduction", opcodes=opcodes, phase=phase)
+    program.launch("scale", {"sum": 1}, 1, opcodes=("rsqrt",), phase=phase)
+    program.launch("y", {"d": 100, "scale": 1}, 100, opcodes=("multiply",), phase=phase)
+    missed = next(found for found in program.rank() if found.value == "d")
+    assert missed.remedy.startswith(remedy.text)
+
+
 def test_rows_of_a_product_that_are_added_elsewhere_are_no_plain_epilogue() -> None:
     program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("s", {"d": 100, "zeros": 10}, 10, "scatter", opcodes=("scatter",)).rank()
