@@ -13,8 +13,10 @@ from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
+from pallas_kernels.primitives.gemm.consumer import compute
+from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
+from pallas_kernels.primitives.gemm.producer import produce
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import target_device

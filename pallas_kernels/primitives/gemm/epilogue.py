@@ -30,6 +30,11 @@ class Epilogue:
         """How many results a kernel of so many products has."""
         return (1 if self.gated else products) + (products if self.keeps_products else 0)
 
+    def dtypes(self, products: int, result: jnp.dtype, kept: jnp.dtype) -> list[jnp.dtype]:
+        """Of each result; `kept`: of the products that are kept."""
+        count = products if self.keeps_products else 0
+        return [result] * (self.outputs(products) - count) + [kept] * count
+
     def apply(
         self,
         products: Sequence[jax.Array],

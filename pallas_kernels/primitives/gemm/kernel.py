@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.choice import FEW_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.consumer import compute
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.heads import Beside
-from pallas_kernels.primitives.gemm.launch import launcher, sharing_of
-from pallas_kernels.primitives.gemm.mainloop import Ring, compute, produce, ring_types
+from pallas_kernels.primitives.gemm.heads import Beside, Heads
+from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher, sharing_of
+from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
+from pallas_kernels.primitives.gemm.producer import produce
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.sharing import Sums, apart
 from pallas_kernels.primitives.gemm.store import Pieces, Store
@@ -84,13 +85,10 @@ def gemm(
     b = [array if transpose_b else whole_groups(array) for array in b]
     residual = None if residual is None else whole_groups(residual)
     dtype = a[0].dtype
-    out_dtype = jnp.dtype(out_dtype or dtype)
+    accumulators = 1 + max(product[2] for product in products)
+    dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
     m, k = a[0].shape[::-1] if transpose_a else a[0].shape
     widths = tuple(array.shape[0 if transpose_b else 1] for array in b)
-    accumulators = 1 + max(product[2] for product in products)
-    count = epilogue.outputs(accumulators)
-    kept = accumulators if epilogue.keeps_products else 0
-    dtypes = [out_dtype] * (count - kept) + [dtype] * kept
     config = (config or GemmConfig()).fitted(
         itemsize=dtype.itemsize,
         operands=(len(a), 1 if beside else len(b)),
@@ -112,14 +110,18 @@ def gemm(
     columns = problem.clusters[1] * sum(problem.strip)
     own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
     extras = [_given({**common, **part}) for part in own]
-    heads = [part.heads for part in beside] or [None]
-
-    def launch(a, b, extras, problem=problem):
-        return _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares)
-
+    launch = _Launch(
+        problem=problem,
+        epilogue=epilogue,
+        heads=[part.heads for part in beside] or [None],
+        dtypes=dtypes,
+        name=name,
+        has_squares=row_squares,
+    )
     if config.shares_last_wave:
-        launch = apart(launch, partial(launch, problem=replace(problem, config=problem.config.unshared)))
-    outputs, squares = launch(a, b, extras)
+        outputs, squares = apart(launch, launch.unshared)(a, b, extras)
+    else:
+        outputs, squares = launch(a, b, extras)
     results = [output[:rows] for output in outputs]
     if squares is not None:
         results.append(_over_lines(squares[:, :rows]))
@@ -137,61 +139,89 @@ def _over_lines(squares):
     return functools.reduce(operator.add, list(squares))
 
 
-def _launch(problem, epilogue, heads, a, b, extras, dtypes, name, row_squares):
-    config = problem.config
-    pieces = Pieces.of(problem, most_columns=min((part.widest_piece for part in heads if part), default=None))
-    count = len(dtypes)
-    out_type = [jax.ShapeDtypeStruct((problem.m, width), dtype) for width in problem.widths for dtype in dtypes]
-    results = len(out_type)
-    if row_squares:
-        out_type.append(jax.ShapeDtypeStruct(problem.squares_shape, jnp.float32))
-    sharing = sharing_of(problem)
-    if sharing is not None:
-        out_type.append(Sums.type_of(problem, sharing))
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """heads: what each result's columns go through that lies beside others, or one None. dtypes: of the results of one
+    of those. has_squares: see `gemm`."""
 
-    def roles(a_refs, b_refs, extra_refs, *refs):
-        outputs, squares, scratch = refs[:results], refs[results : len(out_type)], refs[len(out_type) :]
-        ring_refs, buffers, arrived = scratch
-        ring = Ring(problem=problem, **ring_refs)
+    problem: Problem
+    epilogue: Epilogue
+    heads: Sequence[Heads | None]
+    dtypes: Sequence[jnp.dtype]
+    name: str
+    has_squares: bool
+
+    @property
+    def unshared(self) -> _Launch:
+        """The same with each tile one block's."""
+        return replace(self, problem=replace(self.problem, config=self.problem.config.unshared))
+
+    def __call__(self, a: Sequence[jax.Array], b: Sequence[jax.Array], extras: Sequence[Mapping[str, jax.Array]]):
+        """The results, and the lines of sums of squares or None."""
+        config, pieces, results = self.problem.config, self._pieces, len(self._results)
+        kernel = launcher(
+            self.problem,
+            self._roles,
+            name=self.name,
+            out_type=[*self._results, *self._squares, *self._sums],
+            scratch_types=(
+                ring_types(self.problem, len(a), len(b) if len(self.problem.widths) == 1 else 1),
+                [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), d) for d in self.dtypes],
+                plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+            ),
+        )
+        outputs = kernel(list(a), list(b), extras)
+        return outputs[:results], outputs[results] if self.has_squares else None
+
+    @property
+    def _results(self) -> list[jax.ShapeDtypeStruct]:
+        m = self.problem.m
+        return [jax.ShapeDtypeStruct((m, width), dtype) for width in self.problem.widths for dtype in self.dtypes]
+
+    @property
+    def _squares(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(self.problem.squares_shape, jnp.float32)] if self.has_squares else []
+
+    @property
+    def _sums(self) -> list[jax.ShapeDtypeStruct]:
+        sharing = sharing_of(self.problem)
+        return [] if sharing is None else [Sums.type_of(self.problem, sharing)]
+
+    @property
+    def _pieces(self) -> Pieces:
+        return Pieces.of(self.problem, most_columns=min((h.widest_piece for h in self.heads if h), default=None))
+
+    def _roles(self, a_refs, b_refs, extra_refs, *refs) -> Roles:
+        """What each warpgroup does; `refs`: outputs, and the scratch of `__call__`."""
+        *outputs, ring_refs, buffers, arrived = refs
+        ring = Ring(problem=self.problem, **ring_refs)
+        sharing = sharing_of(self.problem)
 
         def multiply(warpgroup):
-            stores = [
-                Store(
-                    pieces=pieces,
-                    epilogue=epilogue,
-                    extras=part_refs,
-                    outputs=outputs[i * count : (i + 1) * count],
-                    buffers=[buffer.at[warpgroup] for buffer in buffers],
-                    arrived=arrived,
-                    first_barrier=warpgroup * pieces.slots,
-                    heads=part,
-                    squares=squares[0] if row_squares else None,
-                    line=problem.line,
-                )
-                for i, (part, part_refs) in enumerate(zip(heads, extra_refs, strict=True))
-            ]
-            sums = None if sharing is None else Sums.of(problem, refs[len(out_type) - 1], warpgroup)
-            compute(problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
+            stores = self._stores(warpgroup, extra_refs, outputs, buffers, arrived)
+            sums = None if sharing is None else Sums.of(self.problem, outputs[-1], warpgroup)
+            compute(self.problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
 
-        bring = partial(produce, problem, a_refs, b_refs, ring, sharing=sharing)
-        whole = (getattr(ref, "ref", ref) for ref in (*a_refs, *b_refs))  # under `jax.vmap` they are parts of arrays
-        varies = any(not jax.typeof(ref).manual_axis_type.empty for ref in whole)
-        if config.tile_m > FEW_ROWS and not varies:
-            # One warp is enough, and power sets the clock. Of few rows it has not been measured; JAX's warps take no
-            # array that varies over the devices of `jax.shard_map`.
-            return partial(plgpu.warp_map, lambda warp: pl.when(warp == 0)(bring)), multiply
+        bring = partial(produce, self.problem, a_refs, b_refs, ring, sharing=sharing)
+        if self.problem.config.tile_m > FEW_ROWS:  # of few rows it has not been measured
+            bring = in_one_warp(bring, *a_refs, *b_refs)
         return bring, multiply
 
-    kernel = launcher(
-        problem,
-        roles,
-        name=name,
-        out_type=out_type,
-        scratch_types=(
-            ring_types(problem, len(a), len(b) if len(problem.widths) == 1 else 1),
-            [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype) for dtype in dtypes],
-            plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
-        ),
-    )
-    outputs = kernel(list(a), list(b), extras)
-    return outputs[:results], outputs[results] if row_squares else None
+    def _stores(self, warpgroup, extra_refs, outputs, buffers, arrived) -> list[Store]:
+        """The epilogues of a warpgroup, for each of what lies beside each other."""
+        pieces, count = self._pieces, len(self.dtypes)
+        return [
+            Store(
+                pieces=pieces,
+                epilogue=self.epilogue,
+                extras=part_refs,
+                outputs=outputs[i * count : (i + 1) * count],
+                buffers=[buffer.at[warpgroup] for buffer in buffers],
+                arrived=arrived,
+                first_barrier=warpgroup * pieces.slots,
+                heads=heads,
+                squares=outputs[len(self._results)] if self.has_squares else None,
+                line=self.problem.line,
+            )
+            for i, (heads, part_refs) in enumerate(zip(self.heads, extra_refs, strict=True))
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,6 +47,18 @@ def sharing_of(problem: Problem) -> Sharing | None:
         fewest=max(1, config.in_flight),
     )
     return sharing if sharing.has_shared else None
+
+
+def in_one_warp(bring: Callable[[], None], *refs: Any) -> Callable[[], None]:
+    """The same by one warp of the warpgroup, which is enough: power sets the clock, and instructions take power.
+
+    refs: what is brought, in device memory. JAX's warps take no array that varies over the devices of `jax.shard_map`:
+    then by all.
+    """
+    whole = (getattr(ref, "ref", ref) for ref in refs)  # under `jax.vmap` they are parts of arrays
+    if any(not jax.typeof(ref).manual_axis_type.empty for ref in whole):
+        return bring
+    return partial(plgpu.warp_map, lambda warp: pl.when(warp == 0)(bring))
 
 
 def launcher(

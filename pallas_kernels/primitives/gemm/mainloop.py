@@ -1,4 +1,4 @@
-"""The steps of a tile: the producer's TMA copies and the computing warpgroups' products, through a ring of stages."""
+"""The order of tiles, and the ring of stages through which their steps go from the producer to the tensor cores."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from itertools import groupby
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.gemm.sharing import Part, Sharing, Sums
-from pallas_kernels.primitives.gemm.store import Store
+from pallas_kernels.primitives.gemm.sharing import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,51 +105,6 @@ def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Arr
     return before
 
 
-def produce(
-    problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring, *, sharing: Sharing | None = None
-) -> None:
-    """Brings the operands of every step of every tile, as early as there is room."""
-    config = problem.config
-    shared_a = "cluster" if config.cluster == "n" else None
-    shared_b = "cluster" if config.cluster == "m" else None
-    whole = problem.transpose_a or problem.brought_rows == config.tile_m
-    brought = config.tile_m if whole else problem.brought_rows
-    every_step = Part(first=0, steps=problem.steps)
-
-    def tile(row, column, _, before, part=every_step):
-        def step(i, _):
-            stage = lax.rem(before + i, config.stages)
-
-            @pl.when(before + i >= config.stages)
-            def _():
-                plgpu.barrier_wait(ring.empty.at[stage])
-
-            place = part.first + i
-            if config.reverses:
-                is_odd = lax.rem(lax.div(before, problem.steps), 2) == 1
-                place = jnp.where(is_odd, problem.steps - 1 - i, i)
-            depth = pl.ds(place * config.tile_k, config.tile_k)
-            a_index = _ordered(pl.ds(row, brought), depth, problem.transpose_a)
-
-            def bring_b(ref, buffer, column):
-                index = _ordered(depth, pl.ds(column, problem.columns), problem.transpose_b)
-                plgpu.copy_gmem_to_smem(ref.at[index], buffer.at[stage], ring.full.at[stage], collective_axes=shared_b)
-
-            for ref, buffer in zip(a_refs, ring.a, strict=True):
-                place = buffer.at[stage] if whole else buffer.at[stage, pl.ds(0, brought)]
-                plgpu.copy_gmem_to_smem(ref.at[a_index], place, ring.full.at[stage], collective_axes=shared_a)
-            if len(problem.widths) == 1:
-                for ref, buffer in zip(b_refs, ring.b, strict=True):
-                    bring_b(ref, buffer, column)
-                return
-            for ref, (is_own, first) in zip(b_refs, problem.owners(column), strict=True):
-                pl.when(is_own)(partial(bring_b, ref, ring.b[0], column - first))
-
-        lax.fori_loop(0, part.steps, step, None)
-
-    drain(ring.empty, config.stages, for_each_tile(problem, tile, sharing=sharing))
-
-
 def drain(barriers: Any, count: int, steps: jax.Array) -> None:
     """Waits once more for each of so many barriers that took turns over so many steps.
 
@@ -164,7 +117,8 @@ def drain(barriers: Any, count: int, steps: jax.Array) -> None:
     lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)
 
 
-def _ordered(first, second, is_transposed: bool):
+def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
+    """Two sizes or indices as the array lies in memory."""
     return (second, first) if is_transposed else (first, second)
 
 
@@ -208,89 +162,3 @@ def give_back_last(ring: Ring, steps: int | jax.Array, before: jax.Array, pendin
         pending = min(config.in_flight, steps) if isinstance(steps, int) else config.in_flight
     for late in range(pending, 0, -1):
         plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
-
-
-def compute(
-    problem: Problem,
-    ring: Ring,
-    stores: Sequence[Store],
-    warpgroup: jax.Array,
-    *,
-    sharing: Sharing | None = None,
-    sums: Sums | None = None,
-) -> None:
-    """Multiplies every tile and has its results stored.
-
-    stores: of each result that lies beside others (see `Problem.widths`), or one.
-    sharing, sums: how the last tiles are shared, and where their sums go.
-    """
-    config = problem.config
-    rows = config.warpgroup_rows
-    first_row = warpgroup * rows if config.split == "m" else 0
-
-    def operands(stage, left, right, first_column, columns):
-        a = ring.a[left].at[stage]
-        b = ring.b[right].at[stage]
-        if config.split == "m":
-            a = a.at[_ordered(pl.ds(first_row, rows), slice(None), problem.transpose_a)]
-        if columns != problem.columns:
-            b = b.at[_ordered(slice(None), pl.ds(first_column, columns), problem.transpose_b)]
-        a = a.transpose((1, 0)) if problem.transpose_a else a
-        b = b.transpose((1, 0)) if problem.transpose_b else b
-        return a, b
-
-    skew = min(config.skew, config.stages - 1, problem.steps - 1) if config.warpgroups > 1 else 0
-    if skew:
-        # Each computing warpgroup but the first waits once, before its first tile.
-        @pl.when(warpgroup > 0)
-        def _():
-            plgpu.barrier_wait(ring.ahead)
-
-    every_step = Part(first=0, steps=problem.steps)
-
-    def tile(row, column, columns, before, part=every_step):
-        # ptxas must see that no loop over steps is empty: it would wait for each product.
-        steps = part.steps if sums is None else jnp.maximum(part.steps, 1)
-        first_column = 0
-        if config.split == "n":
-            columns //= config.warpgroups
-            first_column = warpgroup * columns
-        row, column = row + first_row, column + first_column
-        own_stores = [store.narrowed(columns) for store in stores] if config.passes else stores
-        if len(stores) == 1:
-            _where(part.ends, partial(own_stores[0].begin, row, column))
-
-        def multiply(*accumulators):
-            def issue(i, stage):
-                for left, right, accumulator in problem.products:
-                    plgpu.wgmma(accumulators[accumulator], *operands(stage, left, right, first_column, columns))
-                if skew:
-                    plgpu.barrier_arrive(ring.ahead, predicate=(warpgroup == 0) & (before + i == skew - 1))
-
-            if sums is not None:
-                for accumulator, value in zip(accumulators, sums.fetch(part, accumulators), strict=True):
-                    accumulator[...] = value
-            run_steps(ring, issue, steps, before, products=len(problem.products))
-            values = [accumulator[...] for accumulator in accumulators]
-            give_back_last(ring, steps, before)
-            if sums is not None:
-                pl.when(~part.ends)(partial(sums.leave, part, values))
-            if config.passes:
-                # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if len(stores) == 1:
-                _where(part.ends, partial(own_stores[0].finish, values, row, column))
-                return
-            for store, (is_own, first) in zip(own_stores, problem.owners(column), strict=True):
-                pl.when(is_own)(partial(store.finish, values, row, column - first))
-
-        types = (plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for _ in range(problem.accumulators))
-        pl.run_scoped(multiply, *types)
-
-    for_each_tile(problem, tile, sharing=sharing)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _where(condition: jax.Array | bool, work: Callable[[], None]) -> None:
-    """Calls it under the condition, unless that is known to hold."""
-    work() if condition is True else pl.when(condition)(work)
