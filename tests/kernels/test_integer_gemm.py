@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.primitives import platform
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.deal import Deal
 from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, to_lanes
@@ -50,6 +52,17 @@ def test_product(config, sizes, dtype, seed):
     np.testing.assert_allclose(
         np.asarray(y, np.float64), exact, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5 * np.abs(exact).max()
     )
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_tiles_of_several_heights(cluster, seed, monkeypatch):
+    monkeypatch.setattr(platform, "_INTERPRETED_CORES", 7 * cluster)
+    config = IntegerGemmConfig(rows=64, stages=2, in_parts=True, cluster=cluster, is_dealt=True)
+    columns = 6 * cluster * config.columns
+    assert Deal(columns=6, blocks=7).is_even
+    x, values, scales, _, exact = operands(seed, 120, 128, columns, jnp.uint8)
+    y = integer_gemm(x, values, scales, epilogue=Epilogue(), config=config)
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize(

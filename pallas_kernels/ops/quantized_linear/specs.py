@@ -90,6 +90,7 @@ _ARG_SPECS = (
     _call(1001, features=1024, outputs=4032, bias=True, activation="gelu_tanh", residual=True, tags=GPU),
     _call(300, features=2048, outputs=1088, bits=4, dtype="float16", out_dtype="float32", tags=GPU),
     _call(33, features=4096, outputs=1024, bits=4, tags=GPU),
+    _call(500, features=512, outputs=14080, bias=True, activation="gelu_tanh", residual=True, tags=GPU),
     _call(4500, features=512, outputs=1984, bias=True, activation="silu", residual=True, tags=GPU),
     _call(13, features=2048, outputs=3968, bias=True, activation="gelu_tanh", residual=True, tags=GPU),
     _call(3, features=7168, outputs=4096, dtype="float16", residual=True, out_dtype="float32", tags=GPU),

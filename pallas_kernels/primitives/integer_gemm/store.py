@@ -1,0 +1,79 @@
+"""How a warpgroup's part of a tile leaves: in pieces of some rows, turned round in shared memory, by TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.integer_gemm.config import GROUP
+from pallas_kernels.primitives.integer_gemm.job import Job
+from pallas_kernels.primitives.integer_gemm.lanes import unit
+from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """The epilogue of one warpgroup, in pieces of some rows. Values are (columns, rows)."""
+
+    job: Job
+    epilogue: Epilogue
+    extras: Mapping[str, Any]
+    out: Any
+    buffer: Any
+    brought: Any
+    warpgroup: jax.Array
+
+    def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
+        """What there is of scales and bias for the 64 columns from there, before their products."""
+        first = jnp.minimum(column, self.job.n - GROUP)  # of columns behind the last, nothing is stored
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        found = {
+            name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
+            for name in ("scales", "bias")
+            if name in self.extras
+        }
+        return {name: vector.astype(jnp.float32) for name, vector in found.items()}
+
+    def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
+        """Computes and stores the results of the tile that begins there."""
+        if self.job.n > GROUP:
+            self._finish(product, vectors, row, column)
+        else:
+            # TMA leaves out columns behind the last, but Mosaic GPU gives it no place along a dimension of one group:
+            # it would store those over the first.
+            pl.when(column == 0)(partial(self._finish, product, vectors, row, column))
+
+    def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
+        config = self.job.config
+        scale, bias = vectors["scales"], vectors.get("bias")
+        scale = scale / unit(self.job.dtype) if self.job.in_lanes else scale
+        for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
+            shape = (GROUP, min(config.store_rows, product.shape[1] - start))
+            buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
+            place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
+            plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
+            residual = None
+            if "residual" in self.extras:
+                arrived = self.brought.at[self.warpgroup]
+                plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], buffer, arrived)
+                plgpu.barrier_wait(arrived)
+                residual = load_transposed(buffer)
+            (value,) = self.epilogue.apply(
+                [product[:, start : start + shape[1]] * lax.broadcast_in_dim(scale, shape, (0,))],
+                scale=None,
+                bias=None if bias is None else lax.broadcast_in_dim(bias, shape, (0,)),
+                residual=residual,
+                dtype=self.out.dtype,
+            )
+            store_transposed(value, buffer)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[place])
