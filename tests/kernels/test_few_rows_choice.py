@@ -14,6 +14,7 @@ from pallas_kernels.ops.linear.config import problem
 from pallas_kernels.ops.norm_linear.config import normed_config
 from pallas_kernels.ops.qkv_projection.config import default_config
 from pallas_kernels.primitives.few_rows.by_warps import fits
+from pallas_kernels.primitives.few_rows.choice import ALONE, choose_few_rows
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 
@@ -32,12 +33,29 @@ def on_h200():
         yield
 
 
-@pytest.mark.parametrize(("rows", "features", "cut"), [(1, 4096, WarpsCut()), (16, 4096, WarpsCut()), (17, 4096, None)])
-def test_normed_products_of_few_rows(rows, features, cut):
-    x, w = described(rows, features), described(features, 4096)
+@pytest.mark.parametrize(
+    ("rows", "features", "outputs", "is_inside", "cut"),
+    [
+        (1, 4096, 4096, True, WarpsCut()),
+        (16, 4096, 4096, True, WarpsCut()),
+        (17, 4096, 4096, False, None),
+        (16, 14336, 4096, False, None),
+        (16, 4096, 6144, True, None),
+        (16, 4096, 8192, True, None),
+        (16, 4096, 14336, True, HEADS),
+        (16, 4096, 28672, False, None),  # more tiles than run at once
+    ],
+)
+def test_normed_products_of_few_rows(rows, features, outputs, is_inside, cut):
+    x, w = described(rows, features), described(features, outputs)
     config = normed_config(problem(x, w, None, None, None, jnp.dtype(jnp.bfloat16)), rows)
     assert isinstance(config, FewRowsConfig)
-    assert config.by_warps == cut
+    assert (config.norm_inside, config.by_warps) == (is_inside, cut)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+def test_a_warpgroup_alone_where_tiles_are_nearly_enough(rows):
+    assert choose_few_rows(rows, 4096, 4096) == ALONE
 
 
 def test_projections_have_heads_of_one_block():

@@ -66,6 +66,7 @@ _ARG_SPECS = (
     _call(600, features=1024, outputs=2048, scaled=False, mean_square=True, activation="silu", tags=GPU),
     _call(17, features=1024, outputs=4096, bias=True, tags=GPU),
     _call(13, features=2048, outputs=4096, bias=True, activation="silu", tags=GPU),
+    _call(9, features=2048, outputs=14336, tags=GPU),
     *(_call(rows, features=4096, outputs=4096, tags=BENCH) for rows in (8192, 512, 16, 1)),
     *(
         _call(rows, features=4096, outputs=16384, norm="layer", bias=True, activation="gelu_tanh", tags=BENCH)

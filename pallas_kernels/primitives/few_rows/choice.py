@@ -14,7 +14,7 @@ MOST_NORM_INSIDE = 16
 _FEW_TOKENS = 16
 """Up to here x takes little of the shared memory."""
 _FEWEST_TOKENS = 8
-"""Up to here they are one group; of 2 rows and more four warpgroups were measured, where tiles are nearly enough."""
+"""Up to here they are one group."""
 _SOME_TOKENS = 24
 """Up to here not much."""
 _DEEP = 8192
@@ -26,10 +26,19 @@ _NEARLY = 0.45
 """Of them, that are enough where the depth is not `_DEEP`."""
 _MOST_STAGES = 64
 ALONE = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
-TOGETHER = FewRowsConfig(columns=GROUP, depth=128, warpgroups=4, stages=2)
-"""The cuts where tiles are nearly enough: a warpgroup alone, or four that take steps in turn."""
+"""The cut where tiles are nearly enough: a warpgroup alone."""
 SHARED = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True, direct=True)
 """The cut of integers in the order of lanes, where tiles are too few."""
+_NORMED = replace(ALONE, norm_inside=True, in_flight=1)
+_NORMED_WIDE = FewRowsConfig(
+    columns=2 * GROUP,
+    warpgroups=2,
+    norm_inside=True,
+    direct=True,
+    in_flight=1,
+    by_warps=WarpsCut(columns=2 * GROUP, depth=128, warpgroups=2),
+)
+"""Those of one product with a norm inside."""
 
 
 def choose_few_rows(
@@ -54,15 +63,24 @@ def choose_few_rows(
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
     is_nearly = groups >= _NEARLY * device.core_count and products == 1
     if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
-        return TOGETHER if 1 < rows <= _FEWEST_TOKENS else ALONE
+        return ALONE
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
 
 
+def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
+    """The cut of one product with a norm of x's rows in the launch: as narrow tiles as all run at once, where that was
+    measured to be faster than a launch before it, else None."""
+    cores, groups = target_device().core_count, -(-n // GROUP)
+    if rows > MOST_NORM_INSIDE or not 2048 <= k < _DEEP:
+        return None
+    if _NEARLY * cores <= groups <= cores:
+        return _NORMED if groups >= _WORTH * cores else replace(_NORMED, by_warps=WarpsCut())
+    return _NORMED_WIDE if cores < groups <= 2 * cores else None
+
+
 def with_norm_inside(config: FewRowsConfig, rows: int) -> FewRowsConfig:
-    """The same cut with a norm of x's rows in the launch, where that was measured to be faster than one before it."""
-    if rows <= MOST_NORM_INSIDE and config in (ALONE, TOGETHER):
-        return replace(ALONE, norm_inside=True, in_flight=1, by_warps=WarpsCut())
+    """The same cut of several products with that norm in the launch, where that was measured to be faster."""
     if rows > MOST_NORM_INSIDE or config.columns != 2 * GROUP:
         return config
     return replace(config, warpgroups=2, norm_inside=True, direct=True, in_flight=1)
@@ -103,6 +121,7 @@ def with_norms_inside() -> dict[str, FewRowsConfig]:
     return {
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
         "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
-        "64 columns, 256 deep, norm inside": replace(with_norm_inside(ALONE, rows=1), by_warps=None),
-        "64 columns, 256 deep, norm inside, shared by warps": with_norm_inside(ALONE, rows=1),
+        "64 columns, 256 deep, norm inside": _NORMED,
+        "64 columns, 256 deep, norm inside, shared by warps": replace(_NORMED, by_warps=WarpsCut()),
+        "128 columns, 128 deep, norm inside, shared by warps": _NORMED_WIDE,
     }
