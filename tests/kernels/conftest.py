@@ -7,6 +7,7 @@ import random
 import interpreter_accumulators
 import interpreter_gpu
 import interpreter_reductions
+import interpreter_unions
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
@@ -43,6 +44,7 @@ def interpreter(monkeypatch):
     interpreter_accumulators.extend(monkeypatch)
     interpreter_gpu.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
+    interpreter_unions.extend(monkeypatch)
     jax.config.update("jax_disable_most_optimizations", True)  # a test compiles dozens of programs, to run each once
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

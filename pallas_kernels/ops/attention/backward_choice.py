@@ -16,10 +16,14 @@ from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
 from pallas_kernels.ops.attention.backward_short import short_lengths
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import is_ragged
 
-_LEAST, _MOST = 2048, {64: 8192, 128: 16384}
+_LEAST, _MOST = 512, {64: 8192, 128: 16384}
 """Lengths with which one kernel is taken, the longest one by head size. Blocks wait for each other, the more the
 longer."""
+_MANY_BLOCKS = 256
+"""Blocks of one kernel with which it was faster from the least length on; from the following length on with fewer."""
+_LONG = 2048
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -44,12 +48,19 @@ def default_backward(problem: Problem) -> BackwardConfig:
     """The untuned choice: one kernel where it was the faster form, see TUNING-backward.md."""
     config = short_lengths(problem, backward_config(problem.head_size, features=features_of(problem)))
     masking = problem.masking
+    if problem.head_size <= 64 and not features_of(problem) and masking.left is None and masking.right in (None, 0):
+        config = replace(config, keys=replace(config.keys, overlaps=True))
+    if is_ragged(masking) and problem.head_size > max(ROWS):
+        # Products by panels leave ptxas no registers for Pallas's barriers.
+        config = replace(config, queries=replace(config.queries, automatic_barriers=False))
     is_plain = not features_of(problem) and masking.right in (None, 0)
     # With a last tile of keys that is not whole ptxas spills.
     is_whole = masking.keys % COLUMNS == 0 and problem.head_size in ROWS
     if config.keys.parts > 1 or not (can_fuse(problem) and is_plain and is_whole):
         return config
-    is_measured = all(_LEAST <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
+    blocks = problem.batch * problem.key_heads * (masking.keys // COLUMNS)
+    least = _LEAST if blocks >= _MANY_BLOCKS else _LONG
+    is_measured = all(least <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
     return replace(config, fused=_fused(problem)) if is_measured else config
 
 

@@ -19,65 +19,63 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, KeysConfig
+from pallas_kernels.ops.attention.backward_config import COLUMNS, WARPGROUP_ROWS, KeysConfig
 from pallas_kernels.ops.attention.backward_tiles import (
     Tile,
     Visits,
     block_place,
-    has_few_steps,
     hidden,
+    hides_steps,
     kept_scale,
     not_invariant,
-    store_columns,
 )
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.operands import Operand
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import TileForm, multiply_across, multiply_down
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
 
 
 def key_value_gradients(
-    query: Operand,
-    key: Operand,
-    value: Operand,
-    dout: Operand,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
     rows: jax.Array,
     extras: Mapping[str, jax.Array],
     *,
     problem: Problem,
+    form: TileForm,
     config: KeysConfig,
     folds: Folds | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
     Args:
-        query, key, value, dout: head size in multiples of 64.
+        query, key, value, dout: in device memory.
         rows: of `rows_of`.
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
+        form: of their tiles.
         folds: how rows of the problem, which is folded, lie in query and dout; None: as they are.
     """
-    batch, length, _, size = query.array.shape
-    operands = [query, key, value, dout]
+    batch, length = query.shape[:2]
+    size = form.size
     masking = problem.masking
     blocks = pl.cdiv(masking.keys, config.columns)
     parts = config.parts
     own_heads = problem.group // parts
     lanes = batch * problem.key_heads * parts
     at_once = target_device().core_count
-    copies = 1 if folds is None else folds.heads_of(config.rows)
+    copies = form.copies * (1 if folds is None else folds.heads_of(config.rows))
 
     def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *refs):
         *gradients, scratch = refs
         dkey_ref, dvalue_ref = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
-        k, v, q, do, qrows, held, full, empty, finished, *qsegments = scratch
-        query_ref, key_ref, value_ref, dout_ref = (
-            own.of(ref) for own, ref in zip(operands, (query_ref, key_ref, value_ref, dout_ref), strict=True)
-        )
+        k, v, q, do = map(form.tiles, scratch[:4])
+        qrows, held, full, empty, finished, *qsegments = scratch[4:]
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the first keys are those that the most queries see.
         tile_index, lane = block_place(
@@ -93,8 +91,8 @@ def key_value_gradients(
             tiles = TileRange(*(extras_refs["tiles"][b, tile_index, i] for i in range(4)))
         else:
             tiles = masking.query_tiles(first_key, config.columns, config.rows)
-        is_short = has_few_steps(problem, size, masking.queries, config.rows)
-        visits = Visits(tiles=hidden(tiles) if is_short else tiles)
+        hides = hides_steps(problem, form, masking.queries, config.rows)
+        visits = Visits(tiles=hidden(tiles) if hides else tiles)
         first_head = key_head * problem.group
         if part is not None:
             first_head = first_head + part * own_heads
@@ -103,8 +101,8 @@ def key_value_gradients(
         def _():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             own = (b, pl.ds(first_key, config.columns), key_head)
-            plgpu.copy_gmem_to_smem(key_ref.at[own], k, held)
-            plgpu.copy_gmem_to_smem(value_ref.at[own], v, held)
+            k.bring(key_ref.at[own], held)
+            v.bring(value_ref.at[own], held)
 
             def heads(count, tile_of, steps):
                 def bring(i, carry):
@@ -117,8 +115,8 @@ def key_value_gradients(
 
                     row = tile_of(i) * config.rows
                     for place, own in row_places(b, row, head, config.rows, folds):
-                        plgpu.copy_gmem_to_smem(query_ref.at[place], q.at[stage, own], full.at[stage])
-                        plgpu.copy_gmem_to_smem(dout_ref.at[place], do.at[stage, own], full.at[stage])
+                        q.at(stage, rows=own).bring(query_ref.at[place], full.at[stage])
+                        do.at(stage, rows=own).bring(dout_ref.at[place], full.at[stage])
                     rows_here = rows_ref.at[b, head, :, pl.ds(row, config.rows)]
                     plgpu.copy_gmem_to_smem(rows_here, qrows.at[stage], full.at[stage])
                     if qsegments:
@@ -176,27 +174,27 @@ def key_value_gradients(
                     plgpu.barrier_wait(full.at[stage])
 
                     own = pl.ds(first + not_invariant(n) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                    own_k, own_v = k.at[own], v.at[own]
+                    own_k, own_v = k.at(rows=own), v.at(rows=own)
 
                     def products(s, *others):
-                        plgpu.wgmma(s, own_k, q.at[stage].transpose((1, 0)))
+                        multiply_across(s, own_k, q.at(stage))
                         for dp in others:
-                            plgpu.wgmma(dp, own_v, do.at[stage].transpose((1, 0)))
-                        scores = plgpu.wgmma_accumulator_load(s, wait_n=len(others))
+                            multiply_across(dp, own_v, do.at(stage))
+                        scores = plgpu.wgmma_accumulator_load(s, wait_n=len(others) * form.copies)
                         if config.overlaps:
                             pl.when(n > 0)(lambda: release(n - 1))
                         lse = plgpu.load(qrows.at[stage, 0], layout=tile.row_layout())
                         weights, slope = tile.weights(scores, lse, is_masked=is_masked)
                         weights = tile.marked(weights)
                         if dv is not None:
-                            plgpu.wgmma(dv, tile.dropped(weights).astype(problem.dtype), do.at[stage])
+                            multiply_down(dv, tile.dropped(weights).astype(problem.dtype), do.at(stage))
                         for dp in others:
-                            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else 1)
+                            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else form.copies)
                             delta = plgpu.load(qrows.at[stage, 1], layout=tile.row_layout())
                             dscores = tile.score_gradients(weights, dweights, delta)
                             dscores = dscores if slope is None else dscores * slope
                             assert dk is not None
-                            plgpu.wgmma(dk, dscores.astype(problem.dtype), q.at[stage])
+                            multiply_down(dk, dscores.astype(problem.dtype), q.at(stage))
                         if not config.overlaps:
                             plgpu.wgmma_wait(0)
                             release(n)
@@ -231,16 +229,16 @@ def key_value_gradients(
                 plgpu.barrier_wait(finished)
             place = (b, pl.ds(first_key + first, WARPGROUP_ROWS), key_head)
             place = place if part is None else (part, *place)
-            own_k, own_v = (held_tile.at[pl.ds(first, WARPGROUP_ROWS)] for held_tile in (k, v))
+            own_k, own_v = (held_tile.at(rows=pl.ds(first, WARPGROUP_ROWS)) for held_tile in (k, v))
             if makes_dkey:
-                store_columns(own_k, results.pop(0) * problem.scale)
+                own_k.store(results.pop(0) * problem.scale, width=COLUMNS)
             if makes_dvalue:
-                store_columns(own_v, results.pop(0) * kept_scale(problem))
+                own_v.store(results.pop(0) * kept_scale(problem), width=COLUMNS)
             plgpu.commit_smem()
             if makes_dkey:
-                plgpu.copy_smem_to_gmem(own_k, dkey_ref.at[place])
+                own_k.send(dkey_ref.at[place])
             if makes_dvalue:
-                plgpu.copy_smem_to_gmem(own_v, dvalue_ref.at[place])
+                own_v.send(dvalue_ref.at[place])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup < config.warpgroups)
@@ -254,10 +252,9 @@ def key_value_gradients(
             pl.when(warpgroup == 1)(lambda: compute(True, False, 0))
 
     dtype = problem.dtype
-    shape = (*key.array.shape[:2], key.heads, size)
-    result = [jax.ShapeDtypeStruct(shape, dtype)] * 2
+    result = [jax.ShapeDtypeStruct(key.shape, dtype)] * 2
     if parts > 1:
-        result = [jax.ShapeDtypeStruct((2, parts, *shape), dtype)]
+        result = [jax.ShapeDtypeStruct((2, parts, *key.shape), dtype)]
     kernel = settings.kernel(
         attention_backward_keys,
         out_type=result,
@@ -267,12 +264,10 @@ def key_value_gradients(
         thread_name="warpgroup",
         scratch_types=(
             (
-                shared((config.columns, size), dtype),
-                shared((config.columns, size), dtype),
-                shared((config.stages, config.rows, size), dtype),
-                shared((config.stages, config.rows, size), dtype),
+                *[form.scratch(config.columns)] * 2,
+                *[form.scratch(config.stages, config.rows)] * 2,
                 plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
-                plgpu.Barrier(num_arrivals=2),
+                plgpu.Barrier(num_arrivals=2 * form.copies),
                 plgpu.Barrier(num_arrivals=1 + 2 * copies + masking.has_segments, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
                 plgpu.Barrier(num_arrivals=config.warpgroups),
@@ -281,7 +276,7 @@ def key_value_gradients(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    made = kernel(*(operand.array for operand in operands), rows, dict(extras))
+    made = kernel(query, key, value, dout, rows, dict(extras))
     return (_added(made[0][0]), _added(made[0][1])) if parts > 1 else tuple(made)
 
 

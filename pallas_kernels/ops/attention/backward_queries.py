@@ -22,89 +22,76 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, QueriesConfig
+from pallas_kernels.ops.attention.backward_config import COLUMNS, WARPGROUP_ROWS, QueriesConfig
 from pallas_kernels.ops.attention.backward_tiles import (
     Tile,
     Visits,
     block_place,
-    has_few_steps,
     hidden,
+    hides_steps,
     not_invariant,
     row_sums,
-    store_columns,
 )
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.operands import GROUP, Operand, clipped
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
+from pallas_kernels.ops.attention.row_tiles import TileForm, multiply_across, multiply_down
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.random import mixed_words
-
-_CLIPPED_HEAD = 128
-"""With larger ones there is no room for results in shared memory of their own, nor beside the keys' segments."""
 
 
 def query_gradients(
-    query: Operand,
-    key: Operand,
-    value: Operand,
-    dout: Operand,
-    rows: jax.Array | tuple[Operand, jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
+    rows: jax.Array | tuple[jax.Array, jax.Array],
     extras: Mapping[str, jax.Array],
     *,
     problem: Problem,
+    form: TileForm,
     config: QueriesConfig,
     makes_dbias: bool = False,
     numbers: int | None = None,
     folds: Folds | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns dquery; `rows_of`'s rows; and the gradients of all scores where they are asked for.
-
-    dquery is like query, or only as long as there are queries.
+    """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
     Args:
-        query, key, value, dout: head size in multiples of 64.
+        query, key, value, dout: in device memory.
         rows: of `rows_of`; or what the kernel makes them of: the output, like query, and the log-sum-exp, (batch,
             heads, queries padded to whole tiles).
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of queries, 4)), "words", "dense"; and "places", the keys' numbers (padded, int32).
+        form: of the tiles of query, key, value and dout.
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
         numbers: after so many queries their numbers begin anew, and these say what is seen under a causal mask. None:
             they are the queries' places.
         folds: how rows of the problem, which is folded, lie in query, dout and output; None: as they are.
     """
-    batch, length, _, size = query.array.shape
-    heads = problem.heads
+    batch, size, heads = query.shape[0], form.size, problem.heads
     masking = problem.masking
     blocks = pl.cdiv(masking.queries, config.rows)
     key_blocks = pl.cdiv(masking.keys, config.columns)
     lanes = batch * heads
     dtype = problem.dtype
     makes_rows = isinstance(rows, tuple)
-    operands = [query, key, value, dout]
-    # TMA clips rows beyond the last where it need not know of groups, which shared memory of another layout takes.
-    is_short = size == problem.head_size <= _CLIPPED_HEAD and not masking.has_segments
-    is_clipped = masking.queries % GROUP > 0 and folds is None and is_short
     # Slots of the ring that the output of a block's queries takes.
     lead = pl.cdiv(config.rows, config.columns) if makes_rows else 0
-    held_arrivals = (3 if makes_rows else 2) * (1 if folds is None else folds.heads_of(WARPGROUP_ROWS))
+    copies = form.copies * (1 if folds is None else folds.heads_of(WARPGROUP_ROWS))
 
     def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, dquery_ref, *refs):
         dbias_ref = refs[-2] if makes_dbias else None
-        q, do, ring, held, full, empty, results, ksegments = refs[-1]
-        query_ref, key_ref, value_ref, dout_ref = (
-            own.of(ref) for own, ref in zip(operands, (query_ref, key_ref, value_ref, dout_ref), strict=True)
-        )
-        out_ref = rows[0].of(rows_refs[0]) if isinstance(rows, tuple) else None
+        *tiles, held, full, empty, ksegments = refs[-1]
+        q, do, ring = map(form.tiles, tiles)
         warpgroup = lax.axis_index("warpgroup")
         # Where attention is causal, the last queries are those that see the most keys.
         place, lane = block_place(
             lax.axis_index("block"),
             tiles=blocks,
             lanes=lanes,
-            lane_bytes=-(-4 * key.array.shape[1] * size // problem.group),
+            lane_bytes=-(-4 * key.shape[1] * size // problem.group),
         )
         tile_index = blocks - 1 - place
         b, head = lax.div(lane, heads), lax.rem(lane, heads)
@@ -116,26 +103,27 @@ def query_gradients(
             tiles = masking.key_tiles(first_query, config.rows, config.columns)
         if makes_dbias:
             tiles = tiles._replace(first=0, last=key_blocks)
-        is_short = has_few_steps(problem, size, masking.keys, config.columns)
+        hides = hides_steps(problem, form, masking.keys, config.columns)
         # With two steps, and two warpgroups' masks, a head size of 128 is large enough.
-        is_short |= masking.is_causal and size == 128 and key_blocks == 2 and config.warpgroups == 2
-        visits = Visits(tiles=hidden(tiles) if is_short else tiles)
+        hides |= masking.is_causal and size == 128 and key_blocks == 2 and config.warpgroups == 2
+        visits = Visits(tiles=hidden(tiles) if hides else tiles)
 
         def out_of(i):
             """Where the output of a warpgroup's queries is."""
             row = i * WARPGROUP_ROWS
-            return ring.at[lax.div(row, config.columns), pl.ds(lax.rem(row, config.columns), WARPGROUP_ROWS)]
+            slot, first = lax.div(row, config.columns), lax.rem(row, config.columns)
+            return ring.at(slot, rows=pl.ds(first, WARPGROUP_ROWS))
 
         @pl.when(warpgroup == config.warpgroups)
         def _():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             for i in range(config.warpgroups):
-                tiles_of = [(query_ref, q.at[i]), (dout_ref, do.at[i])]
+                tiles_of = [(query_ref, q.at(i)), (dout_ref, do.at(i))]
                 if makes_rows:
-                    tiles_of.append((out_ref, out_of(i)))
+                    tiles_of.append((rows_refs[0], out_of(i)))
                 for place, own in row_places(b, first_query + i * WARPGROUP_ROWS, head, WARPGROUP_ROWS, folds):
                     for ref, tile in tiles_of:
-                        plgpu.copy_gmem_to_smem(ref.at[place], tile.at[own], held.at[i])
+                        tile.part(own).bring(ref.at[place], held.at[i])
 
             def bring(tile_of):
                 def step(i, n):
@@ -147,7 +135,7 @@ def query_gradients(
                         def _(slot=slot):
                             plgpu.barrier_wait(empty.at[slot])
 
-                        plgpu.copy_gmem_to_smem(ref.at[place], ring.at[slot], full.at[slot])
+                        ring.at(slot).bring(ref.at[place], full.at[slot])
                         if ksegments is not None:
                             # With values too, since a slot has now keys and now values.
                             numbers = extras_refs["key_segments"].at[place[0], place[1]]
@@ -189,7 +177,7 @@ def query_gradients(
                 """lse in base 2 and delta; and the rows are in device memory for the other kernel."""
                 lse = row_values(rows_refs[1].at[place]) * LOG2_E
                 plgpu.barrier_wait(held.at[warpgroup])
-                delta = row_sums(out_of(warpgroup), do.at[warpgroup])
+                delta = row_sums(out_of(warpgroup), do.at(warpgroup))
                 # What TMA writes there next must come after these reads.
                 plgpu.commit_smem()
                 for i in range(lead):
@@ -236,14 +224,14 @@ def query_gradients(
                     )
 
                     own = warpgroup + not_invariant(n)
-                    own_q, own_do = q.at[own], do.at[own]
+                    own_q, own_do = q.at(own), do.at(own)
 
                     def products(s, dp):
                         plgpu.barrier_wait(full.at[k_slot])
-                        plgpu.wgmma(s, own_q, ring.at[k_slot].transpose((1, 0)))
+                        multiply_across(s, own_q, ring.at(k_slot))
                         plgpu.barrier_wait(full.at[v_slot])
-                        plgpu.wgmma(dp, own_do, ring.at[v_slot].transpose((1, 0)))
-                        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+                        multiply_across(dp, own_do, ring.at(v_slot))
+                        scores = plgpu.wgmma_accumulator_load(s, wait_n=form.copies)
                         if config.overlaps:
                             pl.when(n > 0)(lambda: release(n - 1))
                         weights, slope = tile.weights(scores, lse, is_masked=is_masked)
@@ -255,7 +243,7 @@ def query_gradients(
                             place = (b, head, pl.ds(first, shape[0]), pl.ds(tile.column, shape[1]))
                             dbias_ref[place] = dscores
                         dscores = dscores if slope is None else dscores * slope
-                        plgpu.wgmma(dq, dscores.astype(dtype), ring.at[k_slot])
+                        multiply_down(dq, dscores.astype(dtype), ring.at(k_slot))
                         if not config.overlaps:
                             plgpu.wgmma_wait(0)
                             release(n)
@@ -277,26 +265,23 @@ def query_gradients(
                 return result
 
             dq = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32))
-            if results is None:
-                own_q = q.at[warpgroup]
-                store_columns(own_q, dq * problem.scale)
-            else:
-                # All columns at once: Mosaic GPU swizzles those of a part as if shared memory began with them.
-                own_q = results.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                own_q[...] = (dq * problem.scale).astype(dtype)
+            own_q = q.at(warpgroup)
+            if not config.automatic_barriers:
+                plgpu.commit_smem()  # all of its warps have read
+            own_q.store(dq * problem.scale, width=COLUMNS)
             plgpu.commit_smem()
             for place, own in row_places(b, first, head, WARPGROUP_ROWS, folds):
-                plgpu.copy_smem_to_gmem(own_q.at[own], dquery_ref.at[place])
+                own_q.part(own).send(dquery_ref.at[place])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    out_type = [jax.ShapeDtypeStruct((batch, masking.queries if is_clipped else length, query.heads, size), dtype)]
+    out_type = [jax.ShapeDtypeStruct(query.shape, dtype)]
     if makes_rows:
         out_type.append(jax.ShapeDtypeStruct((batch, heads, 3, blocks * config.rows), jnp.float32))
     if makes_dbias:
         shape = (batch, heads, blocks * config.rows, key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers)
-    if is_clipped or masking.has_segments:
+    if masking.has_segments:
         params = replace(params, reduction_scratch_bytes=0)  # there is no room, and no sum across warps
     kernel = settings.kernel(
         attention_backward_queries,
@@ -307,19 +292,16 @@ def query_gradients(
         thread_name="warpgroup",
         scratch_types=(
             (
-                shared((config.warpgroups, WARPGROUP_ROWS, size), dtype),
-                shared((config.warpgroups, WARPGROUP_ROWS, size), dtype),
-                shared((config.slots, config.columns, size), dtype),
-                plgpu.Barrier(num_arrivals=held_arrivals, num_barriers=config.warpgroups),
-                plgpu.Barrier(num_arrivals=1 + masking.has_segments, num_barriers=config.slots),
+                *[form.scratch(config.warpgroups, WARPGROUP_ROWS)] * 2,
+                form.scratch(config.slots, config.columns),
+                plgpu.Barrier(num_arrivals=(3 if makes_rows else 2) * copies, num_barriers=config.warpgroups),
+                plgpu.Barrier(num_arrivals=form.copies + masking.has_segments, num_barriers=config.slots),
                 plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.slots),
-                clipped(config.rows, size, dtype) if is_clipped else None,
                 plgpu.SMEM((config.slots, config.columns), jnp.int32) if masking.has_segments else None,
             ),
         ),
         compiler_params=params,
     )
-    given = (rows[0].array, rows[1]) if isinstance(rows, tuple) else rows
-    dquery, *others = kernel(*(operand.array for operand in operands), given, dict(extras))
+    dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
     made = others.pop(0) if isinstance(rows, tuple) else rows
     return dquery, made, others[0] if others else None

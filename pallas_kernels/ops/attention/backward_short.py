@@ -28,9 +28,12 @@ def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
         return replace(config, queries=_one_warpgroup(config.queries) if is_one else config.queries, folds=True)
     masking = problem.masking
     lengths = (masking.queries, masking.keys)
-    is_plain = not features_of(problem) and masking.left is None and masking.right in (None, 0)
     is_small = problem.head_size <= _SMALL_HEAD
-    if not is_plain or min(lengths) < _LEAST or max(lengths) > _MOST:
+    if features_of(problem) or min(lengths) < _LEAST or max(lengths) > _MOST:
+        return config
+    if masking.left is not None:
+        return _with_smaller_blocks(problem, config)
+    if masking.right not in (None, 0):
         return config
     if max(lengths) == _MOST and not masking.is_causal:
         return config  # One kernel makes all gradients.
@@ -51,6 +54,13 @@ def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     if is_small and is_one:
         queries = _one_warpgroup(queries)
     return replace(config, keys=replace(keys, parts=parts), queries=queries)
+
+
+def _with_smaller_blocks(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    """config, with blocks of 64 keys where those are no more than run at once."""
+    halves = replace(config.keys, shares_keys=False)
+    blocks = problem.batch * problem.key_heads * -(-problem.masking.keys // halves.columns)
+    return replace(config, keys=halves) if blocks <= target_device().core_count else config
 
 
 def _one_warpgroup(queries: QueriesConfig) -> QueriesConfig:

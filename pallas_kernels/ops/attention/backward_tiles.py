@@ -20,6 +20,7 @@ from pallas_kernels.ops.attention.backward_config import COLUMNS
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
 from pallas_kernels.ops.attention.scores import capped
 
 _LONGEST_TILE = 128
@@ -194,12 +195,15 @@ class Visits:
 _SMALL_HEAD, _MANY_STEPS = 128, 8
 
 
-def has_few_steps(problem: Problem, head_size: int, length: int, tile: int) -> bool:
-    """Whether the compiler writes out a block's steps one by one, for which large heads leave no registers."""
+def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> bool:
+    """Whether a block's steps are hidden from the compiler, which else writes few ones out one by one: for that large
+    heads, and products by panels, leave no registers."""
     masking = problem.masking
+    if form.in_panels:
+        return form.size >= _SMALL_HEAD
     if masking.is_causal:
         length = min(masking.queries, masking.keys)
-    return head_size > _SMALL_HEAD and (length < _MANY_STEPS * tile or bool(masking.keys % COLUMNS))
+    return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % COLUMNS > 0)
 
 
 def hidden(tiles: TileRange) -> TileRange:
@@ -275,12 +279,12 @@ def rows_of(
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
 
 
-def row_sums(left: Any, right: Any, columns: int = 64) -> jax.Array:
-    """The sum of left * right along each row, in float32, of references to 64 rows; some columns at a time."""
+def row_sums(left: RowTiles, right: RowTiles) -> jax.Array:
+    """The sum of left * right along each row, in float32, of tiles of 64 rows; some columns at a time."""
 
-    def part(ref, start):
-        values = plgpu.load(ref.at[:, pl.ds(start, columns)], layout=plgpu.Layout.WGMMA)
-        return values.astype(jnp.float32)
+    def parts(tiles):
+        for _, part in tiles.panels(COLUMNS):
+            yield plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
-    first, *others = (part(left, start) * part(right, start) for start in range(0, left.shape[1], columns))
+    first, *others = (own * other for own, other in zip(parts(left), parts(right), strict=True))
     return jnp.sum(sum(others, first), axis=1)

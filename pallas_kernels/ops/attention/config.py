@@ -9,6 +9,8 @@ from pallas_kernels.ops.attention.problem import Problem
 
 ROWS = 64
 """Queries of a computing warpgroup: those of one wgmma."""
+_SHORT = 512
+"""Keys of which the masked tiles are so many that their instructions count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
     config = _of_whole_tiles(problem)
     masking = problem.masking
     further = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
-    if masking.queries <= ROWS and masking.is_causal and problem.head_size == 128 and not any(further):
+    if masking.queries <= ROWS and problem.head_size == 128 and not any(further):
         # A second warpgroup would have no queries.
         return replace(config, warpgroups=1, ping_pong=False)
     return config
@@ -86,7 +88,7 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
     if count == 0 and size in (96, 128) and not masking.has_band and masking.keys % config.columns == 0:
         return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=size == 128)
     if count == 0 and size in (64, 96) and masking.is_causal:
-        return replace(config, queries_in_registers=True, short_masks=size == 96)
+        return replace(config, queries_in_registers=True, short_masks=size == 96 or masking.keys <= _SHORT)
     return config
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.ops.attention.config import ROWS, ForwardConfig
 from pallas_kernels.ops.attention.masking import Side, TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
 from pallas_kernels.ops.attention.schedule import Schedule
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
@@ -61,7 +62,7 @@ class ForwardKernel:
                 plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
 
             full = barriers[f"{name}_full"].at[slot]
-            plgpu.copy_gmem_to_smem(ref.at[place], buffers[name].at[slot], full)
+            buffers[name].at(slot).bring(ref.at[place], full)
             if name == "k" and problem.masking.has_segments:
                 numbers = self.extras["key_segments"].at[place[0], place[1]]
                 plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
@@ -84,11 +85,8 @@ class ForwardKernel:
                             plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
 
                         row = tile * config.rows + warpgroup * ROWS
-                        plgpu.copy_gmem_to_smem(
-                            q_ref.at[batch, pl.ds(row, ROWS), q_head],
-                            buffers["q"].at[warpgroup],
-                            barriers["q_full"].at[warpgroup],
-                        )
+                        place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
+                        buffers["q"].at(warpgroup).bring(place, barriers["q_full"].at[warpgroup])
 
                 bring("v", v_ref, config.value_stages, before + i, place)
 
@@ -161,8 +159,8 @@ class ForwardKernel:
             # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
             # registers for each 16 features, throughout the loop.
             place = warpgroup + lax.shift_right_logical(index, jnp.int32(30))
-            queries = buffers["q"].at[place] if own_queries is None else own_queries
-            plgpu.wgmma(s_ref, queries, buffers["k"].at[slot].transpose((1, 0)))
+            queries = buffers["q"].at(place) if own_queries is None else own_queries
+            multiply_across(s_ref, queries, buffers["k"].at(slot))
             return slot
 
         def start_output(index, weights, factor) -> jax.Array:
@@ -170,7 +168,7 @@ class ForwardKernel:
             out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
             o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
             plgpu.barrier_wait(barriers["v_full"].at[slot])
-            plgpu.wgmma(o_ref, math.prod(weights[1:], start=weights[0]), buffers["v"].at[slot])
+            multiply_down(o_ref, math.prod(weights[1:], start=weights[0]), buffers["v"].at(slot))
             return slot
 
         row_segments = None
@@ -215,7 +213,7 @@ class ForwardKernel:
             v_slot = start_output(before + i - 1, weights, factor)
             self._pass_turn(warpgroup)
             # The softmax runs beside the product with values, as far as ptxas does not move it behind the wait below.
-            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=1, side=side)
+            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=buffers["v"].form.copies, side=side)
             weights, maximum, total, factor = softmax(value, maximum, total, i)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
@@ -224,7 +222,7 @@ class ForwardKernel:
         plgpu.barrier_wait(barriers["q_full"].at[warpgroup])
         own_queries = None
         if config.queries_in_registers:
-            own_queries = plgpu.load(buffers["q"].at[warpgroup], layout=plgpu.Layout.WGMMA)
+            own_queries = buffers["q"].at(warpgroup).load()
             if config.own_output:
                 plgpu.commit_smem()  # what was read may then be overwritten by TMA
                 plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
@@ -277,11 +275,10 @@ class ForwardKernel:
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
-        buffer = buffers["out" if config.own_output else "q"]
+        buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
         rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
-        buffer = buffer.at[warpgroup] if len(buffer.shape) == 3 else buffer.at[own_rows]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = out.astype(problem.dtype)
+        buffer.store(out)
         buffers["lse"].at[warpgroup][...] = lse
         plgpu.commit_smem()
         places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
@@ -291,7 +288,7 @@ class ForwardKernel:
         for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
 
             def send(out_place=out_place, lse_place=lse_place):
-                plgpu.copy_smem_to_gmem(buffer, out_place)
+                buffer.send(out_place)
                 plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
 
             if self.schedule.rest:

@@ -22,12 +22,11 @@ from jax import lax
 from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward_blocks import ForwardKernel
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
-from pallas_kernels.ops.attention.operands import GROUP, Operand, clipped, whole_groups
 from pallas_kernels.ops.attention.parts import with_parts
 from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
 from pallas_kernels.ops.attention.schedule import Schedule
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -53,7 +52,6 @@ def attention_forward(
     """
     config = config or tuned_forward(problem)
     queries = problem.masking.queries
-    operands = whole_groups(query, key, value)
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
     schedule = Schedule.of(
@@ -67,12 +65,12 @@ def attention_forward(
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)
-    out, lse, *parts = _launch(problem, config, schedule, operands, arrays, lse_of_nothing)
+    out, lse, *parts = _launch(problem, config, schedule, (query, key, value), arrays, lse_of_nothing)
     if schedule.rest:
         out, lse = with_parts(out, lse, *parts, problem=problem, schedule=schedule, rows=config.rows)
     everything = (query, key, value, *arrays.values())
     lse = lse if pads_lse else lse[:, :, :queries]
-    return varying_like(out[:, :queries], *everything), varying_like(lse, *everything)
+    return varying_like(out, *everything), varying_like(lse, *everything)
 
 
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
@@ -100,17 +98,21 @@ def compiler_params() -> plgpu.CompilerParams:
 
 
 def _launch(
-    problem: Problem, config: ForwardConfig, schedule: Schedule, operands: list[Operand], arrays, lse_of_nothing: float
+    problem: Problem,
+    config: ForwardConfig,
+    schedule: Schedule,
+    operands: tuple[jax.Array, ...],
+    arrays: dict[str, jax.Array],
+    lse_of_nothing: float,
 ):
     warpgroups = config.warpgroups
     size, dtype = problem.head_size, problem.dtype
-    queries = problem.masking.queries
-    # TMA clips rows beyond the last where it need not know of groups, which shared memory of another layout takes.
-    is_clipped = config.own_output and queries % GROUP > 0
+    form = TileForm(size=size, dtype=dtype, in_panels=is_ragged(problem.masking))
+    names = ("q", "k", "v", "out")
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
-        q_ref, k_ref, v_ref = (own.of(ref) for own, ref in zip(operands, (q_ref, k_ref, v_ref), strict=True))
         *results, buffers, barriers = refs
+        buffers = {name: form.tiles(ref) if name in names else ref for name, ref in buffers.items()}
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         kernel = ForwardKernel(problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing)
 
@@ -125,30 +127,28 @@ def _launch(
             kernel.compute(block, warpgroup, results)
 
     buffers = {
-        "q": shared((warpgroups, ROWS, size), dtype),
-        "k": shared((config.key_stages, config.columns, size), dtype),
-        "v": shared((config.value_stages, config.columns, size), dtype),
+        "q": form.scratch(warpgroups, ROWS),
+        "k": form.scratch(config.key_stages, config.columns),
+        "v": form.scratch(config.value_stages, config.columns),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
-        whole = shared((warpgroups, ROWS, size), dtype)
-        buffers["out"] = clipped(config.rows, size, dtype) if is_clipped else whole
+        buffers["out"] = form.scratch(warpgroups, ROWS)
     has_segments = problem.masking.has_segments
     if has_segments:
         buffers["segments"] = plgpu.SMEM((config.key_stages, config.columns), jnp.int32)
     barriers = {
-        "q_full": plgpu.Barrier(num_barriers=warpgroups),
+        "q_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=warpgroups),
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
-        "k_full": plgpu.Barrier(num_arrivals=2 if has_segments else 1, num_barriers=config.key_stages),
+        "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=config.key_stages),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.key_stages),
-        "v_full": plgpu.Barrier(num_barriers=config.value_stages),
+        "v_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=config.value_stages),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.value_stages),
     }
     if config.ping_pong and warpgroups > 1:
         barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
-    length = queries if is_clipped else queries + -queries % GROUP
     out_type = [
-        jax.ShapeDtypeStruct((problem.batch, length, problem.heads, size), dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.masking.queries, problem.heads, size), dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
     if schedule.rest:
@@ -163,4 +163,4 @@ def _launch(
         thread_name="warpgroup",
         scratch_types=(buffers, barriers),
         compiler_params=compiler_params(),
-    )(*(operand.array for operand in operands), arrays)
+    )(*operands, arrays)

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward
-from pallas_kernels.ops.attention.backward_config import COLUMNS, BackwardConfig
+from pallas_kernels.ops.attention.backward_config import COLUMNS, BackwardConfig, padded_head
 from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
 from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.operands import whole_groups
 from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.row_tiles import GROUP, TileForm, is_ragged
 from pallas_kernels.primitives.platform import varying_like
 
 _TILE = 256
@@ -54,17 +54,13 @@ def attention_backward(
     by_one = config.fused is not None and can_fuse(problem) and not (config.folds and can_fold(problem))
     compute = _by_one_kernel if by_one else _by_two_kernels
     dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
-    gradients = [
-        varying_like(gradient[:, : array.shape[1], :, : array.shape[3]], *operands)
-        for gradient, array in ((dq, query), (dk, key), (dv, value))
-    ]
+    dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
         assert extras.dense is not None
         dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
         axes = tuple(axis for axis, size in enumerate(extras.dense.shape) if size == 1)
         ddense = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.dense.dtype)
-    dquery, dkey, dvalue = gradients
     if problem.masking.keys == 1 and dlse is None:
         # A single key's probability is 1 whatever the scores are: all that these could have is rounding.
         dquery, dkey, ddense = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, ddense))
@@ -75,9 +71,17 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
     whole = math.lcm(_TILE, config.queries.rows)
     rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
     by_keys, _ = _extras(extras, problem, config, whole)
-    q, k, v, do = (whole_groups(array, columns=COLUMNS)[0].array for array in (query, key, value, dout))
     assert config.fused is not None
-    return (*fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused), None)
+    q, k, v, do = map(_in_whole_groups, (query, key, value, dout))
+    gradients = fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused)
+    own = (query, key, value)
+    cut = (made[:, : like.shape[1], :, : like.shape[3]] for made, like in zip(gradients, own, strict=True))
+    return (*cut, None)
+
+
+def _in_whole_groups(array: jax.Array) -> jax.Array:
+    """(batch, length, heads, head size) with zeros up to whole groups of rows and columns."""
+    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % GROUP), (0, 0), (0, -array.shape[3] % COLUMNS)))
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
@@ -94,26 +98,23 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     turns = group > 1 and folds is None
     if turns:
         query, dout, out = (fold(array, group) for array in (query, dout, out))
-    # By what the forward pass has, which pads the same arrays.
-    q, k, v = whole_groups(query, key, value, columns=COLUMNS)
-    do, own_out = whole_groups(dout, out, columns=COLUMNS)
+    in_panels = is_ragged(problem.masking) or problem.head_size % COLUMNS > 0
+    form = TileForm(size=padded_head(problem.head_size), dtype=problem.dtype, in_panels=in_panels)
     by_keys, by_queries = _extras(extras, problem, config, whole)
-    rows = (own_out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
+    rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
+    arrays = (query, key, value, dout)
+    shared = {"problem": problem, "form": form, "folds": folds}
     dq, made_rows, dscores = query_gradients(
-        q,
-        k,
-        v,
-        do,
+        *arrays,
         rows,
         by_queries,
-        problem=problem,
         config=config.queries,
         makes_dbias=problem.dense == "bias",
         numbers=numbers,
-        folds=folds,
+        **shared,
     )
-    dk, dv = key_value_gradients(q, k, v, do, made_rows, by_keys, problem=problem, config=config.keys, folds=folds)
-    return unfold(dq[:, : problem.masking.queries], group) if turns else dq, dk, dv, dscores
+    dk, dv = key_value_gradients(*arrays, made_rows, by_keys, config=config.keys, **shared)
+    return unfold(dq, group) if turns else dq, dk, dv, dscores
 
 
 def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:

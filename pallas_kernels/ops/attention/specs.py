@@ -120,6 +120,14 @@ _ARG_SPECS = (
     _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
     _call(1, 256, 256, 4, 1, 256, is_causal=True, tags=_GPU),  # few steps of a large head
     _call(1, 300, 196, 4, 1, 256, tags=_GPU),
+    _call(8, 512, 512, 16, 8, 128, tags=_GPU),  # blocks enough for one backward kernel
+    # Lengths that are no whole groups of eight: tiles in panels.
+    _call(2, 197, 197, 4, 4, 64, tags=_GPU),
+    _call(1, 133, 133, 2, 1, 96, is_causal=True, tags=_GPU),
+    _call(1, 250, 250, 4, 1, 256, is_causal=True, tags=_GPU),
+    _call(2, 300, 300, 8, 2, 128, is_causal=True, window=(100, 0), tags=_GPU),
+    _call(1, 301, 301, 2, 1, 128, is_causal=True, documents=3, tags=_GPU),
+    _call(1, 203, 301, 4, 2, 64, bias=(1, 4, 203, 301), tags=_GPU),
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
     _call(2, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
@@ -141,6 +149,9 @@ _ARG_SPECS = (
     _call(16, 128, 128, 32, 8, 128, is_causal=True, tags=_BENCH),
     _call(1, 512, 512, 32, 8, 128, is_causal=True, tags=_BENCH),
     _call(16, 512, 512, 32, 8, 128, is_causal=True, tags=_BENCH),
+    # A vision transformer's images, and a length that is no whole groups of eight either.
+    _call(64, 197, 197, 12, 12, 64, tags=_BENCH),
+    _call(2, 1002, 1002, 32, 8, 128, is_causal=True, tags=_BENCH),
 )
 
 
