@@ -215,6 +215,21 @@ def test_forms_of_one_kernel(name, seed, monkeypatch):
     check(name, seed, config=replace(config, fused=FORMS[name]))
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite(seed, monkeypatch):
+    interpreter_semaphores.extend(monkeypatch)
+    draw = iter(jax.random.split(jax.random.key(seed), 4))
+    query, key = normal(next(draw), 1, 72, 1, 64) / 8 + 3, normal(next(draw), 1, 72, 1, 64) / 8 - 4  # scores of -96
+    value, dout = (normal(next(draw), 1, 72, 1, 64) for _ in range(2))
+    (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 1, 72)), NOTHING, {})
+    assert lse.max() < -89
+    problem, extras = problem_of(query, key, **NOTHING)
+    config = replace(backward_config(64), fused=FORMS["head size 64"])
+    got = attention_backward(query, key, value, out, lse, dout, extras, problem=problem, config=config)
+    for own, other in zip(got[:3], expected, strict=True):
+        np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
+
+
 def copies(seed, fused):
     """The gradients by one kernel as a function of two operands, and two of each."""
     draw = iter(jax.random.split(jax.random.key(seed), 3))

@@ -15,6 +15,7 @@ from pallas_kernels.ops.attention.backward_config import (
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
 from pallas_kernels.ops.attention.backward_short import short_lengths
 from pallas_kernels.ops.attention.config import known
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
 
@@ -31,6 +32,23 @@ def can_fuse(problem: Problem) -> bool:
     masking = problem.masking
     is_simple = masking.left is None and not masking.has_segments and problem.dense != "bias"
     return is_simple and padded_head(problem.head_size) in ROWS
+
+
+def with_whole_tiles(problem: Problem) -> Problem:
+    """The problem of one kernel with keys of zeros up to whole tiles, so that no tile is masked for their sake.
+
+    Under a causal mask nobody sees them; else weights are bounded.
+    """
+    masking = problem.masking
+    extra = -masking.keys % COLUMNS
+    if not extra or not _sees_none_beyond(masking):
+        return problem
+    whole = replace(masking, keys=masking.keys + extra)
+    return replace(problem, masking=whole, bounds_weights=masking.right is None)
+
+
+def _sees_none_beyond(masking: Masking) -> bool:
+    return masking.right is None or (masking.right == 0 and masking.queries <= masking.keys)
 
 
 def _fused(problem: Problem) -> FusedConfig:
@@ -54,11 +72,11 @@ def default_backward(problem: Problem) -> BackwardConfig:
         # Products by panels leave ptxas no registers for Pallas's barriers.
         config = replace(config, queries=replace(config.queries, automatic_barriers=False))
     is_plain = not features_of(problem) and masking.right in (None, 0)
-    # With a last tile of keys that is not whole ptxas spills.
-    is_whole = masking.keys % COLUMNS == 0 and problem.head_size in ROWS
+    # With a last tile of keys that is masked ptxas spills.
+    is_whole = (masking.keys % COLUMNS == 0 or _sees_none_beyond(masking)) and problem.head_size in ROWS
     if config.keys.parts > 1 or not (can_fuse(problem) and is_plain and is_whole):
         return config
-    blocks = problem.batch * problem.key_heads * (masking.keys // COLUMNS)
+    blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
     least = _LEAST if blocks >= _MANY_BLOCKS else _LONG
     is_measured = all(least <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
     return replace(config, fused=_fused(problem)) if is_measured else config

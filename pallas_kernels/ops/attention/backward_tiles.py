@@ -78,6 +78,8 @@ class Tile:
                 shown = dense.astype(jnp.int32) != 0
                 seen = shown if seen is None else seen & shown
         exponents = scores - self._along_queries(lse)
+        if problem.bounds_weights:
+            exponents = jnp.minimum(exponents, 0.0)
         if seen is not None:
             exponents = jnp.where(seen, exponents, LOWEST)
         return jnp.exp2(exponents), slope

@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward
+from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward, with_whole_tiles
 from pallas_kernels.ops.attention.backward_config import COLUMNS, BackwardConfig, padded_head
 from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
@@ -73,7 +73,8 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
     by_keys, _ = _extras(extras, problem, config, whole)
     assert config.fused is not None
     q, k, v, do = map(_in_whole_groups, (query, key, value, dout))
-    gradients = fused_gradients(q, k, v, do, rows, by_keys, problem=problem, config=config.fused)
+    whole_tiles = with_whole_tiles(problem)
+    gradients = fused_gradients(q, k, v, do, rows, by_keys, problem=whole_tiles, config=config.fused)
     own = (query, key, value)
     cut = (made[:, : like.shape[1], :, : like.shape[3]] for made, like in zip(gradients, own, strict=True))
     return (*cut, None)

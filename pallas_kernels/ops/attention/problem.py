@@ -23,6 +23,8 @@ class Problem:
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
     dropout_rate: the share of weights set to zero, the others divided by what is left.
+    bounds_weights: weights are kept from being more than 1, as those of keys could be that are not there, and are
+        zeros: a gradient by weights that are finite, and keys of zeros, is zero.
     dense: an array that masks ("mask", int8, 0 hides) or is added to the scores ("bias"), or None.
     """
 
@@ -36,6 +38,7 @@ class Problem:
     softcap: float | None = None
     dropout_rate: float = 0.0
     dense: str | None = None
+    bounds_weights: bool = False
 
     @property
     def group(self) -> int:

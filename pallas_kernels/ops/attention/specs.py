@@ -121,6 +121,8 @@ _ARG_SPECS = (
     _call(1, 256, 256, 4, 1, 256, is_causal=True, tags=_GPU),  # few steps of a large head
     _call(1, 300, 196, 4, 1, 256, tags=_GPU),
     _call(8, 512, 512, 16, 8, 128, tags=_GPU),  # blocks enough for one backward kernel
+    _call(8, 500, 500, 16, 8, 128, deviation=4.0, tags=(*_GPU, "extreme")),  # and keys of zeros behind the last
+    _call(8, 600, 600, 16, 8, 64, is_causal=True, tags=_GPU),
     # Lengths that are no whole groups of eight: tiles in panels.
     _call(2, 197, 197, 4, 4, 64, tags=_GPU),
     _call(1, 133, 133, 2, 1, 96, is_causal=True, tags=_GPU),
