@@ -94,8 +94,9 @@ def test_what_is_taken_unasked():
 
 @pytest.mark.parametrize(
     ("given", "warpgroups"),
-    [({"queries": 64}, 1), ({"queries": 65}, 2), ({"queries": 64, "window": 5}, 2), ({"is_causal": False}, 2)],
-)
+    [({"queries": 64}, 1), ({"queries": 65}, 2), ({"queries": 64, "window": 5}, 2), ({"queries": 8, "size": 64}, 2),
+     ({"queries": 40, "keys": 512, "is_causal": False}, 1)],
+)  # fmt: skip
 def test_one_warpgroup_computes_where_that_was_measured(given, warpgroups):
     config = default_forward(described(**{"size": 128, "is_causal": True, **given}))
     assert config.warpgroups == warpgroups
@@ -123,8 +124,30 @@ def test_more_blocks_where_keys_make_few(given, parts, columns):
     with jax.sharding.use_abstract_mesh(MESH):
         config = default_backward(problem)
     assert (config.keys.parts, config.keys.columns) == (parts, columns)
-    assert (config.fused is not None) == (given["queries"] >= 2048 and parts == 1)
+    has_many_blocks = given["queries"] >= 512 and given.get("batch", 1) >= 8
+    assert (config.fused is not None) == (parts == 1 and (given["queries"] >= 2048 or has_many_blocks))
     assert not config.folds
+
+
+@pytest.mark.parametrize(
+    ("given", "is_one"),
+    [({"batch": 4, "queries": 1024}, True), ({"batch": 4, "queries": 1000}, True),
+     ({"batch": 4, "queries": 384}, False), ({"batch": 4, "queries": 1024, "size": 64}, False),
+     ({"batch": 8, "queries": 1024, "size": 64}, True),
+     ({"batch": 8, "queries": 1026, "size": 64}, False), ({"batch": 4, "queries": 4098}, True),
+     ({"batch": 4, "queries": 4098, "is_causal": False}, True), ({"batch": 4, "queries": 4098, "keys": 2050}, False)],
+)  # fmt: skip
+def test_one_backward_kernel_where_its_blocks_are_many(given, is_one):
+    problem = described(**{**LLAMA, "keys": given["queries"], **given})
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert (default_backward(problem).fused is not None) == is_one
+
+
+def test_short_windows_have_blocks_of_64_keys_where_all_run_at_once():
+    for length, columns in ((300, 64), (1024, 128)):
+        problem = described(**{**LLAMA, "batch": 2, "queries": length, "keys": length, "window": 100})
+        with jax.sharding.use_abstract_mesh(MESH):
+            assert default_backward(problem).keys.columns == columns
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from pallas_kernels.ops.attention.row_tiles import is_ragged
 _LEAST, _MOST = 512, {64: 8192, 128: 16384}
 """Lengths with which one kernel is taken, the longest one by head size. Blocks wait for each other, the more the
 longer."""
-_MANY_BLOCKS = 256
-"""Blocks of one kernel with which it was faster from the least length on; from the following length on with fewer."""
+_MANY_BLOCKS = {64: 512, 128: 256}
+"""Blocks of one kernel with which it was faster from the least length on, by head size."""
 _LONG = 2048
+"""From which on it is with fewer, and where arrays have to be padded for it."""
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -77,7 +78,8 @@ def default_backward(problem: Problem) -> BackwardConfig:
     if config.keys.parts > 1 or not (can_fuse(problem) and is_plain and is_whole):
         return config
     blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
-    least = _LEAST if blocks >= _MANY_BLOCKS else _LONG
+    has_many = blocks >= _MANY_BLOCKS[problem.head_size] and not is_ragged(masking)
+    least = _LEAST if has_many else _LONG
     is_measured = all(least <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
     return replace(config, fused=_fused(problem)) if is_measured else config
 

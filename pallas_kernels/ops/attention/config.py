@@ -88,7 +88,8 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
     if count == 0 and size in (96, 128) and not masking.has_band and masking.keys % config.columns == 0:
         return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=size == 128)
     if count == 0 and size in (64, 96) and masking.is_causal:
-        return replace(config, queries_in_registers=True, short_masks=size == 96 or masking.keys <= _SHORT)
+        is_short = size == 64 and masking.keys <= _SHORT
+        return replace(config, queries_in_registers=not is_short, short_masks=size == 96 or is_short)
     return config
 
 
@@ -148,7 +149,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
 def preferred(problem: Problem) -> tuple[str, ...]:
     """The implementations tried, in this order, where the caller leaves the choice; "xla" where there are none.
 
-    One token that sees itself alone has weights of one: XLA makes two short kernels of it, ours wants rows of eight.
+    One token that sees itself alone has weights of one: XLA makes two short kernels of it.
     """
     is_alone = problem.masking.queries == problem.masking.keys == 1
     return tuple(tuning.implementations("attention", known(problem), untuned=() if is_alone else ("mosaic",)))
