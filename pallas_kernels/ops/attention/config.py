@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import is_ragged
 
 ROWS = 64
 """Queries of a computing warpgroup: those of one wgmma."""
@@ -89,7 +90,11 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
         return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=size == 128)
     if count == 0 and size in (64, 96) and masking.is_causal:
         is_short = size == 64 and masking.keys <= _SHORT
-        return replace(config, queries_in_registers=not is_short, short_masks=size == 96 or is_short)
+        # With two tiles of keys in panels of 32 columns ptxas has no registers for turns.
+        takes_turns = not (size == 96 and is_ragged(masking) and masking.keys <= 2 * config.columns)
+        return replace(
+            config, queries_in_registers=not is_short, short_masks=size == 96 or is_short, ping_pong=takes_turns
+        )
     return config
 
 
