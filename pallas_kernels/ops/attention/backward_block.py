@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +9,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from pallas_kernels.ops.attention.backward_inputs import Inputs
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, Launch, Scratch
 from pallas_kernels.ops.attention.backward_steps import Steps
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
 from pallas_kernels.primitives.platform import target_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """References to the arguments of `fused_gradients`."""
-
-    query: Any
-    key: Any
-    value: Any
-    dout: Any
-    rows: Any
-    extras: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward_adding import Adding
 from pallas_kernels.ops.attention.backward_batch import by_batch
-from pallas_kernels.ops.attention.backward_block import Block, Inputs, Outputs
+from pallas_kernels.ops.attention.backward_block import Block, Outputs
 from pallas_kernels.ops.attention.backward_computing import Computing
 from pallas_kernels.ops.attention.backward_config import FusedConfig
+from pallas_kernels.ops.attention.backward_inputs import Inputs
 from pallas_kernels.ops.attention.backward_launch import PART, WARPGROUPS, Launch
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import settings

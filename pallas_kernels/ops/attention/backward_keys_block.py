@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import KeysConfig
+from pallas_kernels.ops.attention.backward_inputs import Inputs
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place, hidden, hides_steps
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
@@ -42,15 +43,9 @@ class Scratch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refs:
+class Refs(Inputs):
     """References to the arguments of `key_value_gradients`, and to its results."""
 
-    query: Any
-    key: Any
-    value: Any
-    dout: Any
-    rows: Any
-    extras: Mapping[str, Any]
     dkey: Any
     dvalue: Any
 
