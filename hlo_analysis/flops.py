@@ -219,6 +219,8 @@ def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
         return _product(instruction, operands[0], results[0], contracting)
     if attention := settings.get("cudnn_fmha_backend_config"):
         return _attention(attention, target, operands)
+    if target == "__cudnn$blockScaledDot":
+        return _product(instruction, operands[0], results[0], [len(operands[0].dimensions) - 1])
     if target == "__cublas$triangularSolve":
         return _triangular_solve(instruction, operands)
     if target == "__cudnn$convBackwardInput":

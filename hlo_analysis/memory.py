@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hlo_analysis.host import HOST_SPACE
 from hlo_analysis.records import Memory
 
 _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+), (?P<flags>[^\n]*)")
@@ -13,12 +14,13 @@ def parse_buffer_assignment(text: str) -> Memory:
     """Read `*-buffer-assignment.txt`: sizes of the allocations, by what they are for.
 
     An allocation that is an argument and also holds a result (a donated one) counts as an argument. Peak is the sum of
-    all: XLA:GPU has every allocation live for the whole run, and shares memory inside the temporary one.
+    all: XLA:GPU has every allocation live for the whole run, and shares memory inside the temporary one. What lies in
+    the host's memory is left out.
     """
     sizes = {"argument": 0, "output": 0, "temp": 0, "constant": 0}
     for line in text.splitlines():
         match = _ALLOCATION.match(line)
-        if not match or "thread-local" in match["flags"]:
+        if not match or "thread-local" in match["flags"] or f"color {HOST_SPACE}," in match["flags"]:
             continue
         size, flags = int(match["size"]), match["flags"]
         if "parameter " in flags:

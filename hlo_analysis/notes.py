@@ -28,6 +28,7 @@ def notes_of(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[s
     yield from _slow_products(launches)
     yield from _opaque_kernels(launches)
     yield from _small_updates(launches, outputs)
+    yield from _offloading(launches)
 
 
 def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
@@ -83,3 +84,15 @@ def _small_updates(launches: Sequence[Launch], outputs: Collection[str]) -> Iter
                 f"{total:.0f} µs, estimated. Kept as one flat array (as optax.flatten keeps an optimizer's), they "
                 "are one launch."
             )
+
+
+def _offloading(launches: Sequence[Launch]) -> Iterator[str]:
+    """A note on what goes over the host's bus, an order of magnitude slower than HBM and mostly beside other work."""
+    moves = [launch for launch in launches if launch.host_bytes]
+    if moves:
+        count = sum(launch.repeat for launch in moves)
+        moved = sum(launch.host_bytes * launch.repeat for launch in moves)
+        yield (
+            f"{count} launches move {moved / 1e6:.3g} MB between the GPU's memory and the host's: counted apart from "
+            "HBM traffic, and the roofline has no time for the bus between them."
+        )

@@ -10,6 +10,7 @@ from hlo_analysis.dataflow import Dataflow, Path, Source, leaf_shape
 from hlo_analysis.flops import Flops, flops_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
+from hlo_analysis.host import without_host
 from hlo_analysis.inplace import updated_operand
 from hlo_analysis.intermediates import Access
 from hlo_analysis.kinds import EMITTERS, kind_of, opcode_counts
@@ -52,7 +53,8 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     kind = kind_of(module, instruction, thunk.kind)
     if instruction is None:
         return _row_of_thunk(index, site, kind, context)
-    usage = pass_usage(usage_of(module, site.computation, instruction), instruction, kind, site.step, site.steps)
+    whole = pass_usage(usage_of(module, site.computation, instruction), instruction, kind, site.step, site.steps)
+    usage, host_bytes = without_host(whole, site.computation, instruction)
     reads, writes = _reads(index, site, usage, context), _writes(index, site, instruction, usage, context)
     bytes_read = sum(access.bytes for access in reads)
     flops = _arithmetic(site, instruction, kind, context)
@@ -83,6 +85,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         bytes_written=usage.bytes_written,
         flops=flops.total,
         unfused_bytes=usage.unfused_bytes,
+        host_bytes=host_bytes,
         roofline_us=limit.time_us,
         limiter=limit.limiter,
         xla_estimate_us=estimate[0] if estimate else None,

@@ -80,6 +80,8 @@ class Launch:
     flops: int = 0
     unfused_bytes: int = 0
     """Counted: what the same instructions would read and write if each were a launch of its own."""
+    host_bytes: int = 0
+    """Counted: what it reads or writes in the host's memory (offloading), beside the bytes above."""
     roofline_us: float = 0.0
     """Estimated: max(bytes / bandwidth, FLOPs / peak) + launch overhead, for one launch, on the target."""
     limiter: Literal["memory", "compute", "overhead"] = "memory"

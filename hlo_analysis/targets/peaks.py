@@ -41,7 +41,7 @@ PEAKS: dict[str, Peaks] = {
         matrix_flops=_AMPERE_SXM, vector_flops=19.5e12, source="NVIDIA A100 datasheet (SXM 40 GB), dense"
     ),
     "NVIDIA B200": Peaks(
-        matrix_flops=_tera(bf16=2250.0, f16=2250.0, f32=1125.0, f64=37.0, f8=4500.0, s8=4500.0),
+        matrix_flops=_tera(bf16=2250.0, f16=2250.0, f32=1125.0, f64=37.0, f4=9000.0, f8=4500.0, s8=4500.0),
         vector_flops=75e12,
         source="NVIDIA HGX B200 datasheet, one GPU of eight, dense: half the sparse figures",
     ),
@@ -51,7 +51,7 @@ PEAKS: dict[str, Peaks] = {
         source="NVIDIA Ampere GA102 whitepaper (RTX A6000), dense",
     ),
     "NVIDIA RTX PRO 6000 Blackwell": Peaks(
-        matrix_flops=_tera(bf16=503.8, f16=503.8, f32=251.9, f8=1007.6, s8=1007.6),
+        matrix_flops=_tera(bf16=503.8, f16=503.8, f32=251.9, f4=2015.2, f8=1007.6, s8=1007.6),
         vector_flops=125.9e12,
         source="NVIDIA RTX Blackwell PRO whitepaper (RTX PRO 6000 workstation edition), dense",
     ),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hlo_analysis.flops import flops_of
 from hlo_analysis.hlo import parse_module
+from hlo_analysis.host import without_host
 from hlo_analysis.traffic import pass_usage, usage_of
 
 
@@ -384,3 +385,23 @@ ENTRY %main {
     module = parse_module(text)
     assert usage_of(module, module.entry, module.entry.root_instruction).bytes_read == 64 * 128 * 4
     assert flops_of(module, module.entry, module.entry.root_instruction).total == 2 * 64 * 128
+
+
+def test_what_lies_in_the_hosts_memory_is_no_traffic_of_the_gpus():
+    """Offloading writes a part of a stack there, and takes another out of it."""
+    module = parse_module("""HloModule m
+
+ENTRY %main {
+  %stack = bf16[4,64]{1,0:S(5)} parameter(0)
+  %part = bf16[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %put = bf16[4,64]{1,0:S(5)} dynamic-update-slice(%stack, %part, %i, %i)
+  ROOT %got = bf16[1,64]{1,0} dynamic-slice(%put, %i, %i), dynamic_slice_sizes={1,64}
+}
+""")
+    put, got = (module.entry.instructions[name] for name in ("put", "got"))
+    found, host = without_host(usage_of(module, module.entry, put), module.entry, put)
+    assert (found.reads[1, ()], found.bytes_written, host) == (128, 0, 128)
+    assert found.unfused_bytes == found.bytes_read
+    found, host = without_host(usage_of(module, module.entry, got), module.entry, got)
+    assert (found.reads[0, ()], found.bytes_written, host) == (0, 128, 128)

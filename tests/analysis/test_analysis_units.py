@@ -16,6 +16,7 @@ from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.records import Device, Memory
 from hlo_analysis.resources import Resources, read_resources
 from hlo_analysis.roofline import bound, xla_estimate
+from hlo_analysis.targets import load_target
 
 DEVICE = Device(
     name="made-up",
@@ -67,6 +68,10 @@ def test_complex_products_solves_and_fourier_transforms():
         'ROOT %s = (f32[4,16,3]{1,2,0}, s8[0]{0}) custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"',
     )
     assert found.total == 4 * 16 * 16 * 3
+    scaled = (f"%{name} = f4e2m1fn[2,{rows},64]{{2,1,0}} parameter(0)" for name, rows in (("a", 8), ("b", 16)))
+    call = 'ROOT %d = (bf16[2,8,16]{2,1,0}, u8[0]{0}) custom-call(%a, %b), custom_call_target="__cudnn$blockScaledDot"'
+    assert flops(*scaled, call) == Flops(matrix=(("f4e2m1fn", 2 * 2 * 8 * 16 * 64),))
+    assert dict(load_target("b200").device.matrix_flops)["f4"] == 9e15
     found = flops(
         "%x = f32[6,1024]{1,0} parameter(0)",
         "ROOT %f = c64[6,513]{1,0} fft(%x), fft_type=RFFT, fft_length={1024}",
@@ -287,6 +292,7 @@ allocation 2: size 7, page 0, parameter 1, shape |s8[7]| at ShapeIndex {}, maybe
 allocation 3: size 4, page 0, thread-local:
 allocation 4: size 1000, page 0, preallocated-temp:
 allocation 5: size 16, page 0, constant:
+allocation 6: size 5000, color 5, page 0, preallocated-temp:
 """
     assert parse_buffer_assignment(text) == Memory(
         argument_bytes=37, output_bytes=100, temp_bytes=1000, peak_bytes=100 + 37 + 1000 + 16

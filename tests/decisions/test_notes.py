@@ -1,4 +1,4 @@
-"""Notes on a program: arrays that an optimizer updates apart."""
+"""Notes on a program: arrays that an optimizer updates apart, and what goes to the host's memory."""
 
 from __future__ import annotations
 
@@ -37,3 +37,9 @@ def test_small_arrays_that_are_updated_apart(
         assert note.startswith(
             "8 launches update small arrays alike, each in the time that a launch takes: 40 of 192 µs"
         )
+
+
+def test_what_goes_over_the_hosts_bus_is_told() -> None:
+    program = Program().launch("a", {"x": 1}, 1, "copy", host_bytes=3_000_000, repeat=4).launch("b", {"a": 1}, 1)
+    (note,) = notes_of(program.launches, ())
+    assert note.startswith("4 launches move 12 MB between the GPU's memory and the host's: counted apart")
