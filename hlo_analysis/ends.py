@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hlo_analysis.records import Launch
-from hlo_analysis.traits import has, is_product, only_moves
+from hlo_analysis.traits import LINEAR, has, is_product, only_moves
 
 # What is taken of a sorted array, or handed on of a reduced one, is at most this part of it.
 _SMALL_PART = 8
@@ -84,6 +84,26 @@ def normalizes_sum(product: Launch, reader: Launch) -> bool:
 
 
 def accumulates(launch: Launch) -> bool:
-    """Whether a loop's launch adds to all of what it wrote in the run before, which it does not scale."""
+    """Whether a loop's launch adds to all of what it wrote in the run before, which it does not scale.
+
+    What it makes of a product before it adds that may only be a move or a sum: the sum of all is then one product.
+    """
     adds = has(launch, "add") and not has(launch, "multiply") and not has(launch, "dynamic-update-slice")
-    return adds and any(value.producer == launch.index for value in launch.inputs)
+    return adds and any(value.producer == launch.index for value in launch.inputs) and _adds_whole_products(launch)
+
+
+def _adds_whole_products(launch: Launch) -> bool:
+    """Whether nothing but sums and moves stands between a product within the launch and what is returned.
+
+    Where the product is another launch, nothing else is in this one.
+    """
+    lines = re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\((.*?)\)(?:,|\n|$)", launch.hlo)
+    made = {name for name, opcode, _ in lines if opcode == "dot"}
+    if not made:
+        return {opcode for opcode, _ in launch.opcodes} <= LINEAR
+    for name, opcode, operands in lines:
+        if made & set(re.findall(r"%([\w.\-]+)", operands)) and opcode != "fusion":
+            if opcode not in LINEAR:
+                return False
+            made.add(name)
+    return True

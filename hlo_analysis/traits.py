@@ -14,6 +14,9 @@ LIBRARIES = frozenset(("cublas", "cublaslt"))
 
 _LAYOUT_MOVES = frozenset(("transpose", "copy", "reshape"))
 _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad"}
+LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce", "dot", "custom-call", "tuple"})
+"""What may be done to parts of a sum as well as to the sum."""
+
 # Beside moves: what is done to indices that are taken or kept within bounds.
 _OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
                "negate", "minimum", "maximum"}  # fmt: skip

@@ -228,8 +228,13 @@ def _is_carried(value: Intermediate) -> bool:
 
 
 def could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
-    """Whether one kernel could hold both at all: nothing spans two passes, or the boundary of a loop."""
+    """Whether one kernel could hold both at all: nothing spans two passes, the boundary of a loop, or the host's bus.
+
+    What follows the backward pass, as an optimizer's step, bears no sign of it, and could join its last launches.
+    """
+    if producer.host_bytes or reader.host_bytes:
+        return False
     # What XLA put in itself bears no name, and so belongs to no pass.
-    same_pass = producer.phase == reader.phase or is_score or not (producer.op_name and reader.op_name)
+    same_pass = producer.phase in (reader.phase, "backward") or is_score or not (producer.op_name and reader.op_name)
     same_pass = same_pass or (reader.phase == "backward" and bool(_BACKWARD.search(producer.hlo)))
     return same_pass and producer.computation == reader.computation

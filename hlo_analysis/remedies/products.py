@@ -35,7 +35,7 @@ def of_products(
         remedy, product = _before_product(table, producer, readers), products[0]
     else:
         return None
-    if remedy is texts.LINEAR_EPILOGUE and of_attention and producer.phase == "forward":
+    if remedy is texts.LINEAR_EPILOGUE and of_attention:
         return texts.ATTENTION
     is_ours = remedy in texts.SINGLE_PRODUCTS and not (takes_sixteen_bits(product) and not is_batched(product))
     return replace(remedy, text=remedy.text + texts.TAKES_SINGLE) if is_ours else remedy
@@ -59,8 +59,8 @@ def _before_product(table: Table, producer: Launch, readers: Sequence[Launch]) -
 def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
     if any(adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
-    if is_summed_in_a_loop(table, product, readers):
-        return texts.SUMMED_AFTER
+    if remedy := summed_in_a_loop(table, product, readers):
+        return remedy
     if all(map(only_casts, readers)):
         return texts.TYPED
     if any(_gates(reader, table.launches) for reader in readers):
@@ -79,7 +79,7 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
         return _reduced(table, product, readers)
-    return texts.LINEAR_EPILOGUE
+    return texts.LINEAR_EPILOGUE if product.phase == "forward" else texts.EPILOGUE
 
 
 def _reduced(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
@@ -90,16 +90,19 @@ def _reduced(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy
     return rows if rows in (texts.RMS_NORM, texts.LAYER_NORM) and len(readers) > 1 else texts.REDUCED
 
 
-def is_summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:
-    """Whether each run of a loop adds a product of its own to one array, as a scan does with a weight's gradient."""
-    return any(
-        end.repeat > 1
-        and accumulates(end)
-        and any(map(is_product, (end, *table.makers(end))))
+def summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+    """The remedy where each run of a loop adds a product of its own to one array; None elsewhere.
+
+    So does a scan's backward pass with a weight's gradient, and what accumulates whole gradients, part by part.
+    """
+    for end in (producer, *readers):
+        products = [found for found in (end, *table.makers(end)) if is_product(found)]
         # What the next step computes with cannot wait for the last.
-        and all(user is end for user in table.readers.get(end.index, ()) if user.computation == end.computation)
-        for end in (producer, *readers)
-    )
+        users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
+        if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
+            of_gradients = end.phase == "forward" and any(found.phase == "backward" for found in products)
+            return texts.ACCUMULATED if of_gradients else texts.SUMMED_AFTER
+    return None
 
 
 def _hands_on_all(table: Table, product: Launch, readers: Sequence[Launch]) -> bool:

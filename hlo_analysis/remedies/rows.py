@@ -15,6 +15,8 @@ from hlo_analysis.traits import has, is_closed, is_softmax, normalizes, shifts, 
 
 def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
     """The remedy where both ends are element-wise work and reductions."""
+    if producer.phase == "backward" and all(reader.phase == "forward" for reader in readers):
+        return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     is_small = producer.bytes_written * SUMS <= max(reader.bytes_read for reader in readers)
     rows = rows_remedy(table, table.with_sums((producer, *readers), [producer] if is_small else readers))

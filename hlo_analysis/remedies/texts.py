@@ -32,6 +32,9 @@ GATED_LINEAR = Remedy(
 LINEAR_EPILOGUE = Remedy(
     kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
 )
+EPILOGUE = Remedy(
+    kind="kernel", text="a product that does the work after it in its epilogue, before the result is written"
+)
 REDUCED = Remedy(
     kind="kernel",
     text="one kernel for the product and what reduces it, as attention is: each block of the result is reduced on the "
@@ -151,6 +154,11 @@ SUMMED_AFTER = Remedy(
     kind="rewrite",
     text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
     "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
+)
+ACCUMULATED = Remedy(
+    kind="rewrite",
+    text="accumulate the gradients of fewer, larger parts, where memory allows: for each part the whole sum is read "
+    "and written. A product that adds to the sum in its epilogue would not write each part's gradient",
 )
 JOINED = Remedy(
     kind="rewrite",

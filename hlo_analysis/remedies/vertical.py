@@ -9,7 +9,7 @@ from hlo_analysis.ends import is_next_state
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.places import of_places
-from hlo_analysis.remedies.products import is_summed_in_a_loop, of_products
+from hlo_analysis.remedies.products import of_products, summed_in_a_loop
 from hlo_analysis.remedies.rows import of_rows
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -64,8 +64,8 @@ def _by_category(
         if copies := [end for end in ends if has(end, "copy")]:
             return texts.STATE if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
-        if is_summed_in_a_loop(table, producer, readers):
-            return texts.SUMMED_AFTER
+        if remedy := summed_in_a_loop(table, producer, readers):
+            return remedy
         return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
     return None
 

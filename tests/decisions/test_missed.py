@@ -16,6 +16,7 @@ from hlo_analysis import Analysis
 from hlo_analysis.decisions import CATEGORIES, categories
 from hlo_analysis.missed import rank
 from hlo_analysis.records import Intermediate
+from hlo_analysis.remedies import texts
 
 
 def test_what_is_written_and_read_again_is_at_stake() -> None:
@@ -72,6 +73,21 @@ def test_what_the_backward_pass_reads_is_written_anyway() -> None:
 
 def test_a_value_for_the_backward_pass_alone_is_not_missed() -> None:
     assert Program().launch("a", {"x": 100}, 100).launch("c", {"a": 100}, 100, phase="backward").rank() == ()
+
+
+def test_what_an_optimizer_makes_of_a_gradient_is_missed() -> None:
+    """Nothing of its step says that it follows the backward pass, whose products could take it in their epilogues."""
+    program = Program().launch("dw", {"x": 9, "dy": 9}, 100, "triton_gemm", opcodes=("dot",), phase="backward")
+    (missed,) = program.launch("w", {"dw": 100, "old": 100}, 100, opcodes=("add", "multiply", "rsqrt")).rank()
+    assert (missed.bytes_at_stake, missed.remedy) == (200 * MIB, texts.EPILOGUE.text)
+    sums = Program().launch("db", {"dy": 20}, 1, "reduction", opcodes=("reduce",), phase="backward")
+    (missed,) = sums.launch("b", {"db": 1, "old": 1}, 1, opcodes=("multiply", "rsqrt", "subtract")).rank()
+    assert missed.remedy == texts.ONE_KERNEL.text
+
+
+def test_what_goes_to_the_hosts_memory_or_comes_from_there_is_not_missed() -> None:
+    program = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100, host_bytes=100 * MIB, kind="copy")
+    assert program.launch("c", {"b": 100}, 100).rank() == ()
 
 
 def test_what_has_no_name_belongs_to_no_pass() -> None:

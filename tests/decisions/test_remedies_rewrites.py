@@ -74,12 +74,31 @@ def test_products_that_a_loop_adds_up_are_one_product_after_it(opcodes: tuple[st
     assert missed.remedy == (texts.SUMMED_AFTER if is_sum else texts.CARRIED).text
 
 
-def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop() -> None:
-    program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
+_TURNED = """  %d = f32[8,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}
+  %t = f32[8,8]{1,0} tanh(%d)
+  ROOT %s = f32[8,8]{1,0} add(%acc, %t)"""
+_BEFORE = """  %t = f32[8,8]{1,0} tanh(%x)
+  %d = f32[8,8]{1,0} dot(%t, %w), lhs_contracting_dims={1}
+  ROOT %s = f32[8,8]{1,0} add(%acc, %d)"""
+
+
+@pytest.mark.parametrize(("hlo", "is_sum"), [(_TURNED, False), (_BEFORE, True)])
+def test_only_products_themselves_are_added_up_after_the_loop(hlo: str, is_sum: bool) -> None:
+    """What is made of each step's product, as its tanh, is not what is made of the one of all steps."""
+    program = Program().launch("s", {"x": 1, "s": 100}, 100, "triton_gemm", opcodes=("dot", "add"), repeat=8, hlo=hlo)
+    (launch,) = program.launches
+    program.launches[0] = replace(launch, inputs=(launch.inputs[0], replace(launch.inputs[1], producer=0)))
+    assert [missed.remedy for missed in program.rank()] == [(texts.SUMMED_AFTER if is_sum else texts.CARRIED).text]
+
+
+@pytest.mark.parametrize(("phase", "remedy"), [("forward", texts.SUMMED_AFTER), ("backward", texts.ACCUMULATED)])
+def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop(phase: Any, remedy: texts.Remedy) -> None:
+    """Where whole gradients are accumulated, part by part, the factors are what would not fit."""
+    program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8, phase=phase)
     program.launch("dw", {"d": 100, "dw": 100}, 100, opcodes=("add",), repeat=8)
     carried = replace(program.launches[1].inputs[1], producer=1)
     program.launches[1] = replace(program.launches[1], inputs=(program.launches[1].inputs[0], carried))
-    assert {missed.remedy for missed in program.rank()} == {texts.SUMMED_AFTER.text}
+    assert {missed.remedy for missed in program.rank()} == {remedy.text}
 
 
 @pytest.mark.parametrize(("op_name", "remedy"), [("", texts.UNPADDED), ("jit(f)/pad", texts.PARTS)])
