@@ -209,6 +209,16 @@ def test_tiles_taken_in_parts_are_added_up(interpreter, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
+@pytest.mark.parametrize("key_heads", [12, 6])
+def test_parts_are_put_where_the_last_rounds_tiles_are(key_heads):
+    query, key = (jax.ShapeDtypeStruct((1, 384, heads, 128), jnp.bfloat16) for heads in (12, key_heads))
+    problem, _ = problem_of(query, key, is_causal=False, **NOTHING)  # pyright: ignore[reportArgumentType]
+    schedule = Schedule.of(problem, 128, 128, 26, splits_rest=True)
+    assert schedule.rest == 36 - 26 > schedule.section * schedule.tiles
+    places = [schedule.place(jnp.int32(index)) for index in range(26, 36)]
+    assert schedule.rest_places == [(int(head), int(tile)) for head, tile in places]
+
+
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
 def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.schedule import Schedule
@@ -28,10 +29,9 @@ def with_parts(
     total = jax.nn.logsumexp(part_lse, axis=1)
     weights = jnp.exp(part_lse - total[:, None])
     whole = jnp.sum(part_out.reshape(*shape, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
-    for i, (head, tile) in enumerate(schedule.rest_places):
-        batch, q_head = divmod(head, problem.heads)
-        start = tile * rows
-        count = min(rows, out.shape[1] - start)
-        out = out.at[batch, start : start + count, q_head].set(whole[i, :count])
-        lse = lse.at[batch, q_head, start : start + rows].set(total[i])
-    return out, lse
+    heads, tiles = np.array(schedule.rest_places).T[..., None]
+    batch, head = np.divmod(heads, problem.heads)
+    row = tiles * rows + np.arange(rows)
+    # Rows beyond the last query are dropped.
+    out = out.at[batch, row, head].set(whole, mode="drop", unique_indices=True)
+    return out, lse.at[batch, head, row].set(total, mode="drop", unique_indices=True)

@@ -87,9 +87,13 @@ class Schedule:
     def rest_places(self) -> list[tuple[int, int]]:
         """(head among all, tile) of those."""
         total = self.tiles * self.heads
-        indices = [index % (self.section * self.tiles) for index in range(total - self.rest, total)]
-        first = (total - 1) // (self.section * self.tiles) * self.section
-        return [(first + index % self.section, index // self.section) for index in indices]
+
+        def place(index: int) -> tuple[int, int]:
+            section, index = divmod(index, self.section * self.tiles)
+            tile, head = divmod(index, self.section)
+            return section * self.section + head, tile
+
+        return [place(index) for index in range(total - self.rest, total)]
 
     @property
     def table(self) -> np.ndarray | None:
@@ -111,8 +115,8 @@ class Schedule:
 
     def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head among all, tile) of a place in the order."""
-        section, rest = _divmod(index, self.section * self.tiles)
-        tile, head = _divmod(rest, self.section)
+        section, rest = divmod_of(index, self.section * self.tiles)
+        tile, head = divmod_of(rest, self.section)
         if self.costs is not None:
             tile = self.tiles - 1 - tile
         return section * self.section + head, tile
@@ -133,7 +137,7 @@ class Schedule:
 
             def partly(i, carry):
                 is_last = i == rounds
-                index = i * self.blocks + jnp.where(is_last, _divmod(block, self.parts)[0], block)
+                index = i * self.blocks + jnp.where(is_last, divmod_of(block, self.parts)[0], block)
                 return work(*self.place(index), i, jnp.where(is_last, block, whole), carry)
 
             return lax.fori_loop(jnp.int32(0), count, partly, carry)
@@ -156,6 +160,12 @@ class Schedule:
         return lax.fori_loop(jnp.int32(0), count, listed, (table[block, 1], carry))[1]
 
 
-def _divmod(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def rem_of(value: jax.Array, size: int) -> jax.Array:
+    """Of what is not negative."""
+    return lax.rem(value, jnp.asarray(size, value.dtype))
+
+
+def divmod_of(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Of what is not negative."""
     divisor = jnp.asarray(size, value.dtype)
     return lax.div(value, divisor), lax.rem(value, divisor)
