@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from hlo_analysis.kinds import EMITTERS
 from hlo_analysis.records import OPAQUE_KINDS, Launch
+from hlo_analysis.traits import calls_python
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
@@ -29,6 +30,7 @@ def notes_of(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[s
     yield from _opaque_kernels(launches)
     yield from _small_updates(launches, outputs)
     yield from _offloading(launches)
+    yield from _callbacks(launches)
 
 
 def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
@@ -53,7 +55,8 @@ def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
 
 def _opaque_kernels(launches: Sequence[Launch]) -> Iterator[str]:
     """A note on kernels that are not XLA's and so show their operands and results alone."""
-    opaque = {launch.kind for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops}
+    unknown = [launch for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops]
+    opaque = {launch.kind for launch in unknown if not calls_python(launch)}
     if opaque:
         names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
         yield (
@@ -96,3 +99,18 @@ def _offloading(launches: Sequence[Launch]) -> Iterator[str]:
             f"{count} launches move {moved / 1e6:.3g} MB between the GPU's memory and the host's: counted apart from "
             "HBM traffic, and the roofline has no time for the bus between them."
         )
+
+
+def _callbacks(launches: Sequence[Launch]) -> Iterator[str]:
+    """A note on calls back to Python, for which all that follows waits."""
+    if calls := [launch for launch in launches if calls_python(launch)]:
+        count = sum(launch.repeat for launch in calls)
+        where = ", ".join(dict.fromkeys(launch.source or launch.name for launch in calls))
+        yield (
+            f"The program calls back to Python on the host, {_times(count)} in a run ({where}), and waits for it: the "
+            "roofline does not count that, and what is handed to Python and back is fused with nothing."
+        )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

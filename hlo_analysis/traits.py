@@ -21,6 +21,7 @@ LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce",
 _OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
                "negate", "minimum", "maximum"}  # fmt: skip
 _SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
+_CALLBACK = re.compile(r'custom_call_target="xla_ffi_(partitioned_)?python_')
 _SIXTEEN_BITS = ("bf16", "f16")
 _NAME = r"%([\w.\-]+)"
 # Every other element along an axis, and its way back: a padding of one between any two.
@@ -40,6 +41,11 @@ def is_product(launch: Launch) -> bool:
 def convolves(launch: Launch) -> bool:
     """Whether it is one of cuDNN's convolutions."""
     return launch.kind == "cudnn" and "__cudnn$conv" in launch.hlo
+
+
+def calls_python(launch: Launch) -> bool:
+    """Whether it calls back to Python on the host, as `jax.debug.print` and `pure_callback` do."""
+    return launch.kind == "custom_call" and bool(_CALLBACK.search(launch.hlo))
 
 
 def is_closed(launch: Launch) -> bool:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.sharding import NamedSharding
 
+from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import AXIS, mesh_of_one, name_target_in_meshes
 from hlo_analysis.capture.ordering import in_post_order
@@ -29,10 +30,6 @@ Mode = Literal["forward", "grad"]
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
-
-# What JAX says of jax.debug.print, io_callback and pure_callback, which it lowers for devices of this machine alone.
-_NO_CALLBACK = "is different from the lowering platform"
-_WITHOUT_CALLBACK = "; without calls back to Python (jax.debug.print, pure_callback), or for target='cpu', it may trace"
 
 
 @functools.cache
@@ -100,6 +97,7 @@ def lower(
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
                 stack.enter_context(answer_cudnn_checks(target))
+                stack.enter_context(answer_for_callbacks())
                 stack.enter_context(name_target_in_meshes(target))
             if lower_context is not None:
                 stack.enter_context(lower_context)
@@ -124,8 +122,6 @@ def lower(
         reason = str(error).strip().split("\n\n")[0]
         if not reason or isinstance(error, SystemExit):  # an assertion, or exit(3): the place says more than nothing
             reason = f"{reason} at {_where(error)}".strip()
-        if _NO_CALLBACK in reason:
-            reason += _WITHOUT_CALLBACK
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
             f"mode {mode!r}: {type(error).__name__}: {reason}"

@@ -16,10 +16,12 @@ _LOCK = threading.Lock()
 
 
 class Patch:
-    """Replaces functions of a module; in other threads, and outside `applied`, the originals answer."""
+    """Replaces functions of a module, or of its class `owner`; in other threads, and outside `applied`, the originals
+    answer."""
 
-    def __init__(self, module: str, answers: Mapping[str, Answer]) -> None:
+    def __init__(self, module: str, answers: Mapping[str, Answer], *, owner: str = "") -> None:
         self._module = module
+        self._owner = owner
         self._answers = answers
         self._value: ContextVar[Any] = ContextVar(module, default=None)
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -28,7 +30,8 @@ class Patch:
     @contextlib.contextmanager
     def applied(self, value: object) -> Iterator[None]:
         """Within the block, and in this thread only, the answers are those for `value`."""
-        module = importlib.import_module(self._module)
+        module: Any = importlib.import_module(self._module)
+        module = getattr(module, self._owner) if self._owner else module
         with _LOCK:
             if self._depth == 0:
                 self._originals = {name: getattr(module, name) for name in self._answers}
@@ -49,8 +52,10 @@ class Patch:
     def _asked(self, name: str) -> Callable[..., Any]:
         original, answer = self._originals[name], self._answers[name]
 
-        def ask(*arguments: Any) -> Any:
+        def ask(*arguments: Any, **options: Any) -> Any:
             value = self._value.get()
-            return original(*arguments) if value is None else answer(original, value, *arguments)
+            if value is None:
+                return original(*arguments, **options)
+            return answer(original, value, *arguments, **options)
 
         return ask

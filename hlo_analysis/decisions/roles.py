@@ -29,6 +29,7 @@ TAKE_NONE = _CONTROL | _WHOLE
 """Opcodes that no producer can be fused into."""
 
 _TOP_K = "__gpu$TopK"
+_PYTHON = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 
 Role = Literal["product", "library", "kernel", "other"]
 
@@ -52,6 +53,8 @@ def role_of(module: Module, instruction: Instruction) -> Role:
 def origin_of_kernel(instruction: Instruction) -> str:
     """Where a kernel comes from that takes no fusion, in words."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
+    if target.startswith(_PYTHON):
+        return "a call back to Python on the host"
     return "a finished kernel of XLA's own" if target == _TOP_K else "a kernel from outside XLA"
 
 

@@ -13,7 +13,7 @@ from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedF
 from hlo_analysis.remedies import Table, vertical_remedy
 from hlo_analysis.remedies.texts import APART, MASKED, PICKED
 from hlo_analysis.scores import attention_products
-from hlo_analysis.traits import fills, has
+from hlo_analysis.traits import calls_python, fills, has
 
 # A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
 _BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
@@ -232,7 +232,7 @@ def could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
 
     What follows the backward pass, as an optimizer's step, bears no sign of it, and could join its last launches.
     """
-    if producer.host_bytes or reader.host_bytes:
+    if any(end.host_bytes or calls_python(end) for end in (producer, reader)):
         return False
     # What XLA put in itself bears no name, and so belongs to no pass.
     same_pass = producer.phase in (reader.phase, "backward") or is_score or not (producer.op_name and reader.op_name)

@@ -69,15 +69,6 @@ def test_function_that_does_not_trace(temporary_folders) -> None:
     assert temporary_folders() == []
 
 
-def test_a_function_that_calls_back_to_python() -> None:
-    def printing(x: jax.Array) -> jax.Array:
-        jax.debug.print("{}", x)
-        return x
-
-    with pytest.raises(CaptureError, match="without calls back to Python"):
-        capture(printing, FLOATS)
-
-
 def test_a_function_that_exits_or_asserts_is_told_by_its_place() -> None:
     def leaves(x: jax.Array) -> jax.Array:
         raise SystemExit(3)

@@ -1,4 +1,4 @@
-"""Notes on a program: arrays that an optimizer updates apart, and what goes to the host's memory."""
+"""Notes on a program: arrays that an optimizer updates apart, what goes to the host's memory, and calls of Python."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def test_what_goes_over_the_hosts_bus_is_told() -> None:
     program = Program().launch("a", {"x": 1}, 1, "copy", host_bytes=3_000_000, repeat=4).launch("b", {"a": 1}, 1)
     (note,) = notes_of(program.launches, ())
     assert note.startswith("4 launches move 12 MB between the GPU's memory and the host's: counted apart")
+
+
+def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
+    hlo = '%c = f32[] custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"'
+    program = Program().launch("x", {"a": 9}, 9).launch("c", {"x": 9}, 9, "custom_call", hlo=hlo, repeat=3)
+    program.launch("y", {"c": 9}, 9)
+    (note,) = notes_of(program.launches, ())
+    assert note.startswith("The program calls back to Python on the host, 3 times in a run (c), and waits for it")
+    assert program.rank() == ()
