@@ -16,6 +16,9 @@ CONTROL_FLOW = frozenset({"while", "conditional", "call", "async-start", "async-
 
 _WRAPPERS = frozenset({"call", "async-start", "async-update", "async-done"})
 
+STARTED = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}
+"""What starts an asynchronous copy or collective shows its operand, too: the element of its tuple that it writes."""
+
 Path = tuple[int, ...]
 """Index into a nested tuple, outermost first; () for a value that is no tuple."""
 
@@ -138,6 +141,10 @@ class Dataflow:
                 while start.opcode != "async-start" and start.operands:
                     start = computation.instructions[start.operands[0]]
                 return [self._root(name, path) for name in start.called] or None
+            case "copy-done" | "all-gather-done" | "collective-permute-done" | "all-reduce-done":
+                element = STARTED.get(instruction.opcode.replace("-done", "-start"))
+                start_path = path if element is None else (element, *path)
+                return [Source(computation.name, instruction.operands[0], start_path)]
             case "parameter":
                 return self._arguments(computation, int(instruction.literal or 0), path)
         return None

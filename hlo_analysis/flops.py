@@ -135,7 +135,7 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
             return _triangular_solve(instruction, operands)
         case "fft":
             return _fourier(instruction, operands[0])
-        case "reduce" | "all-reduce" | "reduce-scatter":
+        case "reduce" | "all-reduce" | "all-reduce-start" | "reduce-scatter":
             count = max(len(operands) // 2, 1) if instruction.opcode == "reduce" else len(operands)
             return Flops(vector=sum(shape.element_count for shape in operands[:count]))
         case "reduce-window" | "select-and-scatter":

@@ -107,7 +107,7 @@ def kind_of(module: Module, instruction: Instruction | None, thunk_kind: str) ->
         target = custom_call_target(instruction)
         named: list[LaunchKind] = [kind for prefix, kind in _BY_TARGET if target.startswith(prefix)]
         return named[0] if named else "custom_call"
-    if instruction.opcode in COLLECTIVE_OPCODES:
+    if instruction.opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
         return "collective"
     return _BY_OPCODE.get(instruction.opcode, "other")
 

@@ -25,7 +25,10 @@ _SILENT_OPCODES: dict[str, str] = {
     "domain": "annotates a value",
     "after-all": "orders, and moves nothing",
     "async-done": "waits for an asynchronous launch",
-    "copy-done": "waits for an asynchronous launch",
+    **{
+        f"{name}-done": "waits for an asynchronous launch"
+        for name in ("copy", "all-gather", "all-reduce", "collective-permute")
+    },
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import VIEWS, Path, behind_aliases, leaf_shape, leaves
+from hlo_analysis.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.inplace import in_place_base, roots, scatter_inputs
 from hlo_analysis.needs import needed_elements
@@ -56,8 +56,10 @@ def is_library_call(instruction: Instruction) -> bool:
 
 
 def result_leaves(instruction: Instruction) -> list[tuple[Path, Shape]]:
-    """Leaves of what the instruction writes, without a library call's scratch."""
+    """Leaves of what it writes, without a library call's scratch and the operand that an asynchronous start shows."""
     found = list(leaves(instruction.shape))
+    if instruction.opcode in STARTED and instruction.shape.is_tuple:
+        return [(path, shape) for path, shape in found if path[0] == STARTED[instruction.opcode]]
     if is_library_call(instruction) and len(found) > 1:
         last = found[-1][1]
         if last.element_type in ("s8", "u8") and len(last.dimensions) == 1:

@@ -12,11 +12,13 @@ from hlo_analysis.flops import Flops, flops_of
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.kinds import kind_of
+from hlo_analysis.launches import find_launches
 from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.records import Device, Memory
 from hlo_analysis.resources import Resources, read_resources
 from hlo_analysis.roofline import bound, xla_estimate
 from hlo_analysis.targets import load_target
+from hlo_analysis.traffic import usage_of
 
 DEVICE = Device(
     name="made-up",
@@ -189,6 +191,26 @@ def test_sources_of_tuple_elements():
         )
     )
     assert [source.name for source in flow.sources("main", "call#1")] == ["call#1"]
+
+
+def test_what_starts_a_copy_or_collective_writes_one_element_of_its_tuple():
+    module = module_of(
+        "%a = f32[8]{0} parameter(0)",
+        "%start = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%a)",
+        "%copied = f32[8]{0:S(5)} copy-done(%start)",
+        "%begun = (f32[8]{0}, f32[32]{0}) all-gather-start(%a), dimensions={0}",
+        "%gathered = f32[32]{0} all-gather-done(%begun)",
+        "ROOT %all = (f32[8]{0:S(5)}, f32[32]{0}) tuple(%copied, %gathered)",
+    )
+    instructions = module.entry.instructions
+    assert usage_of(module, module.entry, instructions["start"]).writes == {(0,): 32}
+    assert usage_of(module, module.entry, instructions["begun"]).writes == {(1,): 128}
+    assert kind_of(module, instructions["begun"], "") == "collective"
+    flow = Dataflow(module)
+    found = [source.name for element in (0, 1) for source in flow.sources("main", "all", (element,))]
+    assert found == ["start#0", "begun#1"]
+    launched = [site.instruction for site in find_launches(module, None, None).sites]
+    assert launched == [instructions["start"], instructions["begun"]]
 
 
 def test_roofline_takes_the_longer_and_names_it():
