@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import source_info_util
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
@@ -30,6 +31,7 @@ Mode = Literal["forward", "grad"]
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
+_HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
 @functools.cache
@@ -90,9 +92,15 @@ def lower(
     from jax._src.interpreters import mlir
 
     name = function_name(fn)
-    arguments = tuple(jax.tree.map(_abstract, shape) for shape in shapes)
-    described = describe_arguments(fn, arguments)
     platform = "cpu" if target.kind == "cpu" else "cuda"
+    alone = mesh_of_one(target) if platform == "cuda" else None
+    arguments = tuple(jax.tree.map(functools.partial(_abstract, alone=alone), shape) for shape in shapes)
+    described = describe_arguments(fn, arguments)
+    if open_sizes := sorted({str(size) for leaf in jax.tree.leaves(arguments) for size in _open_sizes(leaf)}):
+        raise CaptureError(
+            f"{name} has arguments ({', '.join(described)}) with sizes that are left open, {', '.join(open_sizes)}: "
+            "expected numbers, since XLA compiles for one size"
+        )
     try:
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
@@ -102,11 +110,7 @@ def lower(
             if lower_context is not None:
                 stack.enter_context(lower_context)
             try:
-                with (
-                    jax.sharding.use_abstract_mesh(mesh_of_one(target))
-                    if platform == "cuda"
-                    else contextlib.nullcontext()
-                ):
+                with jax.sharding.use_abstract_mesh(alone) if alone else contextlib.nullcontext():
                     module = _module(fn, arguments, mode, platform)
             except ValueError as error:
                 if f"'{AXIS}'" not in str(error):
@@ -232,18 +236,27 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
     return tuple(described)
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: Any, alone: AbstractMesh | None) -> Any:
     """Shape, dtype and cut: an array's values and its place on a device must not enter the program.
 
-    The cut over a mesh of several devices stays, without the devices: it decides what each of them computes.
+    The cut over a mesh of several devices stays, without the devices: it decides what each of them computes. So does
+    the host's memory, from which a GPU (`alone` is a mesh of it) has the array brought.
     """
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    cut = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut)
+    kind = getattr(sharding, "memory_kind", None)
+    kind = kind if alone is not None and kind in _HOST_MEMORY else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        place = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=kind)
+    else:
+        place = NamedSharding(alone, PartitionSpec(), memory_kind=kind) if alone and kind else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _open_sizes(leaf: Any) -> list[Any]:
+    """Sizes of an array that are symbols, as those of `jax.export`."""
+    return [size for size in getattr(leaf, "shape", ()) if not isinstance(size, (int, np.integer))]
 
 
 def _is_float(leaf: Any) -> bool:

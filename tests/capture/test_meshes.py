@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -90,6 +91,22 @@ def test_meshes_that_name_no_gpu_name_the_target_inside_shard_map() -> None:
     seen.clear()
     jax.eval_shape(spread(None), ROWS)
     assert set(seen) == {None}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_arguments_in_the_hosts_memory_stay_there(devices: int) -> None:
+    mesh = AbstractMesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("rows"), memory_kind="pinned_host")
+    rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=place)
+    lowered = lower(lambda rows: 2 * jax.device_put(rows, jax.memory.Space.Device), (rows,), target=load_target("h200"))
+    assert lowered.devices == devices
+    assert b"pinned_host" in lowered.bytecode
+
+
+def test_sizes_that_are_left_open_are_told_by_name() -> None:
+    (rows,) = jax.export.symbolic_shape("rows")
+    with pytest.raises(CaptureError, match="sizes that are left open, rows: expected numbers"):
+        lower(jnp.sin, (jax.ShapeDtypeStruct((rows, 4), jnp.float32),), target=load_target("h200"))
 
 
 def test_an_array_on_one_device_is_its_shape_alone() -> None:
