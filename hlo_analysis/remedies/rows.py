@@ -19,8 +19,18 @@ def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category:
         return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     is_small = producer.bytes_written * SUMS <= max(reader.bytes_read for reader in readers)
-    rows = rows_remedy(table, table.with_sums((producer, *readers), [producer] if is_small else readers))
+    ends = table.with_sums((producer, *readers), [producer] if is_small else readers)
+    if has(producer, "reduce") and not is_small and _keeps_sums(producer, ends):
+        ends.remove(producer)
+    rows = rows_remedy(table, ends)
     return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
+
+
+def _keeps_sums(producer: Launch, ends: Sequence[Launch]) -> bool:
+    """Whether a launch gives sums beside a large array, as those of a loss, that none of the others reads."""
+    largest = max(value.bytes for value in producer.outputs)
+    sums = {value.name for value in producer.outputs if value.bytes * SUMS <= largest}
+    return bool(sums) and not any(value.name in sums for end in ends for value in end.inputs)
 
 
 def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:

@@ -147,6 +147,17 @@ def test_a_normalization_over_columns_is_of_the_batch(axis: int, remedy: str) ->
     assert missed.remedy.startswith(remedy)
 
 
+def test_a_loss_beside_the_array_is_no_sum_of_the_normalization() -> None:
+    """What the first launch of the backward pass sums, row by row, is the loss; the batch norm's are over columns."""
+    loss = "%x = f32[64,128]{1,0} parameter(0)\n %l = f32[64] reduce(%x, %zero), dimensions={1}, to_apply=%add"
+    sums = loss.replace("{1},", "{0},")
+    program = Program().launch("d", {"x": 100}, 100, "reduction", opcodes=("reduce", "rsqrt"), hlo=loss)
+    first = program.launches[0]
+    program.launches[0] = replace(first, outputs=(*first.outputs, Value(name="l", shape="f32[64]", bytes=64)))
+    (missed,) = program.launch("s", {"d": 100}, 1, opcodes=("reduce", "rsqrt", "subtract"), hlo=sums).rank()
+    assert missed.remedy.startswith("batch_norm:")
+
+
 def test_a_loss_takes_the_logarithm_of_its_sum() -> None:
     program = Program().launch("max", {"x": 100}, 100, "reduction", opcodes=("reduce",))
     program.launch("sum", {"max": 100}, 1, "reduction", opcodes=("exponential", "reduce"))
