@@ -83,6 +83,11 @@ def normalizes_sum(product: Launch, reader: Launch) -> bool:
     return adds and is_rms and product.phase == reader.phase == "forward"
 
 
+def searches_in_a_loop(launch: Launch) -> bool:
+    """Whether it is a step of `jnp.searchsorted`, which makes a loop of its steps by default."""
+    return "jit(searchsorted)/" in launch.op_name and "/while/" in launch.op_name
+
+
 def accumulates(launch: Launch) -> bool:
     """Whether a loop's launch adds to all of what it wrote in the run before, which it does not scale.
 

@@ -11,7 +11,8 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
-from hlo_analysis.remedies.texts import APART, MASKED, PICKED
+from hlo_analysis.remedies.loop_texts import APART
+from hlo_analysis.remedies.texts import MASKED, PICKED
 from hlo_analysis.scores import attention_products
 from hlo_analysis.traits import calls_python, fills, has
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hlo_analysis.ends import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
 from hlo_analysis.records import Launch
-from hlo_analysis.remedies import texts
+from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 from hlo_analysis.traits import (
@@ -84,8 +84,8 @@ def _pads_for_parts(table: Table, move: Launch) -> bool:
 def _of_stack(part: Launch, readers: Sequence[Launch]) -> Remedy:
     """The remedy for a part that a loop copies out of a stack."""
     if all(knows_all_steps(part, reader) for reader in readers):
-        return texts.HOISTED
+        return loop_texts.HOISTED
     # cuBLAS takes no part whose index is counted down.
     counts_up = part.kind == "copy" and not has(part, "subtract")
     of_triton = all(reader.kind == "triton_gemm" for reader in readers)
-    return texts.BY_CUBLAS if counts_up and of_triton else texts.UNSTACKED
+    return loop_texts.BY_CUBLAS if counts_up and of_triton else loop_texts.UNSTACKED

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hlo_analysis.ends import accumulates, adds_parts, expands_groups, is_one_hot, normalizes_sum
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
-from hlo_analysis.remedies import texts
+from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -101,7 +101,7 @@ def summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) 
         users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
         if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
             of_gradients = end.phase == "forward" and any(found.phase == "backward" for found in products)
-            return texts.ACCUMULATED if of_gradients else texts.SUMMED_AFTER
+            return loop_texts.ACCUMULATED if of_gradients else loop_texts.SUMMED_AFTER
     return None
 
 

@@ -130,36 +130,6 @@ PARTS = Remedy(
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
     "that it is not moved first",
 )
-UNSTACKED = Remedy(
-    kind="rewrite",
-    text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
-    "is copied out of the stack",
-)
-BY_CUBLAS = Remedy(
-    kind="option",
-    text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "
-    "Triton products have it copied; measure both",
-)
-APART = Remedy(
-    kind="rewrite",
-    text="keep what the loop gives apart (a Python loop, whose results are a list, in place of lax.scan), or give it "
-    "an array to update that is there anyway: here one value is written everywhere first",
-)
-HOISTED = Remedy(
-    kind="rewrite",
-    text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "
-    "the loop reads its part",
-)
-SUMMED_AFTER = Remedy(
-    kind="rewrite",
-    text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
-    "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
-)
-ACCUMULATED = Remedy(
-    kind="rewrite",
-    text="accumulate the gradients of fewer, larger parts, where memory allows: for each part the whole sum is read "
-    "and written. A product that adds to the sum in its epilogue would not write each part's gradient",
-)
 JOINED = Remedy(
     kind="rewrite",
     text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
@@ -258,17 +228,6 @@ MASKED = Remedy(
     "jax.nn.one_hot does), so that the array is written once, when all is done; the diagonal of a product needs none: "
     "(a * b).sum(-1)",
 )
-STATE = Remedy(
-    kind="rewrite",
-    text="unroll the loop by two (unroll= of lax.scan and lax.fori_loop): what makes its next state reads the old one, "
-    "so that XLA writes it elsewhere and copies it back; of two iterations the second can write in its place",
-)
-CARRIED = Remedy(
-    kind="rewrite",
-    text="unroll the loop (unroll= of lax.scan and lax.fori_loop, as which lax.while_loop may be written), so that XLA "
-    "sees several iterations at once; one kernel for the whole loop keeps on the chip what one iteration hands the "
-    "next",
-)
 SHARDED = Remedy(
     kind="rewrite",
     text="shard the array along its first axis, as P(('a', 'b'), None) in place of P('a', 'b'): the parts are put "
@@ -283,7 +242,6 @@ SEPARATE_SUMS = Remedy(
     text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
     "one and takes the result apart again; measure both",
 )
-BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
 ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends, which keeps the value on the chip")
 TWO_STEPS = Remedy(
     kind="kernel",

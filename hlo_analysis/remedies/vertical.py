@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.ends import is_next_state
+from hlo_analysis.ends import is_next_state, searches_in_a_loop
 from hlo_analysis.records import Launch
-from hlo_analysis.remedies import texts
+from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.places import of_places
 from hlo_analysis.remedies.products import of_products, summed_in_a_loop
 from hlo_analysis.remedies.rows import of_rows
@@ -58,16 +58,25 @@ def _by_category(
     ends = (producer, *readers)
     if category == categories.SWITCHED_OFF:
         return texts.LEAVE_ON
+    if category in (categories.INSERTED, categories.BOUNDARY) and any(map(searches_in_a_loop, ends)):
+        return loop_texts.SEARCHED
     if category == categories.INSERTED:
         if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
             return texts.SEPARATE_SUMS
         if copies := [end for end in ends if has(end, "copy")]:
-            return texts.STATE if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
+            return _state(producer) if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
         if remedy := summed_in_a_loop(table, producer, readers):
             return remedy
-        return texts.CARRIED if any(reader.index <= producer.index for reader in readers) else texts.BOUNDARY
+        if any(reader.index <= producer.index for reader in readers):
+            return loop_texts.CARRIED if producer.repeat > 1 else loop_texts.CARRIED_OPEN
+        return loop_texts.BOUNDARY
     return None
+
+
+def _state(launch: Launch) -> Remedy:
+    """The remedy for a loop's state that is copied back: of an unknown count of runs one is counted."""
+    return loop_texts.STATE if launch.repeat > 1 else loop_texts.STATE_OPEN
 
 
 def _of_devices(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
@@ -94,5 +103,5 @@ def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
     if source is None or source.name.startswith("constant"):
         return texts.KEPT
     if source.producer is not None:  # made after the copy: a loop's state, which the iteration before left
-        return texts.STATE if source.producer > copy.index else texts.KEPT
+        return _state(copy) if source.producer > copy.index else texts.KEPT
     return texts.DONATED if source.name in donated else texts.DONATE

@@ -165,13 +165,31 @@ def test_a_loss_takes_the_logarithm_of_its_sum() -> None:
     assert program.launch("loss", {"sum": 1}, 1, opcodes=("log",)).rank()[0].remedy.startswith("cross_entropy:")
 
 
-def test_what_makes_a_loops_next_state_from_the_last_is_copied_in_place() -> None:
-    program = Program().launch("p", {"w": 10}, 10, "triton_gemm", computation="body", repeat=9)
-    program.launch("c", {"p": 10}, 10, "copy", opcodes=("copy",), computation="body", repeat=9)
+@pytest.mark.parametrize(
+    ("repeat", "op_name", "remedy"),
+    [
+        (9, "jit(f)/while/body/dot", "unroll the loop by two"),
+        (1, "jit(f)/while/body/dot", "take two steps in the loop's body"),
+        (9, "jit(f)/jit(searchsorted)/while/body/select_n", "jnp.searchsorted(..., method='scan_unrolled')"),
+    ],
+)
+def test_what_makes_a_loops_next_state_from_the_last_is_copied_in_place(repeat: int, op_name: str, remedy: str) -> None:
+    """A loop whose count is not known before it runs counts once, and JAX cannot unroll it."""
+    program = Program().launch("p", {"w": 10}, 10, computation="body", repeat=repeat, op_name=op_name)
+    program.launch("c", {"p": 10}, 10, "copy", opcodes=("copy",), computation="body", repeat=repeat)
     state = Value(name="c", shape="f32[10]", bytes=10 * MIB, producer=1)
     program.launches[0] = replace(program.launches[0], inputs=(*program.launches[0].inputs, state))
     (missed,) = program.decide(0, 1, categories.INSERTED).rank()
-    assert missed.remedy.startswith("unroll the loop by two")
+    assert missed.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(("repeat", "remedy"), [(9, "unroll the loop (unroll="), (1, "take several steps in the loop")])
+def test_what_a_loop_carries(repeat: int, remedy: str) -> None:
+    program = Program().launch("s", {"s": 10}, 10, computation="body", repeat=repeat)
+    state = replace(program.launches[0].inputs[0], producer=0)
+    program.launches[0] = replace(program.launches[0], inputs=(state,))
+    (missed,) = program.rank()
+    assert missed.remedy.startswith(remedy)
 
 
 def test_what_xla_joins_for_one_sum_over_devices_is_an_option_away() -> None:

@@ -9,7 +9,7 @@ import pytest
 from launch_programs import MIB, Program
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.remedies import texts
+from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.traits import dequantizes, is_batched, repeats_rows, spreads, takes_sixteen_bits
 
 
@@ -71,7 +71,7 @@ def test_products_that_a_loop_adds_up_are_one_product_after_it(opcodes: tuple[st
     program.launches[0] = replace(program.launches[0], inputs=(program.launches[0].inputs[0], carried))
     (missed,) = program.rank()
     assert missed.category == categories.BOUNDARY
-    assert missed.remedy == (texts.SUMMED_AFTER if is_sum else texts.CARRIED).text
+    assert missed.remedy == (loop_texts.SUMMED_AFTER if is_sum else loop_texts.CARRIED).text
 
 
 _TURNED = """  %d = f32[8,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}
@@ -88,10 +88,14 @@ def test_only_products_themselves_are_added_up_after_the_loop(hlo: str, is_sum: 
     program = Program().launch("s", {"x": 1, "s": 100}, 100, "triton_gemm", opcodes=("dot", "add"), repeat=8, hlo=hlo)
     (launch,) = program.launches
     program.launches[0] = replace(launch, inputs=(launch.inputs[0], replace(launch.inputs[1], producer=0)))
-    assert [missed.remedy for missed in program.rank()] == [(texts.SUMMED_AFTER if is_sum else texts.CARRIED).text]
+    assert [missed.remedy for missed in program.rank()] == [
+        (loop_texts.SUMMED_AFTER if is_sum else loop_texts.CARRIED).text
+    ]
 
 
-@pytest.mark.parametrize(("phase", "remedy"), [("forward", texts.SUMMED_AFTER), ("backward", texts.ACCUMULATED)])
+@pytest.mark.parametrize(
+    ("phase", "remedy"), [("forward", loop_texts.SUMMED_AFTER), ("backward", loop_texts.ACCUMULATED)]
+)
 def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop(phase: Any, remedy: texts.Remedy) -> None:
     """Where whole gradients are accumulated, part by part, the factors are what would not fit."""
     program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8, phase=phase)
@@ -207,7 +211,7 @@ def test_the_state_of_a_loop_is_copied_for_who_reads_the_old_one() -> None:
     program.launches[0] = replace(program.launches[0], inputs=(source,))
     program.decide(0, 1, categories.INSERTED).decide(0, 2, categories.INSERTED)
     missed = next(found for found in program.rank() if found.value == "copy")
-    assert missed.remedy == texts.STATE.text
+    assert missed.remedy == loop_texts.STATE.text
 
 
 @pytest.mark.parametrize(
@@ -254,7 +258,7 @@ def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> N
     first, second = program.launches
     program.launches[1] = replace(second, inputs=(second.inputs[0], replace(second.inputs[1], name="x", producer=1)))
     program.launches[0] = replace(first, inputs=(replace(first.inputs[0], producer=1), first.inputs[1]))
-    assert all(missed.remedy != texts.SUMMED_AFTER.text for missed in program.rank())
+    assert all(missed.remedy != loop_texts.SUMMED_AFTER.text for missed in program.rank())
 
 
 @pytest.mark.parametrize(

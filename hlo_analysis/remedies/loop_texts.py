@@ -1,0 +1,65 @@
+"""What a report says to do about what a loop hands its next run, and what goes into a loop or comes out of it."""
+
+from __future__ import annotations
+
+from hlo_analysis.remedies.texts import Remedy
+
+UNSTACKED = Remedy(
+    kind="rewrite",
+    text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
+    "is copied out of the stack",
+)
+BY_CUBLAS = Remedy(
+    kind="option",
+    text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "
+    "Triton products have it copied; measure both",
+)
+APART = Remedy(
+    kind="rewrite",
+    text="keep what the loop gives apart (a Python loop, whose results are a list, in place of lax.scan), or give it "
+    "an array to update that is there anyway: here one value is written everywhere first",
+)
+HOISTED = Remedy(
+    kind="rewrite",
+    text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "
+    "the loop reads its part",
+)
+SUMMED_AFTER = Remedy(
+    kind="rewrite",
+    text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
+    "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
+)
+ACCUMULATED = Remedy(
+    kind="rewrite",
+    text="accumulate the gradients of fewer, larger parts, where memory allows: for each part the whole sum is read "
+    "and written. A product that adds to the sum in its epilogue would not write each part's gradient",
+)
+STATE = Remedy(
+    kind="rewrite",
+    text="unroll the loop by two (unroll= of lax.scan and lax.fori_loop): what makes its next state reads the old one, "
+    "so that XLA writes it elsewhere and copies it back; of two iterations the second can write in its place",
+)
+CARRIED = Remedy(
+    kind="rewrite",
+    text="unroll the loop (unroll= of lax.scan and lax.fori_loop, as which lax.while_loop may be written), so that XLA "
+    "sees several iterations at once; one kernel for the whole loop keeps on the chip what one iteration hands the "
+    "next",
+)
+# Where how often a loop runs is not known before it does, JAX unrolls none.
+_MASKED_STEPS = "in the loop's body, those after the first masked by the loop's condition (unroll= wants a known count)"
+STATE_OPEN = Remedy(
+    kind="rewrite",
+    text=f"take two steps {_MASKED_STEPS}: what makes its next state reads the old one, so that XLA writes it "
+    "elsewhere and copies it back; of two steps the second can write in its place",
+)
+CARRIED_OPEN = Remedy(
+    kind="rewrite",
+    text=f"take several steps {_MASKED_STEPS}, so that XLA sees them at once; one kernel for the whole loop keeps on "
+    "the chip what one step hands the next",
+)
+SEARCHED = Remedy(
+    kind="rewrite",
+    text="jnp.searchsorted(..., method='scan_unrolled'): by default it is a loop, whose launches hand each other where "
+    "they have come to; without it one launch takes all steps of the search",
+)
+BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")
