@@ -20,6 +20,9 @@ L2_BYTES = 24 * 1024 * 1024
 TILE_COST = 1
 """What a tile of queries costs beside its tiles of keys, in tiles of keys."""
 
+LEAST_SPARED = 6
+"""Tiles of keys of which the last round is shorter where it is worth the kernels that add up parts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -75,7 +78,10 @@ class Schedule:
         blocks = total if blocks is None else min(blocks, total)
         parts = 1
         if splits_rest and total % blocks and not masking.has_band and not masking.has_segments:
-            parts = min(blocks // (total % blocks), -(-masking.keys // columns))
+            of_keys = -(-masking.keys // columns)
+            parts = min(blocks // (total % blocks), of_keys)
+            if of_keys - -(-of_keys // parts) < LEAST_SPARED:
+                parts = 1
         return cls(tiles=tiles, heads=heads, section=section, blocks=blocks, costs=costs, parts=parts)
 
     @property
