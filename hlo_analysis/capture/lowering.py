@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
-from hlo_analysis.capture.meshes import AXIS, mesh_of_one, name_target_in_meshes
+from hlo_analysis.capture.meshes import AXIS, NEEDS_DEVICES, mesh_of_one, name_target_in_meshes, without_devices
 from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
@@ -110,12 +110,12 @@ def lower(
             if lower_context is not None:
                 stack.enter_context(lower_context)
             try:
-                with jax.sharding.use_abstract_mesh(alone) if alone else contextlib.nullcontext():
-                    module = _module(fn, arguments, mode, platform)
+                module = _module_for(alone, fn, arguments, mode)
             except ValueError as error:
-                if f"'{AXIS}'" not in str(error):
+                if NEEDS_DEVICES not in str(error):
                     raise
-                module = _module(fn, arguments, mode, platform)
+                with without_devices():
+                    module = _module_for(alone, fn, arguments, mode)
             devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
             if platform == "cuda":
@@ -137,6 +137,19 @@ def _where(error: BaseException) -> str:
     """'file.py:line, in function' of what raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+
+
+def _module_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
+    """The StableHLO module for one device `alone`, for the meshes that the function brings, or for the CPU."""
+    if alone is None:
+        return _module(fn, arguments, mode, "cpu")
+    try:
+        with jax.sharding.use_abstract_mesh(alone):
+            return _module(fn, arguments, mode, "cuda")
+    except ValueError as error:
+        if f"'{AXIS}'" not in str(error):
+            raise
+    return _module(fn, arguments, mode, "cuda")
 
 
 def _module(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:

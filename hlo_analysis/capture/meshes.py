@@ -10,7 +10,11 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hlo_analysis.capture.patches import Patch
+from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
+
+NEEDS_DEVICES = "primitives that require devices"
+"""What JAX says of a mesh without devices."""
 
 AXIS = "_device"
 """The one axis of the mesh of a program that brings none."""
@@ -44,3 +48,27 @@ def _named(original: Callable[..., AbstractMesh], device: AbstractDevice, *argum
 
 
 _MANUAL_MESHES = Patch("jax._src.shard_map", {"_as_manual_mesh": _named})
+
+
+@contextlib.contextmanager
+def without_devices() -> Iterator[None]:
+    """Within the block what cuDNN and Python compute lowers for a mesh that has no devices, within `shard_map`.
+
+    JAX refuses such a mesh beforehand, wherever they are. Outside `shard_map` it is right to: there XLA would call
+    Python to cut them, while it compiles.
+
+    Raises:
+      CaptureError: they are outside `shard_map`.
+    """
+    with _DEVICES.applied(True):
+        try:
+            yield
+        except (AssertionError, AttributeError) as error:
+            raise CaptureError(
+                "cuDNN's attention and products over a mesh are cut by calls of Python, which a capture cannot make: "
+                "expected them within jax.shard_map. Or read what xla_dump_to wrote where the program runs "
+                "(Capture.load), or capture what one device computes"
+            ) from error
+
+
+_DEVICES = Patch("jax._src.dispatch", {"jaxpr_has_prim_requiring_devices": lambda *_: False})

@@ -103,6 +103,24 @@ def test_arguments_in_the_hosts_memory_stay_there(devices: int) -> None:
     assert b"pinned_host" in lowered.bytecode
 
 
+def test_cudnn_attention_over_a_mesh_lowers_within_shard_map_alone() -> None:
+    """JAX refuses it wherever arguments are cut over a mesh that has no devices."""
+    mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
+    cut = NamedSharding(mesh, PartitionSpec("rows"))
+    heads = jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.bfloat16, sharding=cut)
+
+    def attend(heads: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn")
+
+    spec = PartitionSpec("rows")
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    lowered = lower(mapped, (heads,), target=load_target("h200"))
+    assert lowered.devices == 4
+    assert b"__cudnn$fmhaSoftmax" in lowered.bytecode
+    with pytest.raises(CaptureError, match="cuDNN's attention and products over a mesh are cut by calls of Python"):
+        lower(attend, (heads,), target=load_target("h200"))
+
+
 def test_sizes_that_are_left_open_are_told_by_name() -> None:
     (rows,) = jax.export.symbolic_shape("rows")
     with pytest.raises(CaptureError, match="sizes that are left open, rows: expected numbers"):
