@@ -9,6 +9,12 @@ UNSTACKED = Remedy(
     text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
     "is copied out of the stack",
 )
+STACKED = Remedy(
+    kind="rewrite",
+    text="keep what each step leaves apart (a Python loop, whose results are a list, in place of lax.scan), so that it "
+    "is written where it stays and not copied into a stack; what the backward pass alone needs may be computed again "
+    "(a policy of jax.checkpoint that does not save it)",
+)
 BY_CUBLAS = Remedy(
     kind="option",
     text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "

@@ -21,6 +21,9 @@ from hlo_analysis.traits import (
     takes_every_other,
 )
 
+_OF_INDEX = 8
+"""FLOPs of an index that is counted down, as in a backward pass, and kept within bounds: no more than these."""
+
 
 def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feeds_attention: bool) -> Remedy | None:
     """The remedy where one end changes no value, None where each does."""
@@ -40,8 +43,11 @@ def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feed
         return texts.AS_PROJECTED
     if has(producer, "concatenate") and all(map(convolves, readers)):
         return texts.CONVOLVED_PARTS
+    stacks = [reader for reader in readers if _stacks(table, reader)]
+    if len(stacks) == len(readers):
+        return loop_texts.STACKED
     # What is spread out, as a bias over an image, lay nowhere in that size.
-    moves = [end for end in ends if only_moves(end) and not spreads(end)]
+    moves = [end for end in ends if only_moves(end) and not spreads(end) and end not in stacks]
     pads = [move for move in moves if _pads_for_parts(table, move)]
     if producer in pads or all(reader in pads for reader in readers):
         return texts.UNPADDED
@@ -79,6 +85,14 @@ def _pads_for_parts(table: Table, move: Launch) -> bool:
         return False
     products = table.readers.get(move.index, ())
     return any(adds_parts(product, reader) for product in products for reader in table.readers.get(product.index, ()))
+
+
+def _stacks(table: Table, move: Launch) -> bool:
+    """Whether a launch copies what a loop's step leaves into a stack, which the loop itself does not read."""
+    users = [user for user in table.readers.get(move.index, ()) if user is not move]
+    is_left = all(user.computation != move.computation for user in users)
+    moves = only_moves(move) or 0 < move.flops <= _OF_INDEX
+    return move.repeat > 1 and has(move, "dynamic-update-slice") and moves and is_left
 
 
 def _of_stack(part: Launch, readers: Sequence[Launch]) -> Remedy:

@@ -273,3 +273,24 @@ def test_a_products_sum_with_the_residual_leaves_its_mean_squares(made: Any, rea
     program = Program().launch("d", {"x": 10, "w": 10, "r": 100}, 100, "triton_gemm", opcodes=made)
     (missed,) = program.launch("n", {"d": 100}, 100, "triton", opcodes=read).rank()
     assert missed.remedy.startswith(remedy.text)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_loops_steps_leave_is_copied_into_a_stack(is_read: bool) -> None:
+    """What a scan saves for its backward pass; a cache that the next step reads must be one array."""
+    program = Program().launch("h", {"x": 10, "w": 10}, 100, "triton_gemm", repeat=8, computation="body")
+    program.launch("s", {"h": 100}, 100, opcodes=("subtract", "dynamic-update-slice"), repeat=8, computation="body")
+    program.launches[1] = replace(program.launches[1], flops=1)  # of its index
+    if is_read:
+        program.launch("y", {"s": 10}, 10, "reduction", opcodes=("reduce",), repeat=8, computation="body")
+    (missed,) = (missed for missed in program.rank() if missed.value == "h")
+    assert (missed.remedy == loop_texts.STACKED.text) is not is_read
+
+
+def test_a_stack_beside_the_product_s_reader_changes_no_remedy() -> None:
+    program = Program().launch("h", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
+    program.launch("s", {"h": 100}, 100, "copy", opcodes=("dynamic-update-slice",), repeat=8)
+    program.launch("y", {"h": 100}, 100, opcodes=("tanh",), repeat=8)
+    missed = next(missed for missed in program.rank() if missed.category != categories.SHARED_INPUT)
+    assert missed.consumers == (1, 2)
+    assert missed.remedy.startswith("linear:")
