@@ -279,6 +279,9 @@ def test_saved_captures_are_compared_without_compiling(invoke, compared, capture
     assert [strategy.name for strategy in comparison.strategies] == ["old/f", "new/f"]
     assert comparison.baseline == "old/f"
     assert comparison["new/f"].analysis.launch_count == 1  # type: ignore[union-attr]
+    result = invoke("report", "--capture", captures / "old/f.zip", "--module", "jit_other")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "--module names one of the modules in a folder that xla_dump_to wrote; f holds one program" in result.stderr
 
 
 def test_the_module_of_a_dump_is_named_and_can_be_chosen(invoke, tmp_path: Path):

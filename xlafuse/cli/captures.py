@@ -21,7 +21,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
         module: which module of a folder with several; None is the largest.
 
     Raises:
-        InputError: `baseline` is none of their names.
+        InputError: `baseline` is none of their names, or there is no module to choose.
         DumpError: a path holds no capture, or one that was cut off.
     """
     from hlo_analysis.analysis import analyze
@@ -36,7 +36,13 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
             f"expected --baseline to be one of the captures {', '.join(names)}, got {baseline!r}"
             f"{nearest_names(baseline, names)}"
         )
-    analyses = [analyze(Capture.load(path, module=module), label=name) for path, name in zip(paths, names, strict=True)]
+    captures = [Capture.load(path, module=module) for path in paths]
+    if module is not None and not any(found.provenance.mode == "unknown" for found in captures):  # as that of dumps is
+        raise InputError(
+            "--module names one of the modules in a folder that xla_dump_to wrote; "
+            f"{', '.join(names)} holds one program"
+        )
+    analyses = [analyze(found, label=name) for found, name in zip(captures, names, strict=True)]
     results = [
         StrategyResult(name=name, description=f"{found.provenance.function}, {found.provenance.mode}", analysis=found)
         for name, found in zip(names, analyses, strict=True)
