@@ -45,7 +45,7 @@ def between_launches(
     donated: frozenset[str],
 ) -> Iterator[MissedFusion]:
     """One missed fusion for all that a launch hands the same readers."""
-    why = _Reasons(decisions)
+    why = _Reasons(decisions, launches)
     table = Table(launches)
     products = attention_products(launches, intermediates, scores)
     for (index, indices), stakes in _handed(launches, intermediates, scores, outputs).items():
@@ -115,17 +115,23 @@ def _cost(producer: Launch, near: Sequence[Launch], stakes: Sequence[_Stake], de
 
 
 class _Reasons:
-    """The compiler's words, by the launches on both ends of an edge that was not fused."""
+    """The compiler's words, by the instructions on both ends of an edge that was not fused.
 
-    def __init__(self, decisions: Sequence[Decision]) -> None:
-        self._of: dict[tuple[int | None, int | None], Decision] = {}
+    An instruction may take several launches, as a sort that first copies its input: its decisions name the last.
+    """
+
+    def __init__(self, decisions: Sequence[Decision], launches: Sequence[Launch]) -> None:
+        self._names = [launch.name for launch in launches]
+        self._of: dict[tuple[str, str], Decision] = {}
         for decision in decisions:
-            if decision.verdict != "fused":
-                self._of.setdefault((decision.producer_launch, decision.consumer_launch), decision)
+            ends = (decision.producer_launch, decision.consumer_launch)
+            if decision.verdict != "fused" and ends[0] is not None and ends[1] is not None:
+                self._of.setdefault((self._names[ends[0]], self._names[ends[1]]), decision)
 
     def apart(self, producer: int, readers: tuple[int, ...], stakes: Sequence[_Stake]) -> tuple[str, str]:
         """Why a launch and its readers are apart, and the category of that."""
-        decision = next((self._of[producer, reader] for reader in readers if (producer, reader) in self._of), None)
+        edges = ((self._names[producer], self._names[reader]) for reader in readers)
+        decision = next((self._of[edge] for edge in edges if edge in self._of), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
         category = decision.category if decision else categories.UNRECORDED
         if readers == (producer,):

@@ -85,6 +85,14 @@ def test_what_an_optimizer_makes_of_a_gradient_is_missed() -> None:
     assert missed.remedy == texts.ONE_KERNEL.text
 
 
+def test_a_launch_of_several_of_one_instruction_has_its_reason() -> None:
+    """A sort copies its input first; what XLA said is said of the sort, whose last launch is another."""
+    program = Program().launch("a", {"x": 100}, 100).launch("s", {"a": 100}, 100, "copy").launch("t", {"s": 100}, 100)
+    program.launches[2] = replace(program.launches[2], name="s", kind="sort")
+    missed = next(missed for missed in program.decide(0, 2, categories.CONSUMER).rank() if missed.value == "a")
+    assert (missed.reason, missed.category) == ("because", categories.CONSUMER)
+
+
 def test_what_goes_to_the_hosts_memory_or_comes_from_there_is_not_missed() -> None:
     program = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100, host_bytes=100 * MIB, kind="copy")
     assert program.launch("c", {"b": 100}, 100).rank() == ()
