@@ -152,7 +152,9 @@ class Survivors:
             return self._silent(edge, roles)
         word = self._word(sources[0]) or Word(reason=None, gain_us=None)
         if word.reason is None:
-            return self._priced(word)
+            # Priced for its other users: what reads it through a bitcast is not looked at.
+            closed = self._takes_nothing(edge.consumer)
+            return ours(closed, categories.CONSUMER, PRIORITY_PASS) if closed else self._priced(word)
         reason, category = word.reason, categories.classify(word.reason)
         if "product" in roles and category in (categories.BITCAST_USERS, categories.PRODUCER, categories.CONSUMER):
             category = categories.MATRIX_PRODUCT_OPAQUE
@@ -163,6 +165,15 @@ class Survivors:
         elif self._concerns_another(category, sources[0], consumers):
             category = categories.OTHER_CONSUMER
         return Explanation(verdict="ineligible", reason=reason, category=category, pass_name=PRIORITY_PASS)
+
+    def _takes_nothing(self, name: str) -> str:
+        """Why a launch takes no fusion, where that is plain; '' where it may."""
+        opcodes = {inner.opcode for inner in contents(self._module, self._final[name])}
+        if "sort" in opcodes:
+            return f"{name} sorts, and takes no fusion"
+        if any(opcode.removesuffix("-start") in COLLECTIVE_OPCODES for opcode in opcodes):
+            return f"{name} moves data between devices, and takes no fusion"
+        return ""
 
     def _word(self, name: str) -> Word | None:
         """The last word about an instruction right after priority fusion, under the name it had when it was spoken.
