@@ -22,8 +22,8 @@ from hlo_analysis.report.kinds import FAMILY_OF
 
 LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
-    "inputs", "outputs", "read", "written", "flops", "unfused", "roofline", "limiter", "xla", "xlaModel", "measured",
-    "registers", "spill", "computation", "hlo",
+    "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter", "xla", "xlaModel",
+    "measured", "registers", "spill", "computation", "hlo",
 )  # fmt: skip
 LAUNCH_POOLED = ("scope", "source", "opName", "xlaModel", "computation", "hlo")
 DECISION_COLUMNS = (
@@ -171,9 +171,9 @@ def _launch(launch: Launch) -> tuple[Any, ...]:
         launch.index, launch.name, launch.kind, launch.repeat, launch.scope, launch.phase, launch.source,
         launch.op_name, launch.grid, launch.block, launch.shared_memory_bytes, launch.opcodes,
         [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
-        launch.bytes_read, launch.bytes_written, launch.flops, launch.unfused_bytes, round(launch.roofline_us, 3),
-        launch.limiter, _rounded(launch.xla_estimate_us), launch.xla_estimate_model, launch.measured_us,
-        launch.registers, launch.spill_bytes, launch.computation, launch.hlo,
+        launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.flops, launch.unfused_bytes,
+        round(launch.roofline_us, 3), launch.limiter, _rounded(launch.xla_estimate_us), launch.xla_estimate_model,
+        launch.measured_us, launch.registers, launch.spill_bytes, launch.computation, launch.hlo,
     )  # fmt: skip
 
 

@@ -91,6 +91,21 @@ def test_launches_alike_take_little_room(comparison: Comparison):
     assert 40 * len(embedded_json(payload(replace(comparison, strategies=(deep,), rows=())))) < 80 * len(text)
 
 
+def test_what_a_launch_moves_in_the_hosts_memory_is_on_its_card(comparison: Comparison):
+    result = comparison.strategies[0]
+    assert result.analysis is not None
+    first, *others = result.analysis.launches
+    offloading = replace(result.analysis, launches=(replace(first, host_bytes=67), *others))
+    (strategy,) = payload(replace(comparison, strategies=(replace(result, analysis=offloading),), rows=()))[
+        "strategies"
+    ]
+    table = strategy["launches"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert [row["host"] for row in rows] == [67] + [0] * len(others)
+    assert (rows[0]["written"], rows[0]["flops"]) == (first.bytes_written, first.flops)
+    assert "launch.host" in render_html(comparison)
+
+
 def test_embedded_json_refuses_what_is_not_json():
     with pytest.raises(ValueError, match="not JSON compliant"):
         embedded_json(float("nan"))
