@@ -126,6 +126,8 @@ def lower(
         reason = str(error).strip().split("\n\n")[0]
         if not reason or isinstance(error, SystemExit):  # an assertion, or exit(3): the place says more than nothing
             reason = f"{reason} at {_where(error)}".strip()
+        if type(error).__name__ == "TraceContextError":  # of flax.nnx: a module in train mode, say
+            reason += "; pass what changes its state as an argument: capture(lambda model, x: model(x), model, x)"
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
             f"mode {mode!r}: {type(error).__name__}: {reason}"

@@ -17,6 +17,7 @@ from capture_programs import FLOATS, INTEGERS, LAYER_ARGUMENTS, layer
 
 from hlo_analysis.capture import Capture, capture, process
 from hlo_analysis.capture.failures import first_sentence
+from hlo_analysis.capture.lowering import lower
 from hlo_analysis.capture.options import option_names
 from hlo_analysis.errors import CaptureError, DumpError, UnknownOptionError, UnknownTargetError
 from hlo_analysis.targets import Target, load_target
@@ -67,6 +68,19 @@ def test_function_that_does_not_trace(temporary_folders) -> None:
         capture(decides, FLOATS)
     assert isinstance(error.value.__cause__, jax.errors.TracerBoolConversionError)
     assert temporary_folders() == []
+
+
+def test_a_module_that_changes_its_state_is_told_to_be_an_argument() -> None:
+    from flax import nnx
+
+    count = nnx.Variable(jnp.zeros(()))
+
+    def counts(x: jax.Array) -> jax.Array:
+        count[...] += 1
+        return x
+
+    with pytest.raises(CaptureError, match=r"TraceContextError: Cannot mutate .* capture\(lambda model, x"):
+        lower(counts, (FLOATS,), target=load_target("h200"))
 
 
 def test_a_function_that_exits_or_asserts_is_told_by_its_place() -> None:
