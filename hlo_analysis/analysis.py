@@ -15,7 +15,7 @@ from hlo_analysis.intermediates import find_intermediates
 from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.missed import rank
-from hlo_analysis.notes import notes_of
+from hlo_analysis.notes import kernels_elsewhere, notes_of
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.resources import read_resources, resources_of
 from hlo_analysis.rows import Context, launch_row
@@ -80,7 +80,9 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
     )
     decisions = decide(capture, module, launch_of)
     outputs = _outputs(module, flow)
-    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs))
+    missed = rank(launches, intermediates, decisions, device, outputs=outputs, donated=_donated(module))
+    found = (*notes_of(launches, outputs), *kernels_elsewhere(missed, capture.manifest.compute_capability))
+    notes = (*provenance.notes, *notes, *table.notes, *found)
     return Analysis(
         label=label,
         provenance=replace(provenance, notes=notes),
@@ -88,7 +90,7 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         launches=launches,
         decisions=decisions,
         intermediates=intermediates,
-        missed=rank(launches, intermediates, decisions, device, outputs=outputs, donated=_donated(module)),
+        missed=missed,
         traffic=_total(launches, intermediates),
         memory=_memory(capture),
         silent=silent_instructions(module, table),

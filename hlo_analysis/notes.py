@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from hlo_analysis.kinds import EMITTERS
-from hlo_analysis.records import OPAQUE_KINDS, Launch
+from hlo_analysis.records import OPAQUE_KINDS, Launch, MissedFusion
 from hlo_analysis.traits import calls_python
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
+
+_HOPPER = 9
+_NAMED = re.compile(r"[a-z_]+: ")
 
 _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
 
@@ -31,6 +35,15 @@ def notes_of(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[s
     yield from _small_updates(launches, outputs)
     yield from _offloading(launches)
     yield from _callbacks(launches)
+
+
+def kernels_elsewhere(missed: Sequence[MissedFusion], compute_capability: tuple[int, int]) -> Iterator[str]:
+    """A note on remedies that name operations whose kernels are for another GPU; a capability of 0 is not known."""
+    if compute_capability[0] not in (0, _HOPPER) and any(_NAMED.match(found.remedy) for found in missed):
+        yield (
+            "Remedies that begin with a name are operations of pallas_kernels, whose kernels are for Hopper GPUs: here "
+            "they are XLA's (norms and softmax may be Triton's), and what a remedy says asks for a kernel of one's own."
+        )
 
 
 def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:

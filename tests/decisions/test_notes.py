@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch_programs import Program
 
-from hlo_analysis.notes import notes_of
+from hlo_analysis.notes import kernels_elsewhere, notes_of
 
 
 def optimizer(count: int, **fields: str) -> Program:
@@ -52,3 +52,12 @@ def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
     (note,) = notes_of(program.launches, ())
     assert note.startswith("The program calls back to Python on the host, 3 times in a run (c), and waits for it")
     assert program.rank() == ()
+
+
+@pytest.mark.parametrize(("capability", "is_told"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((0, 0), False)])
+def test_kernels_of_another_gpu_are_told(capability: tuple[int, int], is_told: bool) -> None:
+    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",)).launch("y", {"d": 100}, 9)
+    assert program.rank()[0].remedy.startswith("linear: ")
+    assert len(list(kernels_elsewhere(program.rank(), capability))) == is_told
+    unnamed = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100).rank()
+    assert not list(kernels_elsewhere(unnamed, capability))
