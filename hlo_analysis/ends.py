@@ -25,6 +25,16 @@ def scatters_all(scatter: Launch) -> bool:
     return scatter.bytes_written >= whole and not re.search(r"scatter-(add|mul|min|max)", scatter.op_name)
 
 
+def scatters_rows(scatter: Launch) -> bool:
+    """Whether each update of a scatter is of several elements, as those of an embedding's gradient are."""
+    found = re.search(r" scatter\([^,]*, [^,]*, %([\w.\-]+)\), update_window_dims=\{([\d,]*)\}", scatter.hlo)
+    update = found and re.search(rf"%{re.escape(found[1])} = \w+\[([\d,]+)\]", scatter.hlo)
+    if not found or not update:
+        return False
+    sizes = update[1].split(",")
+    return any(sizes[int(axis)] != "1" for axis in found[2].split(",") if axis)
+
+
 def continues_reduction(first: Launch, second: Launch) -> bool:
     """Whether two launches are steps of one reduction of the program: both bear its name, and sums alone are handed."""
     named = [set(re.findall(r' reduce\(.*op_name="([^"]+)"', launch.hlo)) for launch in (first, second)]

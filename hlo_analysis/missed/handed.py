@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_analysis.decisions import categories
+from hlo_analysis.ends import scatters_rows
 from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
@@ -156,6 +157,7 @@ def through_updates(
         if (
             maker is not update
             and updates_in_place(update, value)
+            and not scatters_rows(update)  # no comparison with indices makes these
             and maker.kind in _ELEMENT_WISE
             and maker.bytes_written >= value.bytes
             and (_SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written or _is_one_a_row(maker, update))

@@ -14,6 +14,7 @@ from hlo_analysis.traits import (
     convolves,
     fills,
     has,
+    is_product,
     only_casts,
     only_moves,
     relays,
@@ -54,7 +55,7 @@ def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feed
     moves = [move for move in moves if move not in pads]
     if any(has(end, "fft") for end in ends) and not any(map(relays, moves)):
         return None
-    return _of_moves(producer, readers, moves)
+    return _of_moves(table, producer, readers, moves)
 
 
 def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
@@ -70,13 +71,23 @@ def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> R
     return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
 
 
-def _of_moves(producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
+def _of_moves(table: Table, producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
     if has(producer, "pad") and producer in moves and all(map(convolves, readers)):
         return texts.PADDED
     if any(map(relays, moves)):
         return texts.FILTER_LAYOUT if any(map(convolves, (producer, *readers))) else texts.LAYOUT
-    return (texts.JOINED if has(moves[0], "concatenate") else texts.PARTS) if moves else None
+    if not moves:
+        return None
+    if has(moves[0], "concatenate"):  # parts of a gradient came from one array
+        return texts.JOINED if moves[0].phase == "forward" else None
+    return texts.CUT_APART if all(_cuts_product(table, move) for move in moves) else texts.PARTS
+
+
+def _cuts_product(table: Table, move: Launch) -> bool:
+    """Whether a launch takes a part of a product of the forward pass, as of query, key and value."""
+    products = [maker for maker in table.makers(move) if is_product(maker)]
+    return has(move, "slice") and bool(products) and move.phase == products[0].phase == "forward"
 
 
 def _pads_for_parts(table: Table, move: Launch) -> bool:

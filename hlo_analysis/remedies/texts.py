@@ -135,6 +135,12 @@ JOINED = Remedy(
     text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
     "each run",
 )
+CUT_APART = Remedy(
+    kind="option",
+    text="xla_gpu_dot_merger_threshold_mb=0, and a product for each part, x @ w[:, a:b], where the program has one: a "
+    "product writes its part where it stays; XLA else makes one of those that share an input, and cuts its result; "
+    "measure both",
+)
 INDEXED = Remedy(
     kind="rewrite",
     text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "

@@ -93,6 +93,18 @@ def test_a_launch_of_several_of_one_instruction_has_its_reason() -> None:
     assert (missed.reason, missed.category) == ("because", categories.CONSUMER)
 
 
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (64, 0)])
+def test_rows_that_are_scattered_are_no_part_of_element_wise_work(width: int, count: int) -> None:
+    """As into the gradient of an embedding, which a product made before; XLA gives an element a window, too."""
+    scatter = f"%r.1 = f32[8,1,{width}]{{2,1,0}} convert(%b)\n  ROOT %u = f32[100,64]{{1,0}} scatter(%a, %i, %r.1), "
+    scatter += "update_window_dims={1,2}, inserted_window_dims={}, to_apply=%add"
+    program = Program().launch("a", {"x": 50}, 100)
+    program.launch("u", {"a": 1, "i": 1}, 100, "scatter", opcodes=("scatter",), hlo=scatter)
+    program.launches[1] = replace(program.launches[1], bytes_written=MIB)
+    found = program.launch("y", {"u": 100}, 100).rank()
+    assert sum(missed.category == categories.IN_PLACE for missed in found) == count
+
+
 def test_what_goes_to_the_hosts_memory_or_comes_from_there_is_not_missed() -> None:
     program = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100, host_bytes=100 * MIB, kind="copy")
     assert program.launch("c", {"b": 100}, 100).rank() == ()

@@ -63,48 +63,6 @@ def test_the_gradient_of_set_numbers_its_updates_unless_they_are_unique() -> Non
     assert {missed.remedy for missed in program.rank()} == {texts.UNIQUE.text}
 
 
-@pytest.mark.parametrize(("opcodes", "is_sum"), [(("dot", "add"), True), (("dot", "add", "multiply"), False)])
-def test_products_that_a_loop_adds_up_are_one_product_after_it(opcodes: tuple[str, ...], is_sum: bool) -> None:
-    """The gradient of a scan's weight; a running sum that is scaled, as that of attention, cannot wait."""
-    program = Program().launch("dw", {"x": 1, "dw": 100}, 100, "triton_gemm", opcodes=opcodes, repeat=8)
-    carried = replace(program.launches[0].inputs[1], producer=0)
-    program.launches[0] = replace(program.launches[0], inputs=(program.launches[0].inputs[0], carried))
-    (missed,) = program.rank()
-    assert missed.category == categories.BOUNDARY
-    assert missed.remedy == (loop_texts.SUMMED_AFTER if is_sum else loop_texts.CARRIED).text
-
-
-_TURNED = """  %d = f32[8,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}
-  %t = f32[8,8]{1,0} tanh(%d)
-  ROOT %s = f32[8,8]{1,0} add(%acc, %t)"""
-_BEFORE = """  %t = f32[8,8]{1,0} tanh(%x)
-  %d = f32[8,8]{1,0} dot(%t, %w), lhs_contracting_dims={1}
-  ROOT %s = f32[8,8]{1,0} add(%acc, %d)"""
-
-
-@pytest.mark.parametrize(("hlo", "is_sum"), [(_TURNED, False), (_BEFORE, True)])
-def test_only_products_themselves_are_added_up_after_the_loop(hlo: str, is_sum: bool) -> None:
-    """What is made of each step's product, as its tanh, is not what is made of the one of all steps."""
-    program = Program().launch("s", {"x": 1, "s": 100}, 100, "triton_gemm", opcodes=("dot", "add"), repeat=8, hlo=hlo)
-    (launch,) = program.launches
-    program.launches[0] = replace(launch, inputs=(launch.inputs[0], replace(launch.inputs[1], producer=0)))
-    assert [missed.remedy for missed in program.rank()] == [
-        (loop_texts.SUMMED_AFTER if is_sum else loop_texts.CARRIED).text
-    ]
-
-
-@pytest.mark.parametrize(
-    ("phase", "remedy"), [("forward", loop_texts.SUMMED_AFTER), ("backward", loop_texts.ACCUMULATED)]
-)
-def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop(phase: Any, remedy: texts.Remedy) -> None:
-    """Where whole gradients are accumulated, part by part, the factors are what would not fit."""
-    program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8, phase=phase)
-    program.launch("dw", {"d": 100, "dw": 100}, 100, opcodes=("add",), repeat=8)
-    carried = replace(program.launches[1].inputs[1], producer=1)
-    program.launches[1] = replace(program.launches[1], inputs=(program.launches[1].inputs[0], carried))
-    assert {missed.remedy for missed in program.rank()} == {remedy.text}
-
-
 @pytest.mark.parametrize(("op_name", "remedy"), [("", texts.UNPADDED), ("jit(f)/pad", texts.PARTS)])
 def test_what_xla_pads_to_split_a_sum_is_an_option_away(op_name: str, remedy: Any) -> None:
     """The gradient of a layer over edges: 6018 to 4496 MB with whole sums."""
@@ -251,16 +209,6 @@ def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
     assert next(missed for missed in program.rank() if missed.value == "o").remedy == texts.ATTENTION.text
 
 
-def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> None:
-    """The residual stream of a decoding loop."""
-    program = Program().launch("d", {"x": 1, "w": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
-    program.launch("x", {"d": 100, "old": 100}, 100, opcodes=("add",), repeat=8)
-    first, second = program.launches
-    program.launches[1] = replace(second, inputs=(second.inputs[0], replace(second.inputs[1], name="x", producer=1)))
-    program.launches[0] = replace(first, inputs=(replace(first.inputs[0], producer=1), first.inputs[1]))
-    assert all(missed.remedy != loop_texts.SUMMED_AFTER.text for missed in program.rank())
-
-
 @pytest.mark.parametrize(
     ("made", "read", "remedy"),
     [
@@ -275,22 +223,19 @@ def test_a_products_sum_with_the_residual_leaves_its_mean_squares(made: Any, rea
     assert missed.remedy.startswith(remedy.text)
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_what_a_loops_steps_leave_is_copied_into_a_stack(is_read: bool) -> None:
-    """What a scan saves for its backward pass; a cache that the next step reads must be one array."""
-    program = Program().launch("h", {"x": 10, "w": 10}, 100, "triton_gemm", repeat=8, computation="body")
-    program.launch("s", {"h": 100}, 100, opcodes=("subtract", "dynamic-update-slice"), repeat=8, computation="body")
-    program.launches[1] = replace(program.launches[1], flops=1)  # of its index
-    if is_read:
-        program.launch("y", {"s": 10}, 10, "reduction", opcodes=("reduce",), repeat=8, computation="body")
-    (missed,) = (missed for missed in program.rank() if missed.value == "h")
-    assert (missed.remedy == loop_texts.STACKED.text) is not is_read
+@pytest.mark.parametrize(("phase", "remedy"), [("forward", texts.CUT_APART), ("backward", texts.PARTS)])
+def test_a_product_whose_result_is_cut_is_made_part_by_part(phase: Any, remedy: texts.Remedy) -> None:
+    program = Program().launch("p", {"x": 10, "w": 10}, 90, "triton_gemm", opcodes=("dot",), phase=phase)
+    for part in "qk":
+        program.launch(part, {"p": 45}, 45, opcodes=("slice",), phase=phase)
+        program.launch(f"read_{part}", {part: 45}, 45, opcodes=("tanh",), phase=phase)
+    found = [missed for missed in program.rank() if missed.category != categories.SHARED_INPUT]
+    assert {missed.value: missed.remedy for missed in found} == dict.fromkeys("pqk", remedy.text)
 
 
-def test_a_stack_beside_the_product_s_reader_changes_no_remedy() -> None:
-    program = Program().launch("h", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
-    program.launch("s", {"h": 100}, 100, "copy", opcodes=("dynamic-update-slice",), repeat=8)
-    program.launch("y", {"h": 100}, 100, opcodes=("tanh",), repeat=8)
-    missed = next(missed for missed in program.rank() if missed.category != categories.SHARED_INPUT)
-    assert missed.consumers == (1, 2)
-    assert missed.remedy.startswith("linear:")
+def test_gradients_of_parts_are_not_kept_in_one_array() -> None:
+    program = Program().launch("q", {"x": 50}, 50, phase="backward").launch("k", {"x": 50}, 50, phase="backward")
+    program.launch("j", {"q": 50, "k": 50}, 100, "concatenate", opcodes=("concatenate",), phase="backward")
+    program.launch("dw", {"j": 100, "x": 50}, 10, "triton_gemm", opcodes=("dot",), phase="backward")
+    remedies = {missed.value: missed.remedy for missed in program.rank()}
+    assert (remedies["j"], remedies["q"]) == (texts.LINEAR_PROLOGUE.text, texts.ONE_KERNEL.text)
