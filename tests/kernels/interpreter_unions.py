@@ -1,28 +1,48 @@
-"""What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members that are one array.
+"""What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members that are one array, and members
+whose entries are in the same places.
 
 The interpreter gives each member memory of its own, and refuses to read by one what was written by another. Our kernels
-have one array under two layouts that put its elements in the same places (`row_tiles` of attention).
+have one array under two layouts that put its elements in the same places (`row_tiles` of attention). It also takes two
+uses of a union's members for uses of the same memory, wherever in the members they are. Members of other types
+(`backward_finish.Done`) begin at the same place in each entry along their first two axes: uses of two entries are none
+of the same memory.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from jax._src.pallas.mosaic_gpu.core import AbstractRefUnion
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+
+_AXES = 2
+"""Along which entries lie."""
 
 
 def extend(monkeypatch) -> None:
     """Adds it, until the test ends."""
     members, resolved = jaxpr_interpret.union_members, jaxpr_interpret.resolve_ref
-    monkeypatch.setattr(jaxpr_interpret, "union_members", partial(_members, members))
+    entries = _Entries()
+    monkeypatch.setattr(jaxpr_interpret, "union_members", partial(_members, members, entries))
     monkeypatch.setattr(jaxpr_interpret, "resolve_ref", partial(_resolved, members, resolved))
+    plain = GPURaceDetectionState._check_ref_union
+    for name in ("check_read", "check_write"):
+        monkeypatch.setattr(GPURaceDetectionState, name, entries.noting(getattr(GPURaceDetectionState, name)))
+    monkeypatch.setattr(GPURaceDetectionState, "_check_ref_union", entries.by_entry(plain))
 
 
-def _members(plain: Any, union: AbstractRefUnion) -> Any:
+def _members(plain: Any, entries: _Entries, union: AbstractRefUnion) -> Any:
     members = plain(union)
-    return members[:1] if _is_one_array(members) else members
+    if _is_one_array(members):
+        return members[:1]
+    entries.are_apart &= _have_entries(members)
+    return members
 
 
 def _resolved(plain_members: Any, plain: Any, aval: Any, key: Any, transforms: tuple[Any, ...]) -> Any:
@@ -34,3 +54,49 @@ def _resolved(plain_members: Any, plain: Any, aval: Any, key: Any, transforms: t
 def _is_one_array(members: Any) -> bool:
     shapes = {(aval.shape, aval.dtype) for aval in map(jaxpr_interpret._member_inner_aval, members)}
     return len(shapes) == 1
+
+
+def _have_entries(members: Any) -> bool:
+    """Whether all members have the same number of entries, of as many bytes each."""
+    avals = list(map(jaxpr_interpret._member_inner_aval, members))
+    sizes = {(aval.shape[:_AXES], math.prod(aval.shape[_AXES:]) * aval.dtype.itemsize) for aval in avals}
+    return len(sizes) == 1
+
+
+@dataclass
+class _Entries:
+    """are_apart: whether all unions that were seen have entries."""
+
+    are_apart: bool = True
+    _noted: Any = field(default_factory=threading.local)
+
+    def noting(self, plain: Any) -> Any:
+        """A check that notes the range of the access for `by_entry`, which the same thread calls from within."""
+
+        def check(state, thread, clock, buffer_key, access, source_info=None):
+            self._noted.range = access.range
+            plain(state, thread, clock, buffer_key, access, source_info)
+
+        return check
+
+    def by_entry(self, plain: Any) -> Any:
+        """The check of unions, for each entry of the access as of a union of its own."""
+
+        def check(state, thread, clock, buffer_key, is_write, source_info):
+            with state.lock:
+                membership = state.ref_union_members.get(buffer_key)
+            if membership is None or not self.are_apart:
+                plain(state, thread, clock, buffer_key, is_write, source_info)
+                return
+            union, group = membership
+            lead = [_numbers(each) for each in self._noted.range[:_AXES]]
+            for place in itertools.product(*lead):
+                with state.lock:
+                    state.ref_union_members[buffer_key, place] = ((union, place), group)
+                plain(state, thread, clock, (buffer_key, place), is_write, source_info)
+
+        return check
+
+
+def _numbers(index: slice | int) -> range:
+    return range(index, index + 1) if isinstance(index, int) else range(index.start, index.stop, index.step or 1)

@@ -38,12 +38,22 @@ FUSED = {
     "three tiles of queries": ((1, 136, 136, 1, 1, 128), {}),
     "causal, head size 64": ((1, 200, 136, 1, 1, 64), {"is_causal": True}),
     "head size 64": ((1, 136, 64, 1, 1, 64), {}),
+    "causal, head size 96": ((1, 136, 136, 2, 1, 96), {"is_causal": True}),
+    "head size 80": ((1, 72, 130, 2, 1, 80), {}),
+    "parts, padded, head size 96": ((1, 75, 133, 4, 1, 96), {}),
+    "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
+    "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
 }
 
 FORMS = {
     "three tiles of queries": FusedConfig(waves=0, finishers=True, overlaps=True, warps_apart=True),
     "causal, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True),
     "head size 64": FusedConfig(waves=0, finishers=True, warps_apart=True),
+    "causal, head size 96": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
+    "head size 80": FusedConfig(waves=0, finishers=True, overlaps=True, warps_apart=True),
+    "parts, padded, head size 96": FusedConfig(waves=0, finishers=True, warps_apart=True, parts=2, pads=True),
+    "causal, two odd tiles": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
+    "causal, parts, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True, parts=2),
 }
 
 SHORT = {
@@ -53,6 +63,8 @@ SHORT = {
     "folded": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
     "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
     "in place": ((2, 32, 72, 8, 2, 128), {}),
+    "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
+    "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
     "folded, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
 }
 """Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile (`folded`), which XLA
@@ -178,7 +190,10 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
 def test_gradients_of_short_lengths(name, seed):
     _, _, _, heads, key_heads, size = SHORT[name][0]
     config = backward_config(size)
-    if "share" in name:
+    if "share keys" in name:
+        queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
+        config = replace(config, queries=queries, folds="in place" in name)
+    elif "share" in name:
         config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
     else:
         queries = replace(config.queries, warpgroups=1 if "causal" in name else 2)

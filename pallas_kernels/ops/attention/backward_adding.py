@@ -23,8 +23,8 @@ class Adding:
         """All of it."""
         block, scratch, config = self.block, self.block.scratch, self.block.launch.config
         own = (block.b, pl.ds(block.first_key, COLUMNS), block.key_head)
-        plgpu.copy_gmem_to_smem(block.inputs.key.at[own], scratch.k, scratch.held)
-        plgpu.copy_gmem_to_smem(block.inputs.value.at[own], scratch.v, scratch.held)
+        scratch.k.bring(block.inputs.key.at[own], scratch.held)
+        scratch.v.bring(block.inputs.value.at[own], scratch.held)
 
         if not config.warps_apart:
             lax.fori_loop(0, jnp.minimum(block.steps, config.stages), lambda n, _: self._bring(n), None)
@@ -46,8 +46,8 @@ class Adding:
         stage = lax.rem(n, launch.config.stages)
         head, query_tile = block.walk.place(n)
         place = pl.ds(query_tile * launch.rows, launch.rows)
-        plgpu.copy_gmem_to_smem(inputs.query.at[block.b, place, head], scratch.q.at[stage], scratch.full.at[stage])
-        plgpu.copy_gmem_to_smem(inputs.dout.at[block.b, place, head], scratch.do.at[stage], scratch.full.at[stage])
+        scratch.q.at(stage).bring(inputs.query.at[block.b, place, head], scratch.full.at[stage])
+        scratch.do.at(stage).bring(inputs.dout.at[block.b, place, head], scratch.full.at[stage])
         rows = inputs.rows.at[block.b, head, pl.ds(0, launch.lines), place]
         plgpu.copy_gmem_to_smem(rows, scratch.qrows.at[stage], scratch.full.at[stage])
 
@@ -104,6 +104,12 @@ class Adding:
             # All is there, not only read.
             plgpu.wait_smem_to_gmem(0)
 
-        lax.cond(is_last, lambda: None, give) if not config.finishers else give()
+        def finish():
+            for i in range(WARPGROUPS):
+                place = launch.part_of(block.outputs.dquery, block.b, head, query_tile, jnp.full((), i, jnp.int32))
+                scratch.done.send(slot, i, place)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        lax.cond(is_last, finish, give) if not config.finishers else give()
         plgpu.semaphore_signal(block.turns.at[turn], memory_scope="gpu")
         plgpu.barrier_arrive(scratch.taken.at[slot])

@@ -9,7 +9,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from pallas_kernels.ops.attention.backward_finish import Done
 from pallas_kernels.ops.attention.backward_inputs import Inputs
+from pallas_kernels.ops.attention.backward_lanes import lane_place
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, Launch, Scratch
 from pallas_kernels.ops.attention.backward_steps import Steps
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
@@ -31,6 +33,7 @@ class Block:
     """What is known of a block while it runs.
 
     tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
+    part: of the head's group, or None.
     visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
     group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each tile of queries of each
     head, which counts the blocks that have added to it.
@@ -43,6 +46,7 @@ class Block:
     tile: Any
     b: Any
     key_head: Any
+    part: Any
     first_key: Any
     visits: Visits
     walk: Steps
@@ -56,23 +60,29 @@ class Block:
     ) -> Block:
         """The block of that number, called in the kernel. length: of the array of queries."""
         problem, config = launch.problem, launch.config
+        tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
+        share, done = scratch.share
+        scratch = scratch._replace(**tiles, share=share, done=Done(done))
         tile, lane = block_place(
             number,
             tiles=launch.key_tiles,
             lanes=launch.lanes,
             # Queries and their cotangents, and the sums in float32.
-            lane_bytes=8 * problem.group * length * launch.size,
+            lane_bytes=8 * launch.group * length * launch.size,
             section_blocks=config.waves * target_device().core_count,
         )
-        b, key_head = lax.div(lane, problem.key_heads), lax.rem(lane, problem.key_heads)
+        b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
         if launch.keeps_apart:
-            tile, b, key_head = lax.optimization_barrier((tile, b, key_head))
+            tile, b, key_head, part = lax.optimization_barrier((tile, b, key_head, part))
         first_key = tile * COLUMNS
         visits = Visits(tiles=launch.masking.query_tiles(first_key, COLUMNS, launch.rows))
+        first_head = key_head * problem.group
+        if part is not None:
+            first_head = first_head + part * launch.group
         walk = Steps(
             visits=visits,
-            first_head=key_head * problem.group,
-            group=problem.group,
+            first_head=first_head,
+            group=launch.group,
             heads_inside=config.heads_inside,
         )
         return cls(
@@ -83,6 +93,7 @@ class Block:
             tile=tile,
             b=b,
             key_head=key_head,
+            part=part,
             first_key=first_key,
             visits=visits,
             walk=walk,

@@ -13,19 +13,20 @@ from pallas_kernels.ops.attention.backward_config import (
     padded_head,
 )
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
+from pallas_kernels.ops.attention.backward_parts import parts_of_heads, shared_keys, shares_in_order
 from pallas_kernels.ops.attention.backward_short import short_lengths
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
 
-_LEAST, _MOST = 512, {64: 8192, 128: 16384}
+_LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
 """Lengths with which one kernel is taken, the longest one by head size. Blocks wait for each other, the more the
 longer."""
-_MANY_BLOCKS = {64: 512, 128: 256}
+_MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
 """Blocks of one kernel with which it was faster from the least length on, by head size."""
 _LONG = 2048
-"""From which on it is with fewer, and where arrays have to be padded for it."""
+"""From which on it is with fewer."""
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -54,12 +55,16 @@ def _sees_none_beyond(masking: Masking) -> bool:
 
 def _fused(problem: Problem) -> FusedConfig:
     """Of one kernel, the fastest form by head size and mask."""
-    is_small = padded_head(problem.head_size) == 64
+    size = padded_head(problem.head_size)
+    is_small = size == 64
     if not problem.masking.is_causal:
         one = FusedConfig(waves=0, finishers=True, warps_apart=True)
         # With a head size of 64, scores of all of a step's queries leave no registers for a product that is unfinished.
-        return one if is_small else replace(one, overlaps=True, automatic_barriers=False)
-    one = FusedConfig(heads_inside=True, overlaps=True, automatic_barriers=False)
+        return one if is_small else replace(one, overlaps=size == 128, automatic_barriers=False)
+    one = FusedConfig(heads_inside=True, overlaps=size != 96, automatic_barriers=False)
+    if size < 128 and (is_ragged(problem.masking) or size != problem.head_size):
+        # What brings panels has no registers else.
+        one = replace(one, memory_registers=40, compute_registers=232)
     return replace(one, halves=True) if is_small else replace(one, warps_apart=True)
 
 
@@ -67,21 +72,33 @@ def default_backward(problem: Problem) -> BackwardConfig:
     """The untuned choice: one kernel where it was the faster form, see TUNING-backward.md."""
     config = short_lengths(problem, backward_config(problem.head_size, features=features_of(problem)))
     masking = problem.masking
+    config = shared_keys(problem, config)
     if problem.head_size <= 64 and not features_of(problem) and masking.left is None and masking.right in (None, 0):
         config = replace(config, keys=replace(config.keys, overlaps=True))
     if is_ragged(masking) and problem.head_size > max(ROWS):
         # Products by panels leave ptxas no registers for Pallas's barriers.
         config = replace(config, queries=replace(config.queries, automatic_barriers=False))
+    if is_ragged(masking) and problem.head_size == 96 and config.queries.warpgroups == 2:
+        config = replace(config, queries=replace(config.queries, memory_registers=40, compute_registers=232))
     is_plain = not features_of(problem) and masking.right in (None, 0)
     # With a last tile of keys that is masked ptxas spills.
     is_whole = (masking.keys % COLUMNS == 0 or _sees_none_beyond(masking)) and problem.head_size in ROWS
-    if config.keys.parts > 1 or not (can_fuse(problem) and is_plain and is_whole):
+    lengths = (masking.queries, masking.keys)
+    if is_plain and masking.left is None and max(lengths) >= _LONG and not config.folds:
+        keys = replace(config.keys, parts=max(config.keys.parts, parts_of_heads(problem, config.keys.columns)))
+        config = replace(config, keys=keys)
+    if not (can_fuse(problem) and is_plain and is_whole):
         return config
     blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
-    has_many = blocks >= _MANY_BLOCKS[problem.head_size] and not is_ragged(masking)
+    # Products by panels of 32 columns are slower.
+    is_fast = problem.head_size != 96 or not is_ragged(masking)
+    has_many = blocks >= _MANY_BLOCKS[problem.head_size] and is_fast
     least = _LEAST if has_many else _LONG
-    is_measured = all(least <= length <= _MOST[problem.head_size] for length in (masking.queries, masking.keys))
-    return replace(config, fused=_fused(problem)) if is_measured else config
+    parts = parts_of_heads(problem, COLUMNS) if min(lengths) >= _LONG else config.keys.parts
+    is_best = parts == 1 or (min(lengths) >= _LONG and shares_in_order(problem))
+    if is_best and all(least <= length <= _MOST[problem.head_size] for length in lengths):
+        return replace(config, fused=replace(_fused(problem), parts=parts), keys=replace(config.keys, parts=1))
+    return config
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
@@ -93,12 +110,15 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     }
     if two.keys.parts > 1:
         found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
+    if two.queries.parts > 1:
+        found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
     if two.folds:
         found["two kernels, not folded"] = replace(two, folds=False)
     if can_fuse(problem) and not features_of(problem):
         base = _fused(problem)
         one = {
             "one kernel": base,
+            "one kernel, blocks share a group": replace(base, parts=parts_of_heads(problem, COLUMNS)),
             "one kernel, sections for the cache": replace(base, waves=0),
             "one kernel, 2 waves": replace(base, waves=2),
             "one kernel, 4 waves": replace(base, waves=4),
@@ -108,7 +128,8 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, others finish": replace(base, finishers=not base.finishers),
             "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }
-        found |= {name: replace(two, fused=fused, folds=False) for name, fused in one.items()}
+        whole = replace(two, folds=False, keys=replace(two.keys, parts=1))
+        found |= {name: replace(whole, fused=fused) for name, fused in one.items()}
     return found
 
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_block import Block
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, columns_at_once
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, PART
-from pallas_kernels.ops.attention.backward_tiles import Tile, kept_scale, not_invariant, store_columns
+from pallas_kernels.ops.attention.backward_tiles import Tile, kept_scale, not_invariant
+from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
 from pallas_kernels.primitives.random import mixed_words
 
 
@@ -43,12 +44,14 @@ class Computing:
         # The other warpgroup's products with k are done, too.
         plgpu.barrier_arrive(scratch.met)
         plgpu.barrier_wait(scratch.met)
-        store_columns(scratch.k.at[own], dk * problem.scale)
-        store_columns(scratch.v.at[own], dv * kept_scale(problem))
+        own_k, own_v, columns = scratch.k.at(rows=own), scratch.v.at(rows=own), columns_at_once(block.launch.size)
+        own_k.store(dk * problem.scale, width=columns)
+        own_v.store(dv * kept_scale(problem), width=columns)
         plgpu.commit_smem()
         place = (block.b, pl.ds(block.first_key + first, WARPGROUP_ROWS), block.key_head)
-        plgpu.copy_smem_to_gmem(scratch.k.at[own], block.outputs.dkey.at[place])
-        plgpu.copy_smem_to_gmem(scratch.v.at[own], block.outputs.dvalue.at[place])
+        place = place if block.part is None else (block.part, *place)
+        own_k.send(block.outputs.dkey.at[place])
+        own_v.send(block.outputs.dvalue.at[place])
         # No barrier may be left with an arrival that nobody has seen.
         taken, steps, shares = scratch.taken, block.steps, block.launch.config.shares
         for i in range(shares):
@@ -76,7 +79,7 @@ class Computing:
 
     def _step(self, n: Any, is_masked: bool, *, words: Any, dk: Any, dv: Any) -> None:
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
-        config = launch.config
+        config, copies = launch.config, launch.form.copies
         overlaps = config.overlaps and not is_masked
         stage = lax.rem(n, config.stages)
         head, query_tile = block.walk.place(n, is_masked)
@@ -90,19 +93,19 @@ class Computing:
 
         def score_gradients(i, s, dp):
             rows, row = pl.ds(i * width, width), query_tile * launch.rows + i * width
-            query, dout = scratch.q.at[stage, rows], scratch.do.at[stage, rows]
-            plgpu.wgmma(s, scratch.k.at[own], query.transpose((1, 0)))
-            plgpu.wgmma(dp, scratch.v.at[own], dout.transpose((1, 0)))
+            query, dout = scratch.q.at(stage, rows=rows), scratch.do.at(stage, rows=rows)
+            multiply_across(s, scratch.k.at(rows=own), query)
+            multiply_across(dp, scratch.v.at(rows=own), dout)
             tile = self._tile(head, row, width, stage, words)
-            scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=copies)
             if overlaps and i == 0:
                 # The last step's product for dkey is done, too.
                 pl.when(n > 0)(lambda: self._release_before(n))
             lse = plgpu.load(scratch.qrows.at[stage, 0, rows], layout=tile.row_layout())
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
-            plgpu.wgmma(dv, tile.dropped(weights).astype(launch.problem.dtype), dout)
-            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+            multiply_down(dv, tile.dropped(weights).astype(launch.problem.dtype), dout)
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=copies)
             delta = plgpu.load(scratch.qrows.at[stage, 1, rows], layout=tile.row_layout())
             dscores = tile.score_gradients(weights, dweights, delta)
             narrow = (dscores if slope is None else dscores * slope).astype(launch.problem.dtype)
@@ -116,15 +119,15 @@ class Computing:
         plgpu.barrier_wait(scratch.met)
 
         def make_share(dq):
-            half = pl.ds(self.warpgroup * PART, PART)
-            own_ds = both_ds.at[:, half] if launch.splits_rows else both_ds
-            keys = pl.ds(again, COLUMNS)
-            key = scratch.k.at[keys] if launch.splits_rows else scratch.k.at[keys, half]
-            plgpu.wgmma(dq, own_ds.transpose((1, 0)), key)
+            own_ds = both_ds.at[:, pl.ds(self.warpgroup * PART, PART)] if launch.splits_rows else both_ds
+            for start, keys in launch.made_columns(scratch.k.at(rows=pl.ds(again, COLUMNS)), self.warpgroup):
+                own_dq = dq if keys.shape[1] == PART else dq.at[:, pl.ds(start, keys.shape[1])]
+                plgpu.wgmma(own_dq, own_ds.transpose((1, 0)), keys)
             for i, narrow in enumerate(narrows):
-                plgpu.wgmma(dk, narrow, scratch.q.at[stage, pl.ds(i * width, width)])
+                multiply_down(dk, narrow, scratch.q.at(stage, rows=pl.ds(i * width, width)))
             # The share is handed on while these are under way.
-            self._give(n, plgpu.wgmma_accumulator_load(dq, wait_n=parts), head, query_tile, is_masked)
+            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * copies), self.warpgroup)
+            self._give(n, values, head, query_tile, is_masked)
             if not overlaps:
                 plgpu.wgmma_wait(0)
                 self._release(n)
@@ -167,8 +170,9 @@ class Computing:
             return values + scratch.share.at[slot, self.warpgroup][...]
 
         def store(total):
-            dquery = (total * launch.problem.scale).astype(launch.problem.dtype)
-            launch.part_of(block.outputs.dquery, block.b, head, query_tile, self.warpgroup)[...] = dquery
+            # Others of the warpgroup read what this one overwrites.
+            plgpu.commit_smem()
+            scratch.done.store(slot, self.warpgroup, (total * launch.problem.scale).astype(launch.problem.dtype))
 
         is_last = block.is_last_of(query_tile, is_masked)
         pl.when(not is_last if isinstance(is_last, bool) else ~is_last)(give)

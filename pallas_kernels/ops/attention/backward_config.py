@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from pallas_kernels.ops.attention.problem import Problem
 
 COLUMNS = 64
-"""Head sizes are padded to whole multiples of the 128 bytes over which TMA swizzles 16-bit values."""
+"""Head sizes but 96 are padded to whole multiples of the 128 bytes over which TMA swizzles 16-bit values."""
 
 WARPGROUP_ROWS = 64
 """Of an accumulator of one warpgroup."""
@@ -60,12 +61,15 @@ class QueriesConfig:
     columns: keys a step.
     slots: tiles of keys and values, each counted, in shared memory at once.
     overlaps: whether a step's last product may be unfinished when the next step's begin; takes four slots.
+    parts: blocks that share the keys of a tile of queries. Each rounds what it sums, and XLA adds that up: for queries
+        that make few blocks, and see all of many keys.
     """
 
     warpgroups: int = 2
     columns: int = 128
     slots: int = 4
     overlaps: bool = False
+    parts: int = 1
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
@@ -80,7 +84,7 @@ class QueriesConfig:
 class FusedConfig:
     """The kernel that makes all three gradients.
 
-    stages, waves: as in `KeysConfig`.
+    stages, waves, parts: as in `KeysConfig`.
     heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
         head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
         causal mask, short blocks need not wait for long ones to come to the group's last head.
@@ -93,6 +97,8 @@ class FusedConfig:
         takes fewer registers, and masked steps are taken so at any rate.
     warps_apart: whether one warp brings queries, and for each of the shares there is another one that adds it: queries
         come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it all.
+    pads: whether arrays whose lengths are no whole groups of eight rows are padded before, and results cut behind. Else
+        their tiles lie in panels, of 32 columns with a head size of 96, for which products take longer.
     automatic_barriers: of a warpgroup's threads around each store, by Pallas. The kernel needs none: what a warpgroup
         stores is read by TMA or by products, after `commit_smem`; or by its own threads, after one of the block's
         barriers, at which all of them arrive.
@@ -106,6 +112,8 @@ class FusedConfig:
     overlaps: bool = False
     halves: bool = False
     warps_apart: bool = False
+    parts: int = 1
+    pads: bool = False
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
@@ -124,9 +132,14 @@ class BackwardConfig:
     folds: bool = False
 
 
+def columns_at_once(size: int) -> int:
+    """Of tiles of rows of that size, so many that they lie together, for work that takes fewer registers so."""
+    return math.gcd(size, COLUMNS)
+
+
 def padded_head(head_size: int) -> int:
-    """The head size in shared memory."""
-    return -(-head_size // COLUMNS) * COLUMNS
+    """The head size in shared memory: of 96 columns, TMA swizzles 32 at a time."""
+    return 96 if COLUMNS < head_size <= 96 else -(-head_size // COLUMNS) * COLUMNS
 
 
 def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
@@ -143,6 +156,11 @@ def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
         return BackwardConfig(keys=KeysConfig(shares_keys=features < 2), queries=queries)
     slots = 4 if size <= 192 else 3
     return BackwardConfig(keys=KeysConfig(shares_keys=False), queries=QueriesConfig(columns=64, slots=slots))
+
+
+def one_warpgroup(queries: QueriesConfig) -> QueriesConfig:
+    """The same with blocks of 64 queries."""
+    return replace(queries, warpgroups=1, memory_registers=40, compute_registers=232)
 
 
 def features_of(problem: Problem) -> int:

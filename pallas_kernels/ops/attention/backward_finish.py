@@ -7,10 +7,12 @@ own behind all of them takes its time in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,11 +20,46 @@ from jax import lax
 
 from pallas_kernels.ops.attention.masking import Masking
 
+_SWIZZLE = 128
+"""Bytes, at most."""
 TILES = 16
 """Of queries, that a block takes: few, so that the last ones to be ready are shared out among many blocks."""
 
 Part = Callable[..., Any]
 """From (reference, batch, head, tile of queries, warpgroup) to what the warpgroup has of the tile."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Where parts of dquery lie on their way to device memory, as TMA takes rows that are no whole groups.
+
+    ref: to (slots, warpgroups, panels, rows, columns of a panel).
+    """
+
+    ref: Any
+
+    @staticmethod
+    def scratch(slots: int, warpgroups: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
+        """The scratch type; columns: of a part. As many bytes as the part's sum has, which begins at the same place."""
+        width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
+        swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+        room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
+        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=(swizzle,))
+
+    def _panels(self, slot: Any, warpgroup: Any, columns: int) -> Iterator[tuple[Any, Any]]:
+        width = self.ref.shape[-1]
+        for i in range(columns // width):
+            yield pl.ds(i * width, width), self.ref.at[slot, warpgroup, i]
+
+    def store(self, slot: Any, warpgroup: Any, values: jax.Array) -> None:
+        """By the threads of a warpgroup."""
+        for columns, panel in self._panels(slot, warpgroup, values.shape[1]):
+            panel[...] = values[:, columns.start : columns.start + columns.size]
+
+    def send(self, slot: Any, warpgroup: Any, target: Any) -> None:
+        """By TMA."""
+        for columns, panel in self._panels(slot, warpgroup, target.shape[1]):
+            plgpu.copy_smem_to_gmem(panel, target.at[:, columns])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,27 +127,25 @@ class Finishers:
         part_of: Part,
         dquery: Any,
         share: Any,
-        room: Callable[[Any], Any],
+        done: Done,
         fetched: Any,
         read: Any,
         *,
         warpgroup: Any,
         scale: float,
     ) -> None:
-        """What a warpgroup does that computes; room: from a slot to where its part of dquery may lie."""
+        """What a warpgroup does that computes; done: dquery, in the place of share."""
         count, at = self.places(number)
 
         def step(n, _):
             slot = lax.rem(n, self.slots)
             plgpu.barrier_wait(fetched.at[slot])
-            total = share.at[slot, warpgroup][...]
+            made = (share.at[slot, warpgroup][...] * scale).astype(dquery.dtype)
+            plgpu.commit_smem()  # all have read
+            done.store(slot, warpgroup, made)
             plgpu.commit_smem()
+            done.send(slot, warpgroup, part_of(dquery, *at(n), warpgroup))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(read.at[slot])
-            plgpu.wait_smem_to_gmem(self.slots - 1, wait_read_only=True)
-            own = room(slot)
-            own[...] = (total * scale).astype(dquery.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, part_of(dquery, *at(n), warpgroup))
 
         lax.fori_loop(0, count, step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -26,10 +26,12 @@ from pallas_kernels.ops.attention.backward_adding import Adding
 from pallas_kernels.ops.attention.backward_batch import by_batch
 from pallas_kernels.ops.attention.backward_block import Block, Outputs
 from pallas_kernels.ops.attention.backward_computing import Computing
-from pallas_kernels.ops.attention.backward_config import FusedConfig
+from pallas_kernels.ops.attention.backward_config import FusedConfig, padded_head
 from pallas_kernels.ops.attention.backward_inputs import Inputs
-from pallas_kernels.ops.attention.backward_launch import PART, WARPGROUPS, Launch
+from pallas_kernels.ops.attention.backward_lanes import added
+from pallas_kernels.ops.attention.backward_launch import WARPGROUPS, Launch
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import GROUP
 from pallas_kernels.primitives import settings
 
 
@@ -44,12 +46,14 @@ def fused_gradients(
     problem: Problem,
     config: FusedConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dquery, dkey, dvalue), like query, key and value; dquery may have more queries, which say nothing.
+    """Returns (dquery, dkey, dvalue), like query, key and value.
 
-    Copies under `jax.vmap` run as one launch, with which they share no turns.
+    Copies under `jax.vmap` run as one launch, with which they share no turns. Beside its results a launch takes a
+    float32 array like query with whole tiles of queries, and where blocks share a group's heads, as many dkeys and
+    dvalues as there are parts.
 
     Args:
-        query, key, value, dout: lengths in multiples of 8, head size 64 or 128.
+        query, key, value, dout: of heads of at most 128.
         rows: of `rows_of`.
         extras: those that there are of "words" and "dense" (its last axes keys, queries). No segments.
     """
@@ -61,13 +65,17 @@ def _run(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value, dout, rows = operands
     batch, length, heads, size = query.shape
-    launch = Launch(problem=problem, config=config, batch=batch, heads=heads, size=size)
+    padded = padded_head(size)
+    in_panels = padded != size or length % GROUP > 0 or key.shape[1] % GROUP > 0
+    launch = Launch(problem=problem, config=config, batch=batch, heads=heads, size=padded, in_panels=in_panels)
 
     def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
-        *outputs, scratch = others
+        dquery_ref, *gradients, sums_ref, scratch = others
+        dkey_ref, dvalue_ref = gradients if config.parts == 1 else (gradients[0].at[0], gradients[0].at[1])
         inputs = Inputs(query=query_ref, key=key_ref, value=value_ref, dout=dout_ref, rows=rows_ref, extras=extras_refs)
+        outputs = Outputs(dquery_ref, dkey_ref, dvalue_ref, sums_ref)
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
-        block = Block.of(launch, inputs, Outputs(*outputs), scratch, number, length=length)
+        block = Block.of(launch, inputs, outputs, scratch, number, length=length)
 
         def memory_role():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -92,7 +100,8 @@ def _run(
         scratch_types=(launch.scratch_types(),),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
-    dquery, dkey, dvalue, _ = kernel(query, key, value, dout, rows, dict(extras))
+    dquery, *gradients, _ = kernel(query, key, value, dout, rows, dict(extras))
+    dkey, dvalue = gradients if config.parts == 1 else map(added, gradients[0])
     return dquery, dkey, dvalue
 
 
@@ -119,17 +128,13 @@ def _fetch(launch: Launch, block: Block, finishers, number: jax.Array) -> None:
 
 
 def _finish(launch: Launch, block: Block, finishers, number: jax.Array, warpgroup: jax.Array) -> None:
-    scratch, half = block.scratch, pl.ds(warpgroup * PART, PART)
-
-    def room(slot):
-        return scratch.q.at[slot, half] if launch.splits_rows else scratch.ds.at[slot, half]
-
+    scratch = block.scratch
     finishers.finish(
         number - launch.adders,
         launch.part_of,
         block.outputs.dquery,
         scratch.share,
-        room,
+        scratch.done,
         scratch.fetched,
         scratch.made,
         warpgroup=warpgroup,

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, KeysConfig
 from pallas_kernels.ops.attention.backward_keys_block import Block, Launch, Refs
 from pallas_kernels.ops.attention.backward_keys_computing import Computing
+from pallas_kernels.ops.attention.backward_lanes import added
 from pallas_kernels.ops.attention.folded import Folds
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm
@@ -99,12 +99,4 @@ def key_value_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
     made = kernel(query, key, value, dout, rows, dict(extras))
-    return (_added(made[0][0]), _added(made[0][1])) if config.parts > 1 else tuple(made)
-
-
-def _added(parts: jax.Array) -> jax.Array:
-    """The sum over the first axis, in float32 and then rounded: one elementwise kernel."""
-    whole, *others = parts.astype(jnp.float32)
-    for other in others:
-        whole = whole + other
-    return whole.astype(parts.dtype)
+    return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import KeysConfig
 from pallas_kernels.ops.attention.backward_inputs import Inputs
+from pallas_kernels.ops.attention.backward_lanes import lane_place
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place, hidden, hides_steps
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import TileRange
@@ -133,7 +134,7 @@ class Block:
             lane_bytes=4 * launch.heads * queries * form.size,
             section_blocks=config.waves * target_device().core_count,
         )
-        b, key_head, part = _lane_place(lane, problem.key_heads, config.parts)
+        b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
         first_key = tile_index * config.columns
         if "tiles" in refs.extras:
             tiles = TileRange(*(refs.extras["tiles"][b, tile_index, i] for i in range(4)))
@@ -202,11 +203,3 @@ class Block:
         if scratch.query_segments is not None:
             numbers = refs.extras["query_segments"].at[self.b, pl.ds(row, config.rows)]
             plgpu.copy_gmem_to_smem(numbers, scratch.query_segments.at[stage], full)
-
-
-def _lane_place(lane: jax.Array, key_heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(batch entry, key head, part of its group or None) of a lane."""
-    part = None
-    if parts > 1:
-        lane, part = lax.div(lane, parts), lax.rem(lane, parts)
-    return lax.div(lane, key_heads), lax.rem(lane, key_heads), part

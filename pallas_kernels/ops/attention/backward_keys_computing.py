@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward_config import COLUMNS, WARPGROUP_ROWS
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, columns_at_once
 from pallas_kernels.ops.attention.backward_keys_block import Block
 from pallas_kernels.ops.attention.backward_tiles import Tile, kept_scale, not_invariant
 from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
@@ -145,10 +145,11 @@ class Computing:
         place = (block.b, pl.ds(block.first_key + self.first, WARPGROUP_ROWS), block.key_head)
         place = place if block.part is None else (block.part, *place)
         own_k, own_v = (tiles.at(rows=pl.ds(self.first, WARPGROUP_ROWS)) for tiles in (scratch.k, scratch.v))
+        columns = columns_at_once(block.launch.form.size)
         if self.makes_dkey:
-            own_k.store(results.pop(0) * problem.scale, width=COLUMNS)
+            own_k.store(results.pop(0) * problem.scale, width=columns)
         if self.makes_dvalue:
-            own_v.store(results.pop(0) * kept_scale(problem), width=COLUMNS)
+            own_v.store(results.pop(0) * kept_scale(problem), width=columns)
         plgpu.commit_smem()
         if self.makes_dkey:
             own_k.send(block.refs.dkey.at[place])

@@ -10,30 +10,33 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, FusedConfig
-from pallas_kernels.ops.attention.backward_finish import Finishers
+from pallas_kernels.ops.attention.backward_finish import Done, Finishers
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
 from pallas_kernels.primitives.gemm.shared import shared
 
-ROWS = {64: 128, 128: 64}
+ROWS = {64: 128, 96: 64, 128: 64}
 """Queries a step, by head size: as many as there are registers for."""
 WARPGROUPS = 2
 """That compute."""
 COLUMNS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block."""
 PART = 64
-"""Rows and columns of what one warpgroup makes of a step's dquery: half the rows, or half the columns."""
+"""Rows and columns of what one warpgroup makes of a step's dquery: half the rows, or half the columns. Of 96 columns,
+which lie in shared memory by 32, each makes 64 and hands on 48."""
 
 
 class Scratch(NamedTuple):
     """A block's shared memory, and its barriers.
 
     k, v: the block's keys and values. q, do, qrows: of the queries of a step, with what each query's row needs. ds: the
-    score gradients of a step. share: of dquery. held: keys and values are there; full, empty: a stage of queries is
-    there, and done with; met: both warpgroups have stored score gradients; made, taken: a share is there, and added;
-    fetched: the sum of others' is there.
+    score gradients of a step. share: of dquery; done: in the same place, dquery itself. held: keys and values are
+    there; full, empty: a stage of queries is there, and done with; met: both warpgroups have stored score gradients;
+    made, taken: a share is there, and added; fetched: the sum of others' is there.
     """
 
     k: Any
@@ -50,17 +53,20 @@ class Scratch(NamedTuple):
     made: Any
     taken: Any
     fetched: Any
+    done: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """batch, heads, size: of the queries; the latter a head's, 64 or 128."""
+    """batch, heads: of the queries. size: of a head in shared memory, one of those in `ROWS`. in_panels: how tiles lie,
+    see `row_tiles`."""
 
     problem: Problem
     config: FusedConfig
     batch: int
     heads: int
     size: int
+    in_panels: bool
 
     @property
     def masking(self) -> Masking:
@@ -78,6 +84,43 @@ class Launch:
         return self.rows > PART
 
     @property
+    def width(self) -> int:
+        """Columns of dquery that a warpgroup hands on."""
+        return self.size if self.splits_rows else self.size // WARPGROUPS
+
+    @property
+    def overlap(self) -> int:
+        """Columns of dquery that both warpgroups make."""
+        return WARPGROUPS * (PART - self.width)
+
+    def made_columns(self, keys: RowTiles, warpgroup: Any) -> list[tuple[int, Any]]:
+        """What a warpgroup multiplies score gradients by, with the first columns of the products in what it makes."""
+        if not self.in_panels:
+            (whole,) = (panel for _, panel in keys.panels())
+            first = warpgroup * (PART - self.overlap)
+            return [(0, whole if self.splits_rows else whole.at[:, pl.ds(first, PART)])]
+        width = self.size // self.form.copies
+        first = 0 if self.splits_rows else warpgroup * ((PART - self.overlap) // width)
+        return [(i * width, keys.read.at[first + i, keys.rows]) for i in range(PART // width)]
+
+    def own_columns(self, values: jax.Array, warpgroup: Any) -> jax.Array:
+        """Those that it hands on, of what it makes."""
+        if not self.overlap:
+            return values
+        first, second = values[:, : self.width], values[:, PART - self.width :]
+        return lax.cond(warpgroup == 0, lambda: first, lambda: second)
+
+    @property
+    def form(self) -> TileForm:
+        """Of tiles of queries and keys."""
+        return TileForm(size=self.size, dtype=self.problem.dtype, in_panels=self.in_panels)
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes over which operands are swizzled, all of them alike."""
+        return plgpu.find_swizzle(self.size * self.problem.dtype.itemsize * 8)
+
+    @property
     def query_tiles(self) -> int:
         """Of a head."""
         return pl.cdiv(self.masking.queries, self.rows)
@@ -88,9 +131,14 @@ class Launch:
         return pl.cdiv(self.masking.keys, COLUMNS)
 
     @property
+    def group(self) -> int:
+        """Query heads that a block goes over."""
+        return self.problem.group // self.config.parts
+
+    @property
     def lanes(self) -> int:
-        """Key heads of all batch entries, whose blocks share queries."""
-        return self.batch * self.problem.key_heads
+        """Key heads of all batch entries, or their parts, whose blocks share queries."""
+        return self.batch * self.problem.key_heads * self.config.parts
 
     @property
     def adders(self) -> int:
@@ -100,12 +148,12 @@ class Launch:
     @property
     def lines(self) -> int:
         """Of what queries' rows need. Numbers of queries, for masks, have no room with a head size of 64."""
-        return 3 if self.size == 128 else 2
+        return 2 if self.splits_rows else 3
 
     @property
     def keeps_apart(self) -> bool:
         """Whether places are hidden from the compiler, without which ptxas spills."""
-        return self.config.warps_apart and (self.size == 128 or not self.masking.has_band)
+        return self.config.warps_apart and (not self.splits_rows or not self.masking.has_band)
 
     @cached_property
     def finishers(self) -> Finishers | None:
@@ -132,33 +180,34 @@ class Launch:
         return scratch.fetched.at[slot] if self.fetches_apart else scratch.fetched
 
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
-        """What warpgroup i makes of a tile of queries' dquery, and where it is summed."""
-        row, column = (i * PART, 0) if self.splits_rows else (0, i * PART)
-        return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, PART)]
+        """What warpgroup i hands on of a tile of queries' dquery, and where it is summed."""
+        row, column = (i * PART, 0) if self.splits_rows else (0, i * self.width)
+        return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
 
     def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """dquery, dkey, dvalue and the sums."""
-        # Whole tiles of dquery: threads store them, who do not stop at the last query as TMA does.
+        """dquery, dkey and dvalue or their parts in one array, and the sums."""
+        # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.batch, self.query_tiles * self.rows, self.heads, self.size)
+        shapes = [key.shape, value.shape] if self.config.parts == 1 else [(2, self.config.parts, *key.shape)]
         return [
-            jax.ShapeDtypeStruct(whole, self.problem.dtype),
-            *(jax.ShapeDtypeStruct(array.shape, self.problem.dtype) for array in (key, value)),
-            jax.ShapeDtypeStruct(query.shape, jnp.float32),
+            *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),
+            jax.ShapeDtypeStruct(whole, jnp.float32),
         ]
 
     def scratch_types(self) -> Scratch:
         """What a block is given."""
-        config, dtype, barrier = self.config, self.problem.dtype, plgpu.Barrier
+        config, dtype, barrier, form = self.config, self.problem.dtype, plgpu.Barrier, self.form
+        shares = (config.shares, WARPGROUPS, PART, self.width)
         return Scratch(
-            k=shared((COLUMNS, self.size), dtype),
-            v=shared((COLUMNS, self.size), dtype),
-            q=shared((config.stages, self.rows, self.size), dtype),
-            do=shared((config.stages, self.rows, self.size), dtype),
+            k=form.scratch(COLUMNS),
+            v=form.scratch(COLUMNS),
+            q=form.scratch(config.stages, self.rows),
+            do=form.scratch(config.stages, self.rows),
             qrows=plgpu.SMEM((config.stages, self.lines, self.rows), jnp.float32),
-            ds=shared((2, COLUMNS, self.rows), dtype),
-            share=shared((config.shares, WARPGROUPS, PART, PART), jnp.float32),
-            held=barrier(num_arrivals=2),
-            full=barrier(num_arrivals=3, num_barriers=config.stages),
+            ds=shared((2, COLUMNS, self.rows), dtype, swizzle=self.swizzle),
+            share=plgpu.RefUnion(shared(shares, jnp.float32), Done.scratch(*shares, dtype)),
+            held=barrier(num_arrivals=2 * form.copies),
+            full=barrier(num_arrivals=1 + 2 * form.copies, num_barriers=config.stages),
             empty=barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
             met=barrier(num_arrivals=WARPGROUPS),
             made=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares),

@@ -22,6 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import QueriesConfig
+from pallas_kernels.ops.attention.backward_lanes import added
 from pallas_kernels.ops.attention.backward_queries_block import Block, Launch, Refs
 from pallas_kernels.ops.attention.backward_queries_computing import Computing
 from pallas_kernels.ops.attention.folded import Folds
@@ -112,5 +113,6 @@ def query_gradients(
         compiler_params=params,
     )
     dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
+    dquery = dquery if config.parts == 1 else added(dquery)
     made = others.pop(0) if makes_rows else rows
     return dquery, made, others[0] if others else None

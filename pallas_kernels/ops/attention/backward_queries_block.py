@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, QueriesConfig
 from pallas_kernels.ops.attention.backward_inputs import Inputs
+from pallas_kernels.ops.attention.backward_lanes import lane_place
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place, hidden, hides_steps
 from pallas_kernels.ops.attention.folded import Folds, row_places
 from pallas_kernels.ops.attention.masking import Masking, TileRange
@@ -72,8 +73,8 @@ class Launch:
 
     @property
     def lanes(self) -> int:
-        """Heads of all batch entries."""
-        return self.batch * self.problem.heads
+        """Heads of all batch entries, or their parts."""
+        return self.batch * self.problem.heads * self.config.parts
 
     @property
     def key_blocks(self) -> int:
@@ -109,8 +110,9 @@ class Launch:
         )
 
     def results(self, query: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """dquery, and what else is made of rows and dbias."""
-        found = [jax.ShapeDtypeStruct(query.shape, self.problem.dtype)]
+        """dquery or its parts, and what else is made of rows and dbias."""
+        shape = query.shape if self.config.parts == 1 else (self.config.parts, *query.shape)
+        found = [jax.ShapeDtypeStruct(shape, self.problem.dtype)]
         rows = self.blocks * self.config.rows
         if self.makes_rows:
             found.append(jax.ShapeDtypeStruct((self.batch, self.problem.heads, 3, rows), jnp.float32))
@@ -124,8 +126,8 @@ class Launch:
 class Block:
     """What is known of a block while it runs.
 
-    b, head, key_head: its batch entry, and its heads of queries and of keys. first_query: of its tile. visits: the
-    tiles of keys that its queries see.
+    b, head, key_head: its batch entry, and its heads of queries and of keys. part: of the keys, or None. first_query:
+    of its tile. visits: the tiles of keys that it goes over.
     """
 
     launch: Launch
@@ -133,6 +135,7 @@ class Block:
     scratch: Scratch
     b: Any
     head: Any
+    part: Any
     key_head: Any
     first_query: Any
     visits: Visits
@@ -150,13 +153,15 @@ class Block:
             lane_bytes=-(-4 * keys * form.size // problem.group),
         )
         tile_index = launch.blocks - 1 - place
-        b, head = lax.div(lane, problem.heads), lax.rem(lane, problem.heads)
+        b, head, part = lane_place(lane, problem.heads, config.parts)
         key_head = lax.div(head, problem.group)
         first_query = tile_index * config.rows
         if "tiles" in refs.extras:
             tiles = TileRange(*(refs.extras["tiles"][b, tile_index, i] for i in range(4)))
         else:
             tiles = masking.key_tiles(first_query, config.rows, config.columns)
+        if part is not None:
+            tiles = _part_of(tiles, part, config.parts)
         if launch.makes_dbias:
             tiles = tiles._replace(first=0, last=launch.key_blocks)
         visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
@@ -166,6 +171,7 @@ class Block:
             scratch=scratch,
             b=b,
             head=head,
+            part=part,
             key_head=key_head,
             first_query=first_query,
             visits=visits,
@@ -224,3 +230,11 @@ class Block:
             return n
 
         return step
+
+
+def _part_of(tiles: TileRange, part: Any, parts: int) -> TileRange:
+    """The tiles of one of so many parts, of tiles of which none in front of the full ones is masked."""
+    each = lax.div(tiles.last - tiles.first + parts - 1, jnp.int32(parts))
+    first = jnp.minimum(tiles.first + part * each, tiles.last)
+    last = jnp.minimum(first + each, tiles.last)
+    return TileRange(first, first, jnp.clip(tiles.full_last, first, last), last)

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward_config import COLUMNS, WARPGROUP_ROWS
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, columns_at_once
 from pallas_kernels.ops.attention.backward_queries_block import Block
 from pallas_kernels.ops.attention.backward_tiles import Tile, not_invariant, row_sums
 from pallas_kernels.ops.attention.folded import row_places
@@ -75,8 +75,15 @@ class Computing:
         plgpu.commit_smem()
         for i in range(block.launch.lead):
             plgpu.barrier_arrive(scratch.empty.at[i])
-        for i, line in enumerate((lse, delta, self._numbers().astype(jnp.float32))):
-            block.refs.made_rows.at[block.b, block.head, i, own][...] = line
+
+        def store():
+            for i, line in enumerate((lse, delta, self._numbers().astype(jnp.float32))):
+                block.refs.made_rows.at[block.b, block.head, i, own][...] = line
+
+        if block.part is None:
+            store()
+        else:
+            pl.when(block.part == 0)(store)
         return lax.optimization_barrier((lse, delta))
 
     def _given_rows(self) -> tuple[jax.Array, jax.Array]:
@@ -178,9 +185,10 @@ class Computing:
         own = block.scratch.q.at(self.warpgroup)
         if not launch.config.automatic_barriers:
             plgpu.commit_smem()  # all of its warps have read
-        own.store(dq * launch.problem.scale, width=COLUMNS)
+        own.store(dq * launch.problem.scale, width=columns_at_once(launch.form.size))
         plgpu.commit_smem()
         for place, rows in row_places(block.b, self.first, block.head, WARPGROUP_ROWS, launch.folds):
+            place = place if block.part is None else (block.part, *place)
             own.part(rows).send(block.refs.dquery.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, BackwardConfig, QueriesConfig, features_of
+from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, BackwardConfig, features_of, one_warpgroup
 from pallas_kernels.ops.attention.folded import can_fold, folded
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
@@ -25,7 +25,7 @@ def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     if can_fold(problem):
         # A second warpgroup would have no queries.
         is_one = folded(problem).masking.queries <= WARPGROUP_ROWS
-        return replace(config, queries=_one_warpgroup(config.queries) if is_one else config.queries, folds=True)
+        return replace(config, queries=one_warpgroup(config.queries) if is_one else config.queries, folds=True)
     masking = problem.masking
     lengths = (masking.queries, masking.keys)
     is_small = problem.head_size <= _SMALL_HEAD
@@ -52,7 +52,7 @@ def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     # A second warpgroup would have no queries, or blocks of one are more and no more than run at once.
     is_one = masking.queries <= WARPGROUP_ROWS or (masking.keys <= _ONE_STEP and of_queries <= cores)
     if is_small and is_one:
-        queries = _one_warpgroup(queries)
+        queries = one_warpgroup(queries)
     return replace(config, keys=replace(keys, parts=parts), queries=queries)
 
 
@@ -61,7 +61,3 @@ def _with_smaller_blocks(problem: Problem, config: BackwardConfig) -> BackwardCo
     halves = replace(config.keys, shares_keys=False)
     blocks = problem.batch * problem.key_heads * -(-problem.masking.keys // halves.columns)
     return replace(config, keys=halves) if blocks <= target_device().core_count else config
-
-
-def _one_warpgroup(queries: QueriesConfig) -> QueriesConfig:
-    return replace(queries, warpgroups=1, memory_registers=40, compute_registers=232)

@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward_config import COLUMNS
+from pallas_kernels.ops.attention.backward_config import COLUMNS, columns_at_once
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
@@ -227,12 +227,6 @@ def not_invariant(step: Any) -> jax.Array:
     return lax.shift_right_logical(step, 30)
 
 
-def store_columns(ref: Any, values: jax.Array, columns: int = 64) -> None:
-    """Stores values in a reference of their shape, some columns at a time, which takes fewer registers."""
-    for start in range(0, values.shape[1], columns):
-        ref.at[:, pl.ds(start, columns)][...] = values[:, start : start + columns].astype(ref.dtype)
-
-
 _CACHE_BYTES = 40 * 2**20
 """Of the H200's 50 MiB of L2 cache, what blocks that run together may read again and again."""
 
@@ -285,7 +279,7 @@ def row_sums(left: RowTiles, right: RowTiles) -> jax.Array:
     """The sum of left * right along each row, in float32, of tiles of 64 rows; some columns at a time."""
 
     def parts(tiles):
-        for _, part in tiles.panels(COLUMNS):
+        for _, part in tiles.panels(columns_at_once(tiles.form.size)):
             yield plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
     first, *others = (own * other for own, other in zip(parts(left), parts(right), strict=True))

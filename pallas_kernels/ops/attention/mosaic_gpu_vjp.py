@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward, with_whole_tiles
-from pallas_kernels.ops.attention.backward_config import COLUMNS, BackwardConfig, padded_head
+from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
 from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
@@ -72,17 +72,17 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
     rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
     by_keys, _ = _extras(extras, problem, config, whole)
     assert config.fused is not None
-    q, k, v, do = map(_in_whole_groups, (query, key, value, dout))
-    whole_tiles = with_whole_tiles(problem)
-    gradients = fused_gradients(q, k, v, do, rows, by_keys, problem=whole_tiles, config=config.fused)
-    own = (query, key, value)
-    cut = (made[:, : like.shape[1], :, : like.shape[3]] for made, like in zip(gradients, own, strict=True))
+    arrays = (query, key, value, dout)
+    if config.fused.pads:
+        arrays = tuple(map(_in_whole_groups, arrays))
+    gradients = fused_gradients(*arrays, rows, by_keys, problem=with_whole_tiles(problem), config=config.fused)
+    cut = (made[:, : own.shape[1]] for made, own in zip(gradients, (query, key, value), strict=True))
     return (*cut, None)
 
 
 def _in_whole_groups(array: jax.Array) -> jax.Array:
-    """(batch, length, heads, head size) with zeros up to whole groups of rows and columns."""
-    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % GROUP), (0, 0), (0, -array.shape[3] % COLUMNS)))
+    """(batch, length, heads, head size) with zeros up to whole groups of rows."""
+    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % GROUP), (0, 0), (0, 0)))
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
@@ -99,8 +99,9 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     turns = group > 1 and folds is None
     if turns:
         query, dout, out = (fold(array, group) for array in (query, dout, out))
-    in_panels = is_ragged(problem.masking) or problem.head_size % COLUMNS > 0
-    form = TileForm(size=padded_head(problem.head_size), dtype=problem.dtype, in_panels=in_panels)
+    size = padded_head(problem.head_size)
+    in_panels = is_ragged(problem.masking) or problem.head_size != size
+    form = TileForm(size=size, dtype=problem.dtype, in_panels=in_panels)
     by_keys, by_queries = _extras(extras, problem, config, whole)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     arrays = (query, key, value, dout)

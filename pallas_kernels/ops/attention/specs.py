@@ -88,7 +88,7 @@ _ARG_SPECS = (
     _call(1, 24, 24, 2, 2, 80, is_causal=True, tags=("test", "ragged")),
     _call(0, 16, 16, 2, 1, 64, tags=("test", "empty")),
     _call(2, 0, 16, 2, 1, 64, tags=("test", "empty")),
-    _call(1, 2048, 2048, 8, 2, 128, tags=_GPU),  # long enough for one backward kernel
+    _call(1, 2048, 2048, 8, 2, 128, tags=_GPU),  # backward blocks share a group's heads
     _call(1, 2304, 2304, 4, 1, 128, is_causal=True, tags=_GPU),
     _call(1, 2048, 2176, 8, 2, 64, tags=_GPU),
     _call(2, 2048, 2048, 8, 2, 64, is_causal=True, tags=_GPU),
@@ -124,6 +124,9 @@ _ARG_SPECS = (
     _call(8, 512, 512, 16, 8, 128, tags=_GPU),  # blocks enough for one backward kernel
     _call(8, 500, 500, 16, 8, 128, deviation=4.0, tags=(*_GPU, "extreme")),  # and keys of zeros behind the last
     _call(8, 600, 600, 16, 8, 64, is_causal=True, tags=_GPU),
+    _call(8, 512, 512, 16, 8, 96, tags=_GPU),
+    _call(1, 2050, 2050, 32, 8, 96, is_causal=True, tags=_GPU),  # whose blocks share a group's heads
+    _call(2, 64, 1450, 8, 1, 96, tags=_GPU),  # backward blocks share keys
     # Lengths that are no whole groups of eight: tiles in panels.
     _call(2, 197, 197, 4, 4, 64, tags=_GPU),
     _call(1, 133, 133, 2, 1, 96, is_causal=True, tags=_GPU),

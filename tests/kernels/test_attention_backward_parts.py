@@ -1,0 +1,77 @@
+"""Where blocks of the backward pass share what few of them would do alone, and how much each has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from pallas_kernels.ops.attention.arguments import problem_of
+from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward
+from pallas_kernels.ops.attention.backward_config import BackwardConfig
+from pallas_kernels.ops.attention.problem import Problem
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+MESH = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+NAMES = ("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")
+NOTHING: dict[str, Any] = {**dict.fromkeys(NAMES), "is_causal": False, "dropout_rate": 0.0}
+
+
+def described(batch, queries, keys, heads, key_heads, size, **given) -> Problem:
+    query = jax.ShapeDtypeStruct((batch, queries, heads, size), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, keys, key_heads, size), jnp.bfloat16)
+    return problem_of(query, key, **{**NOTHING, **given})[0]  # pyright: ignore[reportArgumentType]
+
+
+def chosen(*shape, **given) -> BackwardConfig:
+    with jax.sharding.use_abstract_mesh(MESH):
+        return default_backward(described(*shape, **given))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_causal", "form", "parts"),
+    [((1, 4096, 4096, 16, 4, 128), True, "one", 2), ((1, 4096, 4096, 32, 8, 128), True, "one", 1),
+     ((1, 8192, 8192, 8, 2, 128), True, "one", 2), ((1, 5000, 5000, 16, 4, 128), True, "one", 2),
+     ((1, 2048, 2048, 32, 8, 96), True, "one", 2), ((1, 4096, 4096, 8, 2, 64), True, "two", 4),
+     ((1, 3000, 3000, 8, 1, 64), True, "two", 8), ((1, 1088, 2780, 24, 8, 128), True, "two", 3),
+     ((1, 4096, 4096, 8, 2, 256), True, "two", 2), ((1, 4096, 4096, 8, 2, 128), False, "two", 2),
+     ((1, 3000, 3000, 32, 8, 128), False, "one", 2), ((1, 2048, 2048, 32, 8, 128), False, "one", 1),
+     ((1, 2048, 2048, 8, 2, 64), False, "two", 4), ((1, 4096, 4096, 4, 4, 128), True, "one", 1)],
+)  # fmt: skip
+def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
+    config = chosen(*shape, is_causal=is_causal)
+    assert (config.fused is not None) == (form == "one")
+    assert (config.fused or config.keys).parts == parts
+    assert config.fused is None or config.keys.parts == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((2, 64, 1450, 8, 1, 96), 6), ((1, 1, 4096, 32, 8, 128), 16), ((4, 8, 2048, 32, 8, 128), 4),
+     ((1, 128, 4096, 16, 4, 128), 4), ((1, 40, 512, 32, 8, 128), 4), ((1, 1024, 1024, 4, 4, 128), 2),
+     ((1, 256, 256, 32, 8, 128), 1), ((1, 1024, 1024, 32, 8, 128), 1), ((1, 64, 4096, 8, 2, 256), 1)],
+)  # fmt: skip
+def test_blocks_of_few_queries_share_keys(shape, parts):
+    config = chosen(*shape)
+    assert config.queries.parts == parts
+    assert parts == 1 or config.queries.warpgroups == 1
+
+
+@pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
+def test_keys_are_shared_only_where_all_see_them_all(given):
+    assert chosen(1, 64, 4096, 8, 2, 128).queries.parts > 1
+    assert chosen(1, 64, 4096, 8, 2, 128, **given).queries.parts == 1
+
+
+def test_parts_divide_the_group_in_every_candidate():
+    for shape in ((1, 1088, 2780, 24, 8, 128), (2, 64, 1450, 8, 1, 96), (1, 3650, 3650, 16, 4, 96)):
+        for is_causal in (True, False):
+            problem = described(*shape, is_causal=is_causal)
+            with jax.sharding.use_abstract_mesh(MESH):
+                candidates = backward_candidates(problem)
+            for config in candidates.values():
+                assert problem.group % (config.fused or config.keys).parts == 0
