@@ -235,6 +235,17 @@ def test_tiles_are_taken_in_parts_where_that_was_measured(shape, keys, parts):
     assert Schedule.of(problem, 128, 128, 132, splits_rest=True).parts == parts
 
 
+@pytest.mark.parametrize(("keys", "size"), [(168, 64), (102, 128)])
+def test_tiles_of_96_keys(interpreter, keys, size, seed):
+    query, key, value = operands(seed, queries=66, keys=keys, heads=1, size=size)
+    problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
+    config = ForwardConfig(columns=96, own_output=True, short_masks=True)
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want, want_lse = attention_reference(query, key, value, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
 def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
+from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
 """Queries of a computing warpgroup: those of one wgmma."""
 _SHORT = 512
 """Keys of which the masked tiles are so many that their instructions count."""
+_KEYS_OF_TURNS = 1024
+"""Up to so many, warpgroups take turns where all keys are seen, in whole tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +62,33 @@ class ForwardConfig:
 
 def default_forward(problem: Problem) -> ForwardConfig:
     """The untuned choice: see TUNING.md for what was measured."""
-    config = _of_whole_tiles(problem)
-    masking = problem.masking
-    further = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
-    if masking.queries <= ROWS and problem.head_size == 128 and not any(further):
-        # A second warpgroup would have no queries.
-        return replace(config, warpgroups=1, ping_pong=False)
+    masking, size = problem.masking, problem.head_size
+    cores = target_device().core_count
+    blocks = problem.batch * problem.heads * -(-masking.queries // ROWS)
+    config = _of_many_blocks(problem)
+    if _further(problem) > (masking.left is not None):
+        return config
+    one = _of_one_warpgroup(config)
+    if blocks <= cores:
+        # With two warpgroups half of the multiprocessors would have none.
+        return one
+    is_short = masking.keys <= _SHORT and masking.left is None
+    if size == 64 and masking.is_causal and is_short and blocks <= 2 * cores:
+        # So few registers that two blocks of a warpgroup each share a multiprocessor, and all run at once.
+        return replace(one, columns=64, is_persistent=False, compute_registers=128)
     return config
 
 
-def _of_whole_tiles(problem: Problem) -> ForwardConfig:
-    if problem.head_size > 128:
-        # A block for each tile: with a loop over tiles around it all, 256 features leave too few registers.
-        return ForwardConfig(columns=64, is_persistent=False)
-    masking = problem.masking
-    further = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
-    count = sum(map(bool, further))
-    if count > 1:
+def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
+    """With that which brings operands it has more registers than two have."""
+    return replace(config, warpgroups=1, ping_pong=False, splits_rest=False, compute_registers=240)
+
+
+def _of_many_blocks(problem: Problem) -> ForwardConfig:
+    masking, size, further = problem.masking, problem.head_size, _further(problem)
+    if size > 128:
+        return _of_large_heads(problem)
+    if further > 1:
         # Each holds registers of its own beside a tile's scores.
         return ForwardConfig(columns=64, is_persistent=False)
     config = ForwardConfig(
@@ -85,10 +98,15 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
         short_masks=True,
         deals_windows=True,
     )
-    size = problem.head_size
-    if count == 0 and size in (96, 128) and not masking.has_band and masking.keys % config.columns == 0:
-        return replace(config, queries_in_registers=True, ping_pong=False, splits_rest=size == 128)
-    if count == 0 and size in (64, 96) and masking.is_causal:
+    if further:
+        return config
+    if not masking.has_band:
+        columns = _fitting_columns(masking.keys)
+        if masking.keys % columns or columns != config.columns or size == 64:
+            return replace(config, columns=columns)
+        takes_turns = masking.keys <= _KEYS_OF_TURNS
+        return replace(config, queries_in_registers=True, ping_pong=takes_turns, splits_rest=size == 128)
+    if masking.is_causal and size in (64, 96):
         is_short = size == 64 and masking.keys <= _SHORT
         # With two tiles of keys in panels of 32 columns ptxas has no registers for turns.
         takes_turns = not (size == 96 and is_ragged(masking) and masking.keys <= 2 * config.columns)
@@ -96,6 +114,37 @@ def _of_whole_tiles(problem: Problem) -> ForwardConfig:
             config, queries_in_registers=not is_short, short_masks=size == 96 or is_short, ping_pong=takes_turns
         )
     return config
+
+
+def _of_large_heads(problem: Problem) -> ForwardConfig:
+    masking = problem.masking
+    config = ForwardConfig(columns=64, is_persistent=False)
+    if _further(problem):
+        return config
+    config = replace(config, short_masks=True)
+    has_few_tiles = masking.keys <= 2 * config.columns
+    if has_few_tiles and is_ragged(masking) and masking.has_band:
+        # In a loop over tiles of queries, masks and panels take too many registers.
+        return config
+    if problem.head_size == 192:
+        return replace(config, is_persistent=True, own_output=True)
+    # With more tiles of keys, 256 features take too many.
+    return replace(config, is_persistent=has_few_tiles)
+
+
+def _further(problem: Problem) -> int:
+    """How many things beside a causal mask take registers of their own."""
+    masking = problem.masking
+    things = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
+    return sum(map(bool, things))
+
+
+def _fitting_columns(keys: int) -> int:
+    """Keys of a tile: fewer than 128 where tiles then hold a quarter less, with what is beyond the last key."""
+    if keys <= 64:
+        return 64
+    held, of_many = (-(-keys // columns) * columns for columns in (96, 128))
+    return 96 if 4 * held <= 3 * of_many else 128
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
@@ -139,9 +188,17 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
         "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }
-    if problem.masking.queries <= ROWS and problem.head_size <= 128:
-        is_one = base.warpgroups == 1
-        candidates["one warpgroup or two"] = replace(base, warpgroups=2 if is_one else 1, ping_pong=is_one)
+    if not _further(problem):
+        candidates |= {
+            "one warpgroup": _of_one_warpgroup(base),
+            "two warpgroups": replace(_of_many_blocks(problem), splits_rest=False),
+            "fewer keys a tile": replace(base, columns=64),
+        }
+        if not problem.masking.has_band and problem.head_size <= 128:
+            candidates["96 keys a tile"] = replace(base, columns=96, splits_rest=False)
+        if problem.head_size == 64:
+            small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
+            candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)
     if problem.dropout_rate:
         candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
     elif problem.masking.has_band and not problem.masking.has_segments:

@@ -13,6 +13,8 @@ low-precision", 2024, https://arxiv.org/abs/2407.08608
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,7 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, tuned_forward
-from pallas_kernels.ops.attention.forward_blocks import ForwardKernel
+from pallas_kernels.ops.attention.forward_block import Block
+from pallas_kernels.ops.attention.forward_bringing import bring_operands
+from pallas_kernels.ops.attention.forward_computing import Computing
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.parts import with_parts
 from pallas_kernels.ops.attention.problem import Extras, Problem
@@ -108,28 +112,38 @@ def _launch(
     warpgroups = config.warpgroups
     size, dtype = problem.head_size, problem.dtype
     form = TileForm(size=size, dtype=dtype, in_panels=is_ragged(problem.masking))
-    names = ("q", "k", "v", "out")
+    # A product over rows takes as many of them at a time as are columns that are swizzled together.
+    value_form = form if config.columns % 64 == 0 else replace(form, swizzle=64)
+    forms = {"q": form, "k": form, "v": value_form, "out": form}
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
         *results, buffers, barriers = refs
-        buffers = {name: form.tiles(ref) if name in names else ref for name, ref in buffers.items()}
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        kernel = ForwardKernel(problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing)
+        buffers = {name: forms[name].tiles(ref) if name in forms else ref for name, ref in buffers.items()}
+        warpgroup = lax.axis_index("warpgroup")
+        block = Block(
+            problem=problem,
+            config=config,
+            schedule=schedule,
+            index=lax.axis_index("block"),
+            extras=extra_refs,
+            buffers=buffers,
+            barriers=barriers,
+        )
 
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            kernel.produce(block, q_ref, k_ref, v_ref)
+            bring_operands(block, q_ref, k_ref, v_ref)
 
         @pl.when(warpgroup < warpgroups)
         def _():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            kernel.compute(block, warpgroup, results)
+            Computing(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing).run(results)
 
     buffers = {
         "q": form.scratch(warpgroups, ROWS),
         "k": form.scratch(config.key_stages, config.columns),
-        "v": form.scratch(config.value_stages, config.columns),
+        "v": value_form.scratch(config.value_stages, config.columns),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
@@ -142,7 +156,7 @@ def _launch(
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=config.key_stages),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.key_stages),
-        "v_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=config.value_stages),
+        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=config.value_stages),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.value_stages),
     }
     if config.ping_pong and warpgroups > 1:

@@ -30,11 +30,12 @@ def is_ragged(masking: Masking) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TileForm:
-    """How tiles lie. size: of a row. in_panels: for arrays of any length."""
+    """How tiles lie. size: of a row. in_panels: for arrays of any length. swizzle: bytes; None: as many as fit."""
 
     size: int
     dtype: jnp.dtype
     in_panels: bool
+    swizzle: int | None = None
 
     @property
     def copies(self) -> int:
@@ -44,7 +45,7 @@ class TileForm:
     def scratch(self, *shape: int) -> Any:
         """The scratch type of tiles: shape is that of the stack of tiles, and then a tile's rows."""
         if not self.in_panels:
-            return shared((*shape, self.size), self.dtype)
+            return shared((*shape, self.size), self.dtype, swizzle=self._swizzle)
         shape = (*shape[:-1], self.copies, shape[-1], self._width)
         swizzle = plgpu.SwizzleTransform(self._swizzle)  # pyright: ignore[reportAbstractUsage]
         landed = plgpu.SMEM(shape, self.dtype, transforms=(swizzle,))
@@ -57,7 +58,7 @@ class TileForm:
 
     @property
     def _swizzle(self) -> int:
-        return plgpu.find_swizzle(self.size * self.dtype.itemsize * 8)
+        return self.swizzle or plgpu.find_swizzle(self.size * self.dtype.itemsize * 8)
 
     @property
     def _width(self) -> int:

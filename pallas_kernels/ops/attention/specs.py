@@ -134,6 +134,14 @@ _ARG_SPECS = (
     _call(2, 300, 300, 8, 2, 128, is_causal=True, window=(100, 0), tags=_GPU),
     _call(1, 301, 301, 2, 1, 128, is_causal=True, documents=3, tags=_GPU),
     _call(1, 203, 301, 4, 2, 64, bias=(1, 4, 203, 301), tags=_GPU),
+    # One round or a little more: how many queries and keys a block has.
+    _call(1, 512, 512, 16, 16, 128, tags=_GPU),  # one warpgroup computes, on 128 multiprocessors
+    _call(1, 300, 300, 32, 8, 64, is_causal=True, tags=_GPU),  # two blocks a multiprocessor
+    _call(1, 1216, 170, 16, 16, 128, tags=_GPU),  # 96 keys a tile
+    _call(4, 264, 264, 32, 8, 128, tags=_GPU),
+    _call(8, 128, 128, 32, 8, 256, tags=_GPU),  # a large head in a loop over tiles
+    _call(8, 200, 200, 32, 8, 192, is_causal=True, tags=_GPU),
+    _call(8, 82, 82, 32, 8, 192, is_causal=True, tags=_GPU),  # and not
     _call(4, 4096, 4096, 32, 8, 128, tags=_BENCH),
     _call(4, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),
     _call(2, 4096, 4096, 32, 8, 128, is_causal=True, tags=_BLOCK),

@@ -1,8 +1,9 @@
-"""The work of a block's warpgroups in the forward kernel: see `mosaic_gpu`."""
+"""The computing warpgroups of a block of the forward kernel: see `mosaic_gpu`."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,148 +13,80 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.config import ROWS, ForwardConfig
-from pallas_kernels.ops.attention.masking import Side, TileRange
-from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
-from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.ops.attention.config import ROWS
+from pallas_kernels.ops.attention.forward_block import Block
+from pallas_kernels.ops.attention.hidden import hidden_zero
+from pallas_kernels.ops.attention.masking import Side
+from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
+from pallas_kernels.ops.attention.row_tiles import is_ragged, multiply_across, multiply_down
+from pallas_kernels.ops.attention.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
 
 
-class ForwardKernel:
-    """The work of a block's warpgroups. References and static facts; the state is in loops' carries."""
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """warpgroup: its number in the block. lse_of_nothing: the log-sum-exp of a query that sees no key."""
 
-    def __init__(self, problem, config, schedule, extra_refs, buffers, barriers, lse_of_nothing):
-        self.problem: Problem = problem
-        self.config: ForwardConfig = config
-        self.schedule: Schedule = schedule
-        self.extras: dict[str, Any] = extra_refs
-        self.buffers: dict[str, Any] = buffers
-        self.barriers: dict[str, Any] = barriers
-        self.lse_of_nothing: float = lse_of_nothing
+    block: Block
+    warpgroup: jax.Array
+    lse_of_nothing: float
 
-    def key_tiles(self, batch: jax.Array, tile: jax.Array, part: jax.Array) -> TileRange:
-        """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""
-        masking, config = self.problem.masking, self.config
-        if masking.has_segments:
-            bounds = TileRange(*(self.extras["tiles"][batch, tile, i] for i in range(4)))
-        else:
-            bounds = masking.key_tiles(tile * config.rows, config.rows, config.columns)
-        first, full_first, full_last, last = (jnp.asarray(bound, jnp.int32) for bound in bounds)
-        tiles = -(-masking.keys // config.columns)
-        if self.schedule.rest:  # nothing else bounds what is seen
-            parts = self.schedule.parts
-            start = _rem(part, parts)
-            first = jnp.where(part < 0, 0, _divmod(start * tiles, parts)[0])
-            last = jnp.where(part < 0, tiles, _divmod((start + 1) * tiles, parts)[0])
-        first = jnp.minimum(first, tiles - 1)
-        return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
-
-    def produce(self, block: jax.Array, q_ref, k_ref, v_ref) -> None:
-        """Brings the operands of every tile, as early as there is room."""
-        config, problem, barriers, buffers = self.config, self.problem, self.barriers, self.buffers
-
-        def bring(name: str, ref, stages: int, index: jax.Array, place) -> None:
-            slot = _rem(index, stages)
-
-            @pl.when(index >= stages)
-            def _():
-                plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
-
-            full = barriers[f"{name}_full"].at[slot]
-            buffers[name].at(slot).bring(ref.at[place], full)
-            if name == "k" and problem.masking.has_segments:
-                numbers = self.extras["key_segments"].at[place[0], place[1]]
-                plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
-
-        def tile_of_queries(head, tile, count, part, before):
-            batch, q_head = _divmod(head, problem.heads)
-            k_head = _divmod(q_head, problem.group)[0]
-            first, _, _, last = self.key_tiles(batch, tile, part)
-
-            def step(i, _):
-                place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
-                bring("k", k_ref, config.key_stages, before + i, place)
-
-                @pl.when(i == 0)
-                def _():
-                    for warpgroup in range(config.warpgroups):
-
-                        @pl.when(count > 0)
-                        def _(warpgroup=warpgroup):
-                            plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
-
-                        row = tile * config.rows + warpgroup * ROWS
-                        place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
-                        buffers["q"].at(warpgroup).bring(place, barriers["q_full"].at[warpgroup])
-
-                bring("v", v_ref, config.value_stages, before + i, place)
-
-            lax.fori_loop(jnp.int32(0), last - first, step, None)
-            return before + last - first
-
-        total = self.schedule.for_each(block, self.extras.get("table"), tile_of_queries, jnp.int32(0))
-
-        # No barrier may be left with an arrival that nobody has seen.
-        for name, stages in (("k", config.key_stages), ("v", config.value_stages)):
-
-            def drain(i, _, name=name, stages=stages):
-                plgpu.barrier_wait(barriers[f"{name}_empty"].at[_rem(i, stages)])
-
-            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
-        for warpgroup in range(config.warpgroups):
-            plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
-
-    def compute(self, block: jax.Array, warpgroup: jax.Array, results) -> None:
+    def run(self, results: Any) -> None:
         """The tiles of one computing warpgroup."""
-        config, problem = self.config, self.problem
-        words = mixed_words(self.extras["words"]) if problem.dropout_rate else None
+        config, problem = self.block.config, self.block.problem
+        words = mixed_words(self.block.extras["words"]) if problem.dropout_rate else None
         scores = self._scores(words)
-        if "turn" in self.barriers:
+        if "turn" in self.block.barriers:
             # The first one's first turn.
-            plgpu.barrier_arrive(self.barriers["turn"].at[0], predicate=warpgroup == config.warpgroups - 1)
+            plgpu.barrier_arrive(self.block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
 
         def tile_of_queries(head, tile, count, part, before):
             del count
             accumulators = (
                 plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.head_size, config.columns)
             )
-            run = partial(self._tile, scores, warpgroup, head, tile, part, before)
+            run = partial(self._tile, scores, head, tile, part, before)
             out, total, maximum, steps = pl.run_scoped(run, *accumulators)
-            self._store(warpgroup, head, tile, part, out, total, maximum, results)
+            self._store(head, tile, part, out, total, maximum, results)
             return before + steps
 
-        self.schedule.for_each(block, self.extras.get("table"), tile_of_queries, jnp.int32(0))
-        if "turn" in self.barriers:
+        self.block.schedule.for_each(self.block.index, self.block.extras.get("table"), tile_of_queries, jnp.int32(0))
+        if "turn" in self.block.barriers:
 
-            @pl.when(warpgroup == 0)
+            @pl.when(self.warpgroup == 0)
             def _():
-                plgpu.barrier_wait(self.barriers["turn"].at[0])
+                plgpu.barrier_wait(self.block.barriers["turn"].at[0])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _scores(self, words=None) -> Scores:
-        config = self.config
+        config = self.block.config
         return Scores(
-            problem=self.problem,
+            problem=self.block.problem,
             columns=config.columns,
-            extras=self.extras,
+            extras=self.block.extras,
             words=words,
             packs_dropout=config.packs_dropout,
             short_masks=config.short_masks,
         )
 
-    def _tile(self, scores: Scores, warpgroup, head, tile, part, before, o_ref, s_ref):
+    def _tile(self, scores: Scores, head, tile, part, before, o_ref, s_ref):
         """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
-        config, problem, barriers, buffers = self.config, self.problem, self.barriers, self.buffers
-        batch, q_head = _divmod(head, problem.heads)
+        config, problem, barriers, buffers = (
+            self.block.config,
+            self.block.problem,
+            self.block.barriers,
+            self.block.buffers,
+        )
+        warpgroup = self.warpgroup
+        batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
-        first, full_first, full_last, last = self.key_tiles(batch, tile, part)
+        first, full_first, full_last, last = self.block.key_tiles(batch, tile, part)
         zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
 
         def start_scores(index) -> jax.Array:
-            slot = _rem(index, config.key_stages)
+            slot = rem_of(index, config.key_stages)
             plgpu.barrier_wait(barriers["k_full"].at[slot])
             s_ref[...] = plgpu.layout_cast(zeros((ROWS, config.columns)), plgpu.Layout.WGMMA)
             # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
@@ -164,7 +97,7 @@ class ForwardKernel:
             return slot
 
         def start_output(index, weights, factor) -> jax.Array:
-            slot = _rem(index, config.value_stages)
+            slot = rem_of(index, config.value_stages)
             out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
             o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
             plgpu.barrier_wait(barriers["v_full"].at[slot])
@@ -173,7 +106,7 @@ class ForwardKernel:
 
         row_segments = None
         if problem.masking.has_segments:
-            numbers = self.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
+            numbers = self.block.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
             row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
         has_sides = config.short_masks and problem.masking.has_sides(config.rows, config.columns)
@@ -208,10 +141,10 @@ class ForwardKernel:
 
         def step(i, carry, *, is_masked: bool, side: Side = "right"):
             maximum, total, weights, factor = carry
-            self._await_turn(warpgroup)
+            self._await_turn()
             k_slot = start_scores(before + i)
             v_slot = start_output(before + i - 1, weights, factor)
-            self._pass_turn(warpgroup)
+            self._pass_turn()
             # The softmax runs beside the product with values, as far as ptxas does not move it behind the wait below.
             value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=buffers["v"].form.copies, side=side)
             weights, maximum, total, factor = softmax(value, maximum, total, i)
@@ -229,15 +162,18 @@ class ForwardKernel:
         maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
         total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
         # The first tile is the one that the mask may cut: its code compares elements wherever there is a mask at all.
-        self._await_turn(warpgroup)
+        self._await_turn()
         k_slot = start_scores(before)
-        self._pass_turn(warpgroup)
+        self._pass_turn()
         value = seen_scores(jnp.int32(0), k_slot, is_masked=True, wait_n=0)
         weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
         carry = (maximum, total, scores.rounded(weights), factor)
 
         # Steps count from the last tile of keys: those before `cut` are behind the full ones.
         steps = last - first
+        if self._may_loop_once:
+            # Of a loop that is known to run once LLVM makes straight code, which then takes too many registers.
+            steps += hidden_zero()
         cut = jnp.int32(1)
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)
@@ -255,18 +191,26 @@ class ForwardKernel:
         return out, total, maximum, steps
 
     @property
+    def _may_loop_once(self) -> bool:
+        """Whether there are two tiles of keys, and registers are short: panels, or large heads in a loop over tiles."""
+        config, problem = self.block.config, self.block.problem
+        is_tight = is_ragged(problem.masking) or (problem.head_size > 128 and config.is_persistent)
+        return is_tight and -(-problem.masking.keys // config.columns) == 2
+
+    @property
     def _many_masked_after(self) -> bool:
         """Whether more than the last one of a tile's tiles of keys, from the back, may be cut by the mask."""
-        masking, config = self.problem.masking, self.config
+        masking, config = self.block.problem.masking, self.block.config
         if masking.has_segments:
             return True
         if masking.right is None:
             return False
         return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
 
-    def _store(self, warpgroup, head, tile, part, out, total, maximum, results) -> None:
-        config, problem, buffers = self.config, self.problem, self.buffers
-        batch, q_head = _divmod(head, problem.heads)
+    def _store(self, head, tile, part, out, total, maximum, results) -> None:
+        config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
+        warpgroup = self.warpgroup
+        batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
         is_empty = total == 0.0
         safe = jnp.where(is_empty, 1.0, total)
@@ -282,7 +226,7 @@ class ForwardKernel:
         buffers["lse"].at[warpgroup][...] = lse
         plgpu.commit_smem()
         places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
-        if self.schedule.rest:
+        if self.block.schedule.rest:
             of_part = jnp.maximum(part, 0)
             places.append((results[2].at[of_part, own_rows], results[3].at[of_part, own_rows]))
         for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
@@ -291,27 +235,20 @@ class ForwardKernel:
                 buffer.send(out_place)
                 plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
 
-            if self.schedule.rest:
+            if self.block.schedule.rest:
                 pl.when(is_here)(send)
             else:
                 send()
         if not config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.barriers["q_empty"].at[warpgroup])
+            plgpu.barrier_arrive(self.block.barriers["q_empty"].at[warpgroup])
 
-    def _await_turn(self, warpgroup) -> None:
-        if "turn" in self.barriers:
-            plgpu.barrier_wait(self.barriers["turn"].at[warpgroup])
+    def _await_turn(self) -> None:
+        if "turn" in self.block.barriers:
+            plgpu.barrier_wait(self.block.barriers["turn"].at[self.warpgroup])
 
-    def _pass_turn(self, warpgroup) -> None:
-        if "turn" in self.barriers:
-            plgpu.barrier_arrive(self.barriers["turn"].at[_rem(warpgroup + 1, self.config.warpgroups)])
-
-
-def _rem(value: jax.Array, size: int) -> jax.Array:
-    return lax.rem(value, jnp.asarray(size, value.dtype))
-
-
-def _divmod(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    divisor = jnp.asarray(size, value.dtype)
-    return lax.div(value, divisor), lax.rem(value, divisor)
+    def _pass_turn(self) -> None:
+        if "turn" in self.block.barriers:
+            plgpu.barrier_arrive(
+                self.block.barriers["turn"].at[rem_of(self.warpgroup + 1, self.block.config.warpgroups)]
+            )
