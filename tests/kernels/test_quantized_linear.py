@@ -142,6 +142,8 @@ def test_errors_say_what_is_wrong(changed, error, words):
         ({"w": jnp.ones((128, 64), jnp.int8)}, TypeError, "floating, got int8"),
         ({"w": jnp.ones(128)}, ValueError, r"got shape \(128,\)"),
         ({"bits": 5}, ValueError, "8 or 4, got 5"),
+        ({"bits": 8.0}, TypeError, "bits must be an integer, got 8.0"),
+        ({"group_size": 64.0}, TypeError, "group_size must be an integer, got 64.0"),
         ({"group_size": 32}, ValueError, "None, 64 or 128 and divide the 128 features, got 32"),
     ],
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.primitives.checks import static_integer
 from pallas_kernels.primitives.integer_gemm.lanes import SPAN, from_lanes, is_in_lanes, to_lanes
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -81,6 +82,8 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
         TypeError, ValueError: w is not a floating matrix, or bits or group_size are none of those.
     """
     w = jnp.asarray(w)
+    bits = cast(Literal[8, 4], static_integer("quantize", "bits", bits))
+    group_size = None if group_size is None else static_integer("quantize", "group_size", group_size)
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"quantize: w must be floating, got {w.dtype.name}.")
     if w.ndim != 2:
