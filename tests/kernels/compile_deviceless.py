@@ -46,12 +46,15 @@ def prepare() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def compile_operation(name: str, *, with_variants: bool = False) -> list[dict[str, Any]]:
-    """Every kernel of an operation's GPU specs, as `compile_kernels` has it, with `spec`, `phase` and `variant`."""
+def compile_operation(name: str, part: int = 0, parts: int = 1, *, with_variants: bool = False) -> list[dict[str, Any]]:
+    """Every kernel of an operation's GPU specs, as `compile_kernels` has it, with `spec`, `phase` and `variant`.
+
+    part: so many parts of the specs there are, and this one is meant.
+    """
     op = get_op(name)
     return [
         {"spec": spec.name, "phase": phase, "variant": variant, **kernel}
-        for spec in op.tagged("gpu")
+        for spec in op.tagged("gpu")[part::parts]
         for phase, variant, function, arguments in cases(op, spec, with_variants=with_variants)
         for kernel in compile_kernels(function, *arguments)
     ]

@@ -23,7 +23,10 @@ from jaxlib.mlir.dialects import nvvm
 from pallas_kernels import REGISTRY
 
 SECONDS = 550
-"""That an operation may take."""
+"""That a part of an operation's calls may take."""
+
+PARTS = {"attention": 4}
+"""Of operations' calls, that are compiled apart: other processes may take the next one."""
 
 PRODUCTS = (
     *("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm", "quantized_linear"),
@@ -78,9 +81,12 @@ def compiler():
     compiler.end()
 
 
-@pytest.mark.parametrize("op", REGISTRY)
-def test_kernels_compile_well(op, compiler):
-    kernels = compiler(compile_deviceless.compile_operation, op)
+@pytest.mark.parametrize(
+    ("op", "part"),
+    [pytest.param(op, i, id=f"{op}-{i}" if op in PARTS else op) for op in REGISTRY for i in range(PARTS.get(op, 1))],
+)
+def test_kernels_compile_well(op, part, compiler):
+    kernels = compiler(compile_deviceless.compile_operation, op, part, PARTS.get(op, 1))
     has_backward = REGISTRY[op].differentiable and op not in BACKWARD_BY_XLA
     phases = {"forward", "backward"} if has_backward else {"forward"}
     assert {kernel["phase"] for kernel in kernels} == phases
