@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward_choice import default_backward
+from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward
 from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
@@ -227,3 +227,9 @@ def test_one_warpgroup_gives_what_all_scores_give(seed):
     want, want_lse = attention_reference(*operands, is_causal=True, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(("queries", "is_padded"), [(4098, True), (4096, False)])
+def test_padding_is_worth_measuring_for_lengths_that_are_no_whole_groups(queries, is_padded):
+    candidates = backward_candidates(described(**{**LLAMA, "queries": queries, "keys": queries, "size": 96}))
+    assert any(config.fused is not None and config.fused.pads for config in candidates.values()) == is_padded

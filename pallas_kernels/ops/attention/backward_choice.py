@@ -128,6 +128,8 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, others finish": replace(base, finishers=not base.finishers),
             "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }
+        if is_ragged(problem.masking):
+            one["one kernel, arrays padded"] = replace(base, pads=True)
         whole = replace(two, folds=False, keys=replace(two.keys, parts=1))
         found |= {name: replace(whole, fused=fused) for name, fused in one.items()}
     return found
