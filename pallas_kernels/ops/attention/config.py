@@ -13,6 +13,8 @@ ROWS = 64
 """Queries of a computing warpgroup: those of one wgmma."""
 _SHORT = 512
 """Keys of which the masked tiles are so many that their instructions count."""
+_FEW_ROUNDS = 1.5
+"""Blocks of 64 queries for each multiprocessor with which they were still faster than those of 128, causal."""
 _KEYS_OF_TURNS = 1024
 """Up to so many, warpgroups take turns where all keys are seen, in whole tiles."""
 
@@ -72,10 +74,14 @@ def default_forward(problem: Problem) -> ForwardConfig:
     if blocks <= cores:
         # With two warpgroups half of the multiprocessors would have none.
         return one
-    is_short = masking.keys <= _SHORT and masking.left is None
-    if size == 64 and masking.is_causal and is_short and blocks <= 2 * cores:
+    is_short = min(masking.keys, masking.queries) <= _SHORT and masking.left is None
+    if not (masking.is_causal and is_short):
+        return config
+    if size == 64 and blocks <= 2 * cores:
         # So few registers that two blocks of a warpgroup each share a multiprocessor, and all run at once.
         return replace(one, columns=64, is_persistent=False, compute_registers=128)
+    if size in (96, 128) and blocks <= _FEW_ROUNDS * cores:
+        return replace(one, columns=64)
     return config
 
 
@@ -128,7 +134,9 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
         return config
     if problem.head_size == 192:
         return replace(config, is_persistent=True, own_output=True)
-    # With more tiles of keys, 256 features take too many.
+    if masking.is_causal and not has_few_tiles:
+        return replace(config, is_persistent=True, memory_registers=24, compute_registers=240)
+    # With more tiles of keys, all of them seen, 256 features take too many.
     return replace(config, is_persistent=has_few_tiles)
 
 
