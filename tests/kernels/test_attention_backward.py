@@ -43,6 +43,9 @@ FUSED = {
     "parts, padded, head size 96": ((1, 75, 133, 4, 1, 96), {}),
     "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
     "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
+    "spread over a group": ((1, 72, 264, 2, 1, 128), {}),
+    "spread over fewer tiles than blocks, padded": ((2, 130, 261, 1, 1, 64), {}),
+    "spread over a head, parts": ((1, 136, 136, 4, 1, 96), {}),
 }
 
 FORMS = {
@@ -54,6 +57,9 @@ FORMS = {
     "parts, padded, head size 96": FusedConfig(waves=0, finishers=True, warps_apart=True, parts=2, pads=True),
     "causal, two odd tiles": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
     "causal, parts, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True, parts=2),
+    "spread over a group": FusedConfig(finishers=True, warps_apart=True, overlaps=True, spread=2),
+    "spread over fewer tiles than blocks, padded": FusedConfig(finishers=True, warps_apart=True, spread=1),
+    "spread over a head, parts": FusedConfig(finishers=True, parts=2, spread=1),
 }
 
 SHORT = {
@@ -65,6 +71,8 @@ SHORT = {
     "in place": ((2, 32, 72, 8, 2, 128), {}),
     "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
     "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
+    "blocks take three tiles of keys": ((1, 72, 456, 2, 1, 64), {}),
+    "blocks take two tiles of keys, the last one not whole": ((2, 20, 325, 1, 1, 96), {}),
     "folded, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
 }
 """Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile (`folded`), which XLA
@@ -190,7 +198,10 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
 def test_gradients_of_short_lengths(name, seed):
     _, _, _, heads, key_heads, size = SHORT[name][0]
     config = backward_config(size)
-    if "share keys" in name:
+    if "take" in name:
+        tiles = 3 if "three" in name else 2
+        config = replace(config, keys=replace(config.keys, tiles=tiles, overlaps=size == 64))
+    elif "share keys" in name:
         queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
         config = replace(config, queries=queries, folds="in place" in name)
     elif "share" in name:

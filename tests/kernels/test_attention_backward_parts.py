@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward
 from pallas_kernels.ops.attention.backward_config import BackwardConfig
+from pallas_kernels.ops.attention.backward_launch import Launch
 from pallas_kernels.ops.attention.problem import Problem
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -38,9 +39,13 @@ def chosen(*shape, **given) -> BackwardConfig:
      ((1, 8192, 8192, 8, 2, 128), True, "one", 2), ((1, 5000, 5000, 16, 4, 128), True, "one", 2),
      ((1, 2048, 2048, 32, 8, 96), True, "one", 2), ((1, 4096, 4096, 8, 2, 64), True, "two", 4),
      ((1, 3000, 3000, 8, 1, 64), True, "two", 8), ((1, 1088, 2780, 24, 8, 128), True, "two", 3),
-     ((1, 4096, 4096, 8, 2, 256), True, "two", 2), ((1, 4096, 4096, 8, 2, 128), False, "two", 2),
+     ((1, 4096, 4096, 8, 2, 256), True, "two", 2), ((1, 4096, 4096, 8, 2, 128), False, "one", 2),
      ((1, 3000, 3000, 32, 8, 128), False, "one", 2), ((1, 2048, 2048, 32, 8, 128), False, "one", 1),
-     ((1, 2048, 2048, 8, 2, 64), False, "two", 4), ((1, 4096, 4096, 4, 4, 128), True, "one", 1)],
+     ((1, 2048, 2048, 8, 2, 64), False, "one", 4), ((1, 4096, 4096, 4, 4, 128), True, "one", 1),
+     ((2, 2040, 1244, 32, 8, 64), False, "one", 4), ((1, 1800, 1800, 32, 8, 128), False, "one", 1),
+     ((2, 1400, 1400, 32, 8, 96), False, "one", 2), ((1, 3000, 3000, 8, 1, 64), False, "one", 4),
+     ((1, 1600, 1600, 32, 8, 128), True, "one", 2), ((2, 1200, 1200, 32, 8, 128), True, "one", 2),
+     ((1, 1024, 1024, 32, 8, 128), True, "two", 4), ((2, 200, 3000, 8, 8, 64), False, "two", 1)],
 )  # fmt: skip
 def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
     config = chosen(*shape, is_causal=is_causal)
@@ -50,15 +55,57 @@ def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
 
 
 @pytest.mark.parametrize(
-    ("shape", "parts"),
-    [((2, 64, 1450, 8, 1, 96), 6), ((1, 1, 4096, 32, 8, 128), 16), ((4, 8, 2048, 32, 8, 128), 4),
-     ((1, 128, 4096, 16, 4, 128), 4), ((1, 40, 512, 32, 8, 128), 4), ((1, 1024, 1024, 4, 4, 128), 2),
-     ((1, 256, 256, 32, 8, 128), 1), ((1, 1024, 1024, 32, 8, 128), 1), ((1, 64, 4096, 8, 2, 256), 1)],
+    ("shape", "spread"),
+    [((1, 4096, 4096, 8, 2, 128), 1), ((4, 4096, 4096, 32, 8, 64), 1), ((1, 600, 4000, 16, 4, 128), 2),
+     ((1, 1024, 1024, 32, 8, 64), 1), ((2, 1024, 1024, 32, 8, 64), 0), ((2, 2040, 1244, 32, 8, 64), 0),
+     ((4, 512, 512, 32, 8, 64), 0)],
 )  # fmt: skip
-def test_blocks_of_few_queries_share_keys(shape, parts):
+def test_blocks_begin_apart_where_many_share_queries(shape, spread):
+    fused = chosen(*shape).fused
+    assert fused is not None
+    assert (fused.spread, fused.finishers, fused.heads_inside) == (spread, True, False)
+    causal = chosen(*shape, is_causal=True).fused
+    assert causal is None or causal.spread == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [((2, 200, 3000, 8, 8, 64), 3), ((1, 64, 4096, 12, 12, 64), 3), ((4, 100, 2000, 8, 8, 64), 4),
+     ((4, 16, 4096, 32, 8, 128), 8), ((64, 196, 196, 12, 12, 64), 2), ((8, 256, 256, 32, 8, 128), 1),
+     ((1, 20, 700, 16, 16, 64), 1), ((4, 384, 384, 32, 32, 128), 3), ((4, 384, 384, 32, 8, 256), 1)],
+)  # fmt: skip
+def test_blocks_take_several_tiles_of_keys_where_those_have_few_steps(shape, tiles):
     config = chosen(*shape)
-    assert config.queries.parts == parts
-    assert parts == 1 or config.queries.warpgroups == 1
+    assert config.fused is None
+    assert config.keys.tiles == tiles
+
+
+@pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
+def test_blocks_take_several_tiles_of_keys_only_where_all_are_seen(given):
+    assert chosen(1, 64, 4096, 12, 12, 64, **given).keys.tiles == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "is_causal", "pads"),
+    [(4098, 96, True, True), (2050, 96, True, False), (3001, 96, False, True), (3000, 96, False, False),
+     (4098, 128, True, False), (4098, 64, False, False)],
+)  # fmt: skip
+def test_arrays_are_padded_where_products_by_narrow_panels_take_longer(length, size, is_causal, pads):
+    fused = chosen(4, length, length, 32, 8, size, is_causal=is_causal).fused
+    assert fused is not None
+    assert fused.pads == pads
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "warpgroups"),
+    [((2, 64, 1450, 8, 1, 96), 6, 1), ((1, 1, 4096, 32, 8, 128), 16, 1), ((4, 8, 2048, 32, 8, 128), 4, 1),
+     ((1, 128, 4096, 16, 4, 128), 8, 2), ((1, 40, 512, 32, 8, 128), 4, 1), ((1, 1024, 1024, 4, 4, 128), 4, 2),
+     ((2, 200, 3000, 8, 8, 64), 4, 2), ((1, 300, 5000, 12, 12, 64), 2, 1), ((2, 250, 1500, 8, 8, 96), 2, 1),
+     ((1, 256, 256, 32, 8, 128), 1, 2), ((1, 1024, 1024, 32, 8, 128), 1, 2), ((1, 64, 4096, 8, 2, 256), 1, 2)],
+)  # fmt: skip
+def test_blocks_of_few_queries_share_keys(shape, parts, warpgroups):
+    config = chosen(*shape)
+    assert (config.queries.parts, config.queries.warpgroups) == (parts, warpgroups)
 
 
 @pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
@@ -75,3 +122,22 @@ def test_parts_divide_the_group_in_every_candidate():
                 candidates = backward_candidates(problem)
             for config in candidates.values():
                 assert problem.group % (config.fused or config.keys).parts == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": (None, 7)}])
+@pytest.mark.parametrize("shape", [(1, 4096, 4096, 32, 8, 128), (2, 600, 700, 16, 4, 96), (1, 300, 300, 12, 12, 64)])
+def test_every_candidate_of_one_kernel_can_be_launched(shape, given):
+    problem = described(*shape, **given)
+    with jax.sharding.use_abstract_mesh(MESH):
+        fused = [config.fused for config in backward_candidates(problem).values() if config.fused is not None]
+        assert fused
+        for config in fused:
+            launch = Launch(
+                problem=problem,
+                config=config,
+                batch=problem.batch,
+                heads=problem.heads,
+                size=problem.head_size,
+                in_panels=False,
+            )
+            assert (launch.spread is not None) == (config.spread > 0)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward
+from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward, two_kernels
 from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
@@ -156,17 +156,21 @@ LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True
 def test_more_blocks_where_keys_make_few(given, parts, columns):
     problem = described(**{**LLAMA, **given, "keys": given["queries"]})
     with jax.sharding.use_abstract_mesh(MESH):
-        config = default_backward(problem)
+        config = two_kernels(problem)
     assert (config.keys.parts, config.keys.columns) == (parts, columns)
-    has_many_blocks = given["queries"] >= 512 and given.get("batch", 1) >= 8
-    assert (config.fused is not None) == (parts == 1 and (given["queries"] >= 2048 or has_many_blocks))
     assert not config.folds
 
 
 @pytest.mark.parametrize(
     ("given", "is_one"),
     [({"batch": 4, "queries": 1024}, True), ({"batch": 4, "queries": 1000}, True),
-     ({"batch": 4, "queries": 384}, False), ({"batch": 4, "queries": 1024, "size": 64}, False),
+     ({"batch": 4, "queries": 384}, False), ({"batch": 4, "queries": 1024, "size": 64}, True),
+     ({"queries": 1024}, False), ({"queries": 1024, "is_causal": False}, False), ({"queries": 1600}, True),
+     ({"batch": 2, "queries": 512}, False), ({"batch": 4, "queries": 512}, True), ({"queries": 2048}, True),
+     ({"queries": 1800, "is_causal": False}, True), ({"batch": 2, "queries": 1024, "is_causal": False}, True),
+     ({"queries": 512, "is_causal": False}, False), ({"queries": 480, "is_causal": False, "size": 192}, False),
+     ({"queries": 400, "is_causal": False}, False), ({"batch": 8, "queries": 512, "softcap": 2.0}, False),
+     ({"queries": 16384, "size": 64}, False), ({"queries": 16384, "size": 64, "is_causal": False}, True),
      ({"batch": 8, "queries": 1024, "size": 64}, True),
      ({"batch": 8, "queries": 1026, "size": 64}, True), ({"batch": 4, "queries": 4098}, True),
      ({"batch": 4, "queries": 4098, "is_causal": False}, True), ({"batch": 4, "queries": 4098, "keys": 2050}, False)],

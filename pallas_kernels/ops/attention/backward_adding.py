@@ -71,14 +71,13 @@ class Adding:
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
         config = launch.config
         stage, slot = lax.rem(n, config.stages), lax.rem(n, config.shares)
-        head, query_tile = block.walk.place(n)
-        turn = (block.b * launch.heads + head) * launch.query_tiles + query_tile
-        sums = [launch.part_of(block.outputs.sums, block.b, head, query_tile, i) for i in range(WARPGROUPS)]
+        turn = block.turn(n)
+        head, query_tile = turn.head, turn.query_tile
+        sums = [launch.part_of(block.outputs.sums, turn.entry, head, query_tile, i) for i in range(WARPGROUPS)]
         is_last = jnp.asarray(block.is_last_of(query_tile, n >= block.full_steps))
 
         def await_turn():
-            # The tiles of keys that a tile of queries sees begin with the first.
-            plgpu.semaphore_wait(block.turns.at[turn], block.tile, decrement=False, memory_scope="gpu")
+            plgpu.semaphore_wait(block.turns.at[turn.place], turn.before, decrement=False, memory_scope="gpu")
 
         def fetch():
             # While this step's products are under way.
@@ -99,8 +98,8 @@ class Adding:
 
         def give():
             await_turn()
-            pl.when(block.tile == 0)(put)
-            pl.when(block.tile > 0)(lambda: put("add"))
+            pl.when(turn.before == 0)(put)
+            pl.when(turn.before > 0)(lambda: put("add"))
             # All is there, not only read.
             plgpu.wait_smem_to_gmem(0)
 
@@ -111,5 +110,5 @@ class Adding:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(is_last, finish, give) if not config.finishers else give()
-        plgpu.semaphore_signal(block.turns.at[turn], memory_scope="gpu")
+        plgpu.semaphore_signal(block.turns.at[turn.place], memory_scope="gpu")
         plgpu.barrier_arrive(scratch.taken.at[slot])

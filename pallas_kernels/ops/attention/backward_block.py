@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward_finish import Done
@@ -28,6 +29,19 @@ class Outputs:
     sums: Any
 
 
+class Turn(NamedTuple):
+    """A block's turn to add to a tile of queries.
+
+    head, query_tile: whose. entry: of the sums' first axis. place: of the semaphore. before: blocks that add earlier.
+    """
+
+    head: Any
+    query_tile: Any
+    entry: Any
+    place: Any
+    before: Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """What is known of a block while it runs.
@@ -35,8 +49,8 @@ class Block:
     tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
     part: of the head's group, or None.
     visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
-    group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each tile of queries of each
-    head, which counts the blocks that have added to it.
+    group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each sum, which counts the
+    blocks that have added to it.
     """
 
     launch: Launch
@@ -84,6 +98,8 @@ class Block:
             first_head=first_head,
             group=launch.group,
             heads_inside=config.heads_inside,
+            spread=launch.spread,
+            block=tile,
         )
         return cls(
             launch=launch,
@@ -99,8 +115,23 @@ class Block:
             walk=walk,
             full_steps=walk.full,
             steps=walk.count,
-            turns=pl.get_global(plgpu.SemaphoreType.REGULAR((launch.batch * launch.heads * launch.query_tiles,))),
+            turns=pl.get_global(plgpu.SemaphoreType.REGULAR((launch.sums * launch.tiles,))),
         )
+
+    def turn(self, n: Any) -> Turn:
+        """That of a step."""
+        launch, spread = self.launch, self.launch.spread
+        head, query_tile = self.walk.place(n)
+        place = (self.b * launch.heads + head) * launch.query_tiles + query_tile
+        if spread is None:
+            # The tiles of keys that a tile of queries sees begin with the first.
+            return Turn(head, query_tile, self.b, place, self.tile)
+        number, has_turned = spread.at(self.tile, n)
+        entry, place = (
+            first + jnp.where(has_turned, further, 0)
+            for first, further in ((self.b, launch.batch), (place, launch.tiles))
+        )
+        return Turn(head, query_tile, entry, place, spread.turn(self.tile, number, has_turned))
 
     def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
         """Whether no block adds to a tile of queries after this one, which then makes dquery of it."""

@@ -13,7 +13,13 @@ from pallas_kernels.ops.attention.backward_config import (
     padded_head,
 )
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
-from pallas_kernels.ops.attention.backward_parts import parts_of_heads, shared_keys, shares_in_order
+from pallas_kernels.ops.attention.backward_parts import (
+    has_steps_for_one,
+    parts_of_heads,
+    shared_keys,
+    spread_heads,
+    tiles_in_turn,
+)
 from pallas_kernels.ops.attention.backward_short import short_lengths
 from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.masking import Masking
@@ -21,12 +27,15 @@ from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
 
 _LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
-"""Lengths with which one kernel is taken, the longest one by head size. Blocks wait for each other, the more the
-longer."""
+"""Lengths with which one kernel is taken, the longest one under a causal mask by head size: blocks wait for each other
+there, the more the longer."""
 _MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
-"""Blocks of one kernel with which it was faster from the least length on, by head size."""
+"""Blocks of one kernel with which it was faster from the least length on under a causal mask, by head size, where none
+share a group."""
 _LONG = 2048
 """From which on it is with fewer."""
+_PADDED = {True: 3072, False: 2048}
+"""Causal or not: lengths from which on padding arrays takes less than products by panels of 32 columns."""
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -57,11 +66,13 @@ def _fused(problem: Problem) -> FusedConfig:
     """Of one kernel, the fastest form by head size and mask."""
     size = padded_head(problem.head_size)
     is_small = size == 64
+    lengths = (problem.masking.queries, problem.masking.keys)
+    pads = size == 96 and is_ragged(problem.masking) and min(lengths) >= _PADDED[problem.masking.is_causal]
     if not problem.masking.is_causal:
-        one = FusedConfig(waves=0, finishers=True, warps_apart=True)
+        one = FusedConfig(waves=0, finishers=True, warps_apart=True, pads=pads)
         # With a head size of 64, scores of all of a step's queries leave no registers for a product that is unfinished.
         return one if is_small else replace(one, overlaps=size == 128, automatic_barriers=False)
-    one = FusedConfig(heads_inside=True, overlaps=size != 96, automatic_barriers=False)
+    one = FusedConfig(heads_inside=True, overlaps=size != 96, automatic_barriers=False, pads=pads)
     if size < 128 and (is_ragged(problem.masking) or size != problem.head_size):
         # What brings panels has no registers else.
         one = replace(one, memory_registers=40, compute_registers=232)
@@ -70,6 +81,26 @@ def _fused(problem: Problem) -> FusedConfig:
 
 def default_backward(problem: Problem) -> BackwardConfig:
     """The untuned choice: one kernel where it was the faster form, see TUNING-backward.md."""
+    config, masking = two_kernels(problem), problem.masking
+    # With a last tile of keys that is masked ptxas spills.
+    is_whole = (masking.keys % COLUMNS == 0 or _sees_none_beyond(masking)) and problem.head_size in ROWS
+    is_plain = not features_of(problem) and masking.right in (None, 0)
+    if not (can_fuse(problem) and is_plain and is_whole):
+        return config
+    lengths = (masking.queries, masking.keys)
+    blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
+    parts = parts_of_heads(problem, COLUMNS)
+    has_many = min(lengths) >= _LONG or blocks >= _MANY_BLOCKS[problem.head_size]
+    is_best = has_steps_for_one(problem) or (masking.is_causal and parts == 1 and has_many)
+    is_short = masking.right is None or max(lengths) <= _MOST[problem.head_size]
+    if is_best and is_short and min(lengths) >= _LEAST:
+        one = replace(_fused(problem), parts=parts, spread=spread_heads(problem, ROWS[problem.head_size], parts))
+        return replace(config, fused=one, keys=replace(config.keys, parts=1, tiles=1))
+    return config
+
+
+def two_kernels(problem: Problem) -> BackwardConfig:
+    """The untuned choice of two kernels."""
     config = short_lengths(problem, backward_config(problem.head_size, features=features_of(problem)))
     masking = problem.masking
     config = shared_keys(problem, config)
@@ -81,29 +112,16 @@ def default_backward(problem: Problem) -> BackwardConfig:
     if is_ragged(masking) and problem.head_size == 96 and config.queries.warpgroups == 2:
         config = replace(config, queries=replace(config.queries, memory_registers=40, compute_registers=232))
     is_plain = not features_of(problem) and masking.right in (None, 0)
-    # With a last tile of keys that is masked ptxas spills.
-    is_whole = (masking.keys % COLUMNS == 0 or _sees_none_beyond(masking)) and problem.head_size in ROWS
     lengths = (masking.queries, masking.keys)
     if is_plain and masking.left is None and max(lengths) >= _LONG and not config.folds:
         keys = replace(config.keys, parts=max(config.keys.parts, parts_of_heads(problem, config.keys.columns)))
         config = replace(config, keys=keys)
-    if not (can_fuse(problem) and is_plain and is_whole):
-        return config
-    blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
-    # Products by panels of 32 columns are slower.
-    is_fast = problem.head_size != 96 or not is_ragged(masking)
-    has_many = blocks >= _MANY_BLOCKS[problem.head_size] and is_fast
-    least = _LEAST if has_many else _LONG
-    parts = parts_of_heads(problem, COLUMNS) if min(lengths) >= _LONG else config.keys.parts
-    is_best = parts == 1 or (min(lengths) >= _LONG and shares_in_order(problem))
-    if is_best and all(least <= length <= _MOST[problem.head_size] for length in lengths):
-        return replace(config, fused=replace(_fused(problem), parts=parts), keys=replace(config.keys, parts=1))
-    return config
+    return tiles_in_turn(problem, config)
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     """The configurations worth measuring, by name. All of them give the same bits each time."""
-    two = replace(default_backward(problem), fused=None)
+    two = two_kernels(problem)
     found = {
         "two kernels": two,
         "two kernels, sections for the cache": replace(two, keys=replace(two.keys, waves=0)),
@@ -114,11 +132,14 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
     if two.folds:
         found["two kernels, not folded"] = replace(two, folds=False)
+    if two.keys.tiles > 1:
+        found["two kernels, blocks with one tile of keys"] = replace(two, keys=replace(two.keys, tiles=1))
     if can_fuse(problem) and not features_of(problem):
         base = _fused(problem)
+        shared = replace(base, parts=parts_of_heads(problem, COLUMNS))
         one = {
             "one kernel": base,
-            "one kernel, blocks share a group": replace(base, parts=parts_of_heads(problem, COLUMNS)),
+            "one kernel, blocks share a group": shared,
             "one kernel, sections for the cache": replace(base, waves=0),
             "one kernel, 2 waves": replace(base, waves=2),
             "one kernel, 4 waves": replace(base, waves=4),
@@ -128,9 +149,12 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
             "one kernel, others finish": replace(base, finishers=not base.finishers),
             "one kernel, warps apart or not": replace(base, warps_apart=not base.warps_apart),
         }
+        if not problem.masking.has_band:
+            one["one kernel, blocks begin apart"] = replace(base, spread=1)
+            one["one kernel, blocks share a group and begin apart"] = replace(shared, spread=1)
         if is_ragged(problem.masking):
-            one["one kernel, arrays padded"] = replace(base, pads=True)
-        whole = replace(two, folds=False, keys=replace(two.keys, parts=1))
+            one["one kernel, arrays padded or not"] = replace(base, pads=not base.pads)
+        whole = replace(two, folds=False, keys=replace(two.keys, parts=1, tiles=1))
         found |= {name: replace(whole, fused=fused) for name, fused in one.items()}
     return found
 

@@ -28,6 +28,8 @@ class KeysConfig:
     overlaps: whether a step's last products may be unfinished when the next step's begin.
     parts: blocks that share a group's heads; a divisor of their number. Each rounds the sums of its own heads, and XLA
         adds them up: for keys that make too few blocks. 1: all heads of a group are summed in the accumulators.
+    tiles: of keys, that a block takes one after the other: with more than one, keys are brought while those before them
+        are computed with, for queries that are few, and see all of many keys. Takes `shares_keys`.
     memory_registers, compute_registers: of a thread of the warpgroup that brings queries, and of the others. One of
         the former and two of the latter are at most 504, three times the 168 that a thread begins with: a warpgroup
         that asks for more than are left waits for ever.
@@ -39,6 +41,7 @@ class KeysConfig:
     waves: int = 2
     overlaps: bool = False
     parts: int = 1
+    tiles: int = 1
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
@@ -88,6 +91,9 @@ class FusedConfig:
     heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
         head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
         causal mask, short blocks need not wait for long ones to come to the group's last head.
+    spread: not 0: blocks that share queries begin each with a tile of its own among those of so many heads, a divisor
+        of those it goes over, and add to two sums, see `backward_spread`. For queries that see all keys; takes
+        `finishers`.
     shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
     finishers: whether more blocks make dquery of the sums, see `backward_finish`; else the last block that has a share
         of it does, without storing a sum of its own.
@@ -106,6 +112,7 @@ class FusedConfig:
 
     stages: int = 2
     waves: int = 2
+    spread: int = 0
     heads_inside: bool = False
     shares: int = 2
     finishers: bool = False

@@ -6,10 +6,12 @@ that share queries do so in the order of their keys, each one waiting for the on
 whatever the order in which blocks run. The first one stores its share, so that nothing need be set to zero before; the
 last one stores no sum, but dquery, or other blocks make it of the sums (`backward_finish`). A block goes over queries
 from the last one down, as do those that it waits for, which were all launched before it: so the first of the running
-blocks never waits, and none waits for ever.
+blocks never waits, and none waits for ever. That holds too where each block begins with a tile of its own
+(`backward_spread`).
 
 Sources: the backward pass of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608; queries from the
-last one down: Qiang et al., "DASH: Deterministic Attention Scheduling", 2026, https://arxiv.org/abs/2601.21824
+last one down, and blocks that begin apart: Qiang et al., "DASH: Deterministic Attention Scheduling", 2026,
+https://arxiv.org/abs/2601.21824
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def fused_gradients(
     """Returns (dquery, dkey, dvalue), like query, key and value.
 
     Copies under `jax.vmap` run as one launch, with which they share no turns. Beside its results a launch takes a
-    float32 array like query with whole tiles of queries, and where blocks share a group's heads, as many dkeys and
-    dvalues as there are parts.
+    float32 array like query with whole tiles of queries, or two where blocks begin apart; and where blocks share a
+    group's heads, as many dkeys and dvalues as there are parts.
 
     Args:
         query, key, value, dout: of heads of at most 128.

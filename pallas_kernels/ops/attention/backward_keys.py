@@ -73,6 +73,10 @@ def key_value_gradients(
         def compute(makes_dkey: bool, makes_dvalue: bool, first: Any):
             Computing(block=block, makes_dkey=makes_dkey, makes_dvalue=makes_dvalue, first=first).run()
 
+        def compute_tile(own: Block, warpgroup: Any):
+            plgpu.barrier_wait(own.scratch.held)
+            Computing(block=own, makes_dkey=True, makes_dvalue=True, first=warpgroup * WARPGROUP_ROWS).run()
+
         @pl.when(warpgroup == config.warpgroups)
         def _():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
@@ -81,6 +85,9 @@ def key_value_gradients(
         @pl.when(warpgroup < config.warpgroups)
         def _():
             plgpu.set_max_registers(config.compute_registers, action="increase")
+            if config.tiles > 1:
+                lax.fori_loop(0, block.tiles, lambda i, _: compute_tile(block.at(i), warpgroup), None)
+                return
             plgpu.barrier_wait(block.scratch.held)
             if config.shares_keys:
                 compute(True, True, warpgroup * WARPGROUP_ROWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +22,18 @@ from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm
 from pallas_kernels.primitives.platform import target_device
 
+_SLOTS = 2
+"""Tiles of keys in shared memory at once, where a block takes more than one."""
+_LARGE_HEAD = 128
+"""With which ptxas spills then if the compiler knows how many steps a tile takes; with fewer, if it does not."""
+
 
 class Scratch(NamedTuple):
     """A block's shared memory, and its barriers.
 
-    k, v: the block's keys and values. q, do: of the queries of a step, with what each query's row needs and, if any,
-    its segment. held: keys and values are there; full, empty: a stage of queries is there, and done with; finished:
-    a warpgroup will not read keys and values any more.
+    k, v: a tile's keys and values. q, do: of the queries of a step, with what each query's row needs and, if any, its
+    segment. held: keys and values are there; full, empty: a stage of queries is there, and done with; finished: a
+    warpgroup will not read keys and values any more, nor what it has put in their place.
     """
 
     k: Any
@@ -64,7 +69,22 @@ class Launch:
     @property
     def blocks(self) -> int:
         """Of a lane."""
+        return pl.cdiv(self.key_tiles, self.config.tiles)
+
+    @property
+    def key_tiles(self) -> int:
+        """Of a lane."""
         return pl.cdiv(self.problem.masking.keys, self.config.columns)
+
+    @property
+    def slots(self) -> int:
+        """Tiles of keys in shared memory at once."""
+        return min(self.config.tiles, _SLOTS)
+
+    @property
+    def steps_of_tile(self) -> int:
+        """That each tile of keys takes, where all queries see all keys."""
+        return self.heads * pl.cdiv(self.problem.masking.queries, self.config.rows)
 
     @property
     def heads(self) -> int:
@@ -81,16 +101,17 @@ class Launch:
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
         heads = 1 if self.folds is None else self.folds.heads_of(config.rows)
         full = 1 + 2 * form.copies * heads + has_segments
+        keys = (config.columns,) if config.tiles == 1 else (self.slots, config.columns)
         return Scratch(
-            k=form.scratch(config.columns),
-            v=form.scratch(config.columns),
+            k=form.scratch(*keys),
+            v=form.scratch(*keys),
             q=form.scratch(config.stages, config.rows),
             do=form.scratch(config.stages, config.rows),
             rows=plgpu.SMEM((config.stages, 3, config.rows), jnp.float32),
-            held=plgpu.Barrier(num_arrivals=2 * form.copies),
+            held=plgpu.Barrier(num_arrivals=2 * form.copies, num_barriers=self.slots),
             full=plgpu.Barrier(num_arrivals=full, num_barriers=config.stages),
             empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
-            finished=plgpu.Barrier(num_arrivals=config.warpgroups),
+            finished=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=self.slots),
             query_segments=plgpu.SMEM((config.stages, config.rows), jnp.int32) if has_segments else None,
         )
 
@@ -107,7 +128,8 @@ class Block:
     """What is known of a block while it runs.
 
     b, key_head: its batch entry, and its head. part: of the head's group, or None. first_head: of its queries.
-    first_key: of its tile. visits: the tiles of queries that see these keys.
+    first_key: of its tile, or of its first one. visits: the tiles of queries that see these keys. before: steps that
+    are done when those of the tile begin; None: it has no tile before it.
     """
 
     launch: Launch
@@ -119,6 +141,7 @@ class Block:
     first_head: Any
     first_key: Any
     visits: Visits
+    before: Any = None
 
     @classmethod
     def of(cls, launch: Launch, refs: Refs, scratch: Scratch, *, queries: int) -> Block:
@@ -135,7 +158,7 @@ class Block:
             section_blocks=config.waves * target_device().core_count,
         )
         b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
-        first_key = tile_index * config.columns
+        first_key = tile_index * (config.columns * config.tiles)
         if "tiles" in refs.extras:
             tiles = TileRange(*(refs.extras["tiles"][b, tile_index, i] for i in range(4)))
         else:
@@ -157,20 +180,71 @@ class Block:
             visits=visits,
         )
 
+    @property
+    def tiles(self) -> Any:
+        """Of keys, that it takes."""
+        launch = self.launch
+        first = lax.div(self.first_key, jnp.int32(launch.config.columns))
+        return jnp.minimum(launch.key_tiles - first, launch.config.tiles)
+
+    def at(self, i: Any) -> Block:
+        """The same with the i-th of its tiles of keys."""
+        launch, scratch, config = self.launch, self.scratch, self.launch.config
+        slot = lax.rem(i, jnp.int32(launch.slots))
+        first_key = self.first_key + i * config.columns
+        tiles = launch.problem.masking.query_tiles(first_key, config.columns, config.rows)
+        return replace(
+            self,
+            scratch=scratch._replace(
+                k=scratch.k.at(slot),
+                v=scratch.v.at(slot),
+                held=scratch.held.at[slot],
+                finished=scratch.finished.at[slot],
+            ),
+            first_key=first_key,
+            visits=Visits(tiles=hidden(tiles) if launch.form.size >= _LARGE_HEAD else tiles),
+            before=i * launch.steps_of_tile,
+        )
+
+    def stage(self, n: Any) -> Any:
+        """Of the queries of the tile's n-th step."""
+        return lax.rem(n if self.before is None else self.before + n, self.launch.config.stages)
+
     def bring(self) -> None:
         """The work of the warpgroup that brings operands."""
-        refs, scratch, config, visits = self.refs, self.scratch, self.launch.config, self.visits
-        own = (self.b, pl.ds(self.first_key, config.columns), self.key_head)
-        scratch.k.bring(refs.key.at[own], scratch.held)
-        scratch.v.bring(refs.value.at[own], scratch.held)
-        steps = self._bring_heads(visits.masked, visits.masked_tile, jnp.int32(0))
-        steps = self._bring_heads(visits.full, visits.full_tile, steps)
+        scratch, stages = self.scratch, self.launch.config.stages
+        steps = self._bring_tile(jnp.int32(0)) if self.launch.config.tiles == 1 else self._bring_tiles()
 
         # No barrier may be left with an arrival that nobody has seen.
         def drain(i, _):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(i, config.stages)])
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(i, stages)])
 
-        lax.fori_loop(jnp.maximum(steps - config.stages, 0), steps, drain, None)
+        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+
+    def _bring_tiles(self) -> Any:
+        """One after the other; how many steps they take."""
+        slots = self.launch.slots
+
+        def one(i, steps):
+            own = self.at(i)
+            pl.when(i >= slots)(lambda: plgpu.barrier_wait(own.scratch.finished))
+            return own._bring_tile(steps)
+
+        def drain(i, _):
+            plgpu.barrier_wait(self.at(i).scratch.finished)
+
+        steps = lax.fori_loop(0, self.tiles, one, jnp.int32(0))
+        lax.fori_loop(jnp.maximum(self.tiles - slots, 0), self.tiles, drain, None)
+        return steps
+
+    def _bring_tile(self, steps: Any) -> Any:
+        """A tile of keys and then the queries that see it, after so many steps; how many there are then."""
+        refs, scratch, visits = self.refs, self.scratch, self.visits
+        own = (self.b, pl.ds(self.first_key, self.launch.config.columns), self.key_head)
+        scratch.k.bring(refs.key.at[own], scratch.held)
+        scratch.v.bring(refs.value.at[own], scratch.held)
+        steps = self._bring_heads(visits.masked, visits.masked_tile, steps)
+        return self._bring_heads(visits.full, visits.full_tile, steps)
 
     def _bring_heads(self, count: Any, tile_of: Callable[[Any], Any], steps: Any) -> Any:
         """Brings so many tiles of queries of each head, after so many steps; how many steps there are then."""

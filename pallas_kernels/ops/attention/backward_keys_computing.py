@@ -83,7 +83,7 @@ class Computing:
     def _step(self, n: Any, head: Any, query_tile: Any, held: Held, *, is_masked: bool) -> None:
         launch, scratch, config = self.block.launch, self.block.scratch, self.block.launch.config
         copies, dtype = launch.form.copies, launch.problem.dtype
-        stage = lax.rem(n, config.stages)
+        stage = self.block.stage(n)
         tile = self._scores(head, query_tile, stage, held)
         plgpu.barrier_wait(scratch.full.at[stage])
         own = pl.ds(self.first + not_invariant(n) * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -134,7 +134,7 @@ class Computing:
     def _release(self, n: Any) -> None:
         """A step's queries are done with."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.block.scratch.empty.at[lax.rem(n, self.block.launch.config.stages)])
+        plgpu.barrier_arrive(self.block.scratch.empty.at[self.block.stage(n)])
 
     def _store(self, results: list[jax.Array]) -> None:
         block, scratch, problem = self.block, self.block.scratch, self.block.launch.problem
@@ -156,3 +156,5 @@ class Computing:
         if self.makes_dvalue:
             own_v.send(block.refs.dvalue.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if block.launch.config.tiles > 1:
+            plgpu.barrier_arrive(scratch.finished)

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, FusedConfig
 from pallas_kernels.ops.attention.backward_finish import Done, Finishers
+from pallas_kernels.ops.attention.backward_spread import SUMS, Spread
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
@@ -126,6 +127,11 @@ class Launch:
         return pl.cdiv(self.masking.queries, self.rows)
 
     @property
+    def tiles(self) -> int:
+        """Of queries, of all heads of all batch entries."""
+        return self.batch * self.heads * self.query_tiles
+
+    @property
     def key_tiles(self) -> int:
         """Of a lane."""
         return pl.cdiv(self.masking.keys, COLUMNS)
@@ -156,6 +162,24 @@ class Launch:
         return self.config.warps_apart and (not self.splits_rows or not self.masking.has_band)
 
     @cached_property
+    def spread(self) -> Spread | None:
+        """How the blocks that share queries begin with different ones, if they do."""
+        heads = self.config.spread
+        if not heads:
+            return None
+        if self.masking.has_band or self.config.heads_inside or not self.config.finishers or self.group % heads:
+            raise ValueError(
+                "blocks begin with tiles of their own where all queries see all keys, others finish, and the "
+                f"{self.group} heads of a block, one after the other, are a multiple of spread; got {self.config}"
+            )
+        return Spread(blocks=self.key_tiles, span=heads * self.query_tiles)
+
+    @property
+    def sums(self) -> int:
+        """Of each tile of queries, to which blocks add."""
+        return 1 if self.spread is None else SUMS
+
+    @cached_property
     def finishers(self) -> Finishers | None:
         """The blocks that make dquery of the sums, if others than those that add do."""
         if not self.config.finishers:
@@ -168,6 +192,7 @@ class Launch:
             columns=COLUMNS,
             warpgroups=WARPGROUPS,
             slots=self.config.shares,
+            spread=self.spread,
         )
 
     @property
@@ -185,9 +210,9 @@ class Launch:
         return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
 
     def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """dquery, dkey and dvalue or their parts in one array, and the sums."""
+        """dquery, dkey and dvalue or their parts in one array, and the sums, the second ones behind the first."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
-        whole = (self.batch, self.query_tiles * self.rows, self.heads, self.size)
+        whole = (self.sums * self.batch, self.query_tiles * self.rows, self.heads, self.size)
         shapes = [key.shape, value.shape] if self.config.parts == 1 else [(2, self.config.parts, *key.shape)]
         return [
             *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),

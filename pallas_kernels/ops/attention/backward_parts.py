@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pallas_kernels.ops.attention.backward_config import WARPGROUP_ROWS, BackwardConfig, features_of, one_warpgroup
+from pallas_kernels.ops.attention.backward_config import (
+    WARPGROUP_ROWS,
+    BackwardConfig,
+    features_of,
+    one_warpgroup,
+    padded_head,
+)
 from pallas_kernels.ops.attention.folded import folded
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
-_ROUNDS = 1.75
+_ROUNDS = 1.3
 """Blocks for each multiprocessor with which the longest one under a causal mask takes no longer than all together."""
 _GAIN = 0.9
 """Of the time of the rounds, what has to be left of it for more parts without a mask."""
-_STEPS = 3
-"""That a block of dquery must have fewer, for which XLA's addition takes as long as one or two."""
+_SPARED = 3
+"""Steps that a block of dquery must have fewer, for which XLA's addition takes as long as one or two."""
 _LARGEST_HEAD = 128
-_STEPS_A_TILE = {True: 3.5, False: 5.0}
-"""Causal or not: so many steps of a multiprocessor for each tile of a lane's keys make one kernel with parts the faster
-form, although its blocks wait for each other in a row."""
+_STEPS_A_TILE = {True: 2.4, False: 0.9}
+"""Causal or not: so many steps of a multiprocessor for each tile of a lane's keys make one kernel the faster form,
+although its blocks wait for each other in a row, or add to two sums."""
+_STEPS = {64: 70, 96: 300, 128: 300}
+"""Of a multiprocessor, times tiles of a lane's keys, by head size, with which it is so without a mask: XLA has three
+kernels more to run, and the fewer tiles, the more of the time goes to sums."""
+_SPREAD_TILES, _SPREAD_BYTES = 11, 4 * 10**6
+"""Tiles of a lane's keys with which blocks that begin apart are faster than those that begin together; with fewer they
+are if both sums have no more bytes for each of them."""
+_MOST_STEPS = 8
+"""Of a tile of keys, with which blocks that take several tiles were measured."""
 _ROW_TILE, _KEY_TILE = 64, 128
 
 
@@ -41,8 +55,8 @@ def parts_of_heads(problem: Problem, columns: int) -> int:
     return best
 
 
-def shares_in_order(problem: Problem) -> bool:
-    """Whether one kernel's blocks have so much to do that it matters little how they wait for each other at first."""
+def has_steps_for_one(problem: Problem) -> bool:
+    """Whether there is so much to do that one kernel is faster than two."""
     masking = problem.masking
     keys = masking.keys
     pairs = masking.queries * keys
@@ -50,7 +64,40 @@ def shares_in_order(problem: Problem) -> bool:
         keys = min(keys, masking.queries)
         pairs = masking.queries * keys - keys * keys // 2
     steps = problem.batch * problem.heads * pairs / (_ROW_TILE * _KEY_TILE * target_device().core_count)
-    return steps >= _STEPS_A_TILE[masking.is_causal] * -(-keys // _KEY_TILE)
+    tiles = -(-keys // _KEY_TILE)
+    is_enough = masking.is_causal or steps * tiles >= _STEPS[problem.head_size]
+    return is_enough and steps >= _STEPS_A_TILE[masking.is_causal] * tiles
+
+
+def spread_heads(problem: Problem, rows: int, parts: int) -> int:
+    """Heads over whose queries one kernel's blocks begin apart, or 0 for blocks that begin together.
+
+    rows: of a tile of queries. parts: blocks that share a group's heads.
+    """
+    masking = problem.masking
+    keys, queries = -(-masking.keys // _KEY_TILE), -(-masking.queries // rows)
+    sums = 8 * problem.batch * problem.heads * queries * rows * problem.head_size
+    if masking.has_band or (keys < _SPREAD_TILES and sums > _SPREAD_BYTES * (keys - 1)):
+        return 0
+    heads = problem.group // parts
+    # At least one of two blocks has a tile of its own.
+    return next((n for n in range(1, heads) if heads % n == 0 and 2 * n * queries >= keys), heads)
+
+
+def tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    """config, where blocks of dkey and dvalue take several tiles of keys each, if these are more than run at once and
+    take few steps: as many as can be at no more rounds of tiles."""
+    own = folded(problem) if config.folds else problem
+    masking, keys, cores = own.masking, config.keys, target_device().core_count
+    heads = own.group // keys.parts
+    is_plain = not features_of(problem) and not masking.has_band and keys.shares_keys
+    if not is_plain or heads * -(-masking.queries // keys.rows) > _MOST_STEPS:
+        return config
+    lanes, tiles = own.batch * own.key_heads * keys.parts, -(-masking.keys // keys.columns)
+    most = min(tiles, -(-lanes * tiles // cores))
+    rounds = {n: n * -(-lanes * -(-tiles // n) // cores) for n in range(1, most + 1)}
+    best = max(n for n in rounds if rounds[n] == min(rounds.values()))
+    return replace(config, keys=replace(keys, tiles=best))
 
 
 def shared_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
@@ -62,10 +109,13 @@ def shared_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     own = folded(problem) if config.folds else problem
     lanes, cores = own.batch * own.heads, target_device().core_count
     queries = config.queries
-    if lanes * -(-own.masking.queries // WARPGROUP_ROWS) * 2 <= cores:
+    rows = -(-own.masking.queries // WARPGROUP_ROWS)
+    # Two have no more rows then, and take half of the steps.
+    is_even = rows % 2 == 0 and padded_head(problem.head_size) != 96
+    if lanes * rows * 2 <= cores and not is_even:
         queries = one_warpgroup(queries)
     blocks, tiles = lanes * -(-own.masking.queries // queries.rows), -(-masking.keys // queries.columns)
     each = -(-tiles // max(1, min(tiles, cores // max(1, blocks))))
-    if tiles - each < _STEPS:
+    if tiles - each < _SPARED:
         return config
     return replace(config, queries=replace(queries, parts=-(-tiles // each)))

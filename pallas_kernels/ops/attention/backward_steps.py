@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.backward_spread import Spread
 from pallas_kernels.ops.attention.backward_tiles import Visits
 
 
@@ -16,12 +17,15 @@ class Steps:
     """Full tiles of queries come first, and of them and of those that are masked the last one first.
 
     visits: the tiles of queries, of each of `group` heads from `first_head` on. heads_inside: as in `FusedConfig`.
+    spread: by which the block of the number `block` begins elsewhere and turns round, if any; all tiles are full then.
     """
 
     visits: Visits
     first_head: Any
     group: int
     heads_inside: bool
+    spread: Spread | None = None
+    block: Any = 0
 
     @property
     def full(self) -> Any:
@@ -36,6 +40,8 @@ class Steps:
     def place(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
         """(head, tile of queries) of a step; is_masked: whether its tile is, where that is known."""
         visits, group = self.visits, self.group
+        if self.spread is not None:
+            (n, _), is_masked = self.spread.at(self.block, n), False
         if is_masked is None:
             masked, full = self.place(n, True), self.place(n, False)
             head, tile = (jnp.where(n >= self.full, *pair) for pair in zip(masked, full, strict=True))
