@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import random
 
 import interpreter_accumulators
@@ -17,6 +18,17 @@ from interpreter import extend
 # take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
 os.environ.setdefault("PJRT_NPROC", "16")
 
+# Two thirds of what XLA's CPU compiler takes for a small program are to make its kernels by MLIR: LLVM alone makes them
+# too. It then fuses products with sums here and not there, and a mean of large values is another in each place; without
+# such instructions each operation is rounded. Late once a backend is up; then tests only take longer.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        *(["--xla_cpu_max_isa=AVX"] if platform.machine() == "x86_64" else []),
+    ]
+).strip()
+
 # Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
 with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", 2)
@@ -28,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     by_operation = sorted((items[i] for i in places), key=lambda item: item.callspec.params["op"].name)
     for place, item in zip(places, by_operation, strict=True):
         items[place] = item
+
+
+@pytest.fixture(autouse=True)
+def quick_programs():
+    """A test compiles dozens of programs, to run each once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -45,10 +65,6 @@ def interpreter(monkeypatch):
     interpreter_gpu.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
     interpreter_unions.extend(monkeypatch)
-    jax.config.update("jax_disable_most_optimizations", True)  # a test compiles dozens of programs, to run each once
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
     assert not interpreter_gpu.launches.with_races, "a data race; what raced is printed above"
