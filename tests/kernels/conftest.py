@@ -6,6 +6,7 @@ import platform
 import random
 
 import interpreter_accumulators
+import interpreter_callbacks
 import interpreter_gpu
 import interpreter_reductions
 import interpreter_unions
@@ -62,6 +63,7 @@ def interpreter(monkeypatch):
     in any of them."""
     extend(monkeypatch)
     interpreter_accumulators.extend(monkeypatch)
+    interpreter_callbacks.extend(monkeypatch)
     interpreter_gpu.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
     interpreter_unions.extend(monkeypatch)
