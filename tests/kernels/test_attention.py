@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels.ops.attention import reference, specs
 from pallas_kernels.ops.attention import schedule as scheduling
@@ -24,7 +25,7 @@ from pallas_kernels.ops.attention.schedule import Schedule
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
 from pallas_kernels.ops.decode_attention import plan as decoding
-from pallas_kernels.specs import plain
+from pallas_kernels.specs import plain, seeds_of
 
 BANDS = [(None, None), (None, 0), (40, 0), (7, 12), (0, 0), (None, 33), (50, None)]
 LENGTHS = [(128, 128), (200, 136), (40, 300), (257, 64), (1, 8), (130, 129)]
@@ -190,13 +191,9 @@ NOTHING: dict[str, Any] = {
 
 
 def operands(seed, batch=1, queries=16, keys=16, heads=2, key_heads=1, size=64, dtype=jnp.bfloat16):
-    one, two, three = jax.random.split(jax.random.key(seed), 3)
     shape = (batch, keys, key_heads, size)
-    return (
-        jax.random.normal(one, (batch, queries, heads, size), dtype),
-        jax.random.normal(two, shape, dtype),
-        jax.random.normal(three, shape, dtype),
-    )
+    shapes = ((batch, queries, heads, size), shape, shape)
+    return tuple(normal(own, shape, dtype) for own, shape in zip(seeds_of(seed, 3), shapes, strict=True))
 
 
 def test_tiles_taken_in_parts_are_added_up(interpreter, seed, monkeypatch):
@@ -288,7 +285,7 @@ def test_forms_agree(form, is_causal, seed):
 
 def test_reference_is_jax_attention(seed):
     query, key, value = operands(seed, batch=2, queries=40, keys=50, heads=4, key_heads=2, dtype=jnp.float32)
-    bias = jax.random.normal(jax.random.key(seed + 1), (2, 1, 40, 50))
+    bias = normal(seed + 1, (2, 1, 40, 50))
     mask = jax.random.bernoulli(jax.random.key(seed + 2), 0.7, (1, 4, 40, 50)).at[..., 0].set(True)
     given: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": True, "scale": 0.3}
     want = jax.nn.dot_product_attention(query, key, value, **given, implementation="xla")
@@ -358,7 +355,7 @@ def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[
     query, key, value = operands(seed, batch=2, queries=20, keys=30, heads=6, key_heads=3, dtype=jnp.float32)
     arrays = {
         "mask": jax.random.bernoulli(jax.random.key(seed), 0.5, (1, 6, 20, 30)),
-        "bias": jax.random.normal(jax.random.key(seed), (2, 6, 20, 30)),
+        "bias": normal(seed, (2, 6, 20, 30)),
     }
     given = {name: arrays.get(name, value) for name, value in given.items()}
     want = attention_reference(query, key, value, **given, return_residuals=True)
@@ -370,7 +367,7 @@ def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[
         return
     call = ATTENTION.arg_specs[0]
     arguments = plain({**call.make(seed), **({"is_causal": True} if "is_causal" in given else {})})
-    dout = jax.random.normal(jax.random.key(seed), arguments["query"].shape, jnp.bfloat16)
+    dout = normal(seed, arguments["query"].shape, jnp.bfloat16)
     monkeypatch.setattr(specs, "SCORES_BYTES", 2**40)
     want = ATTENTION.backward("xla", arguments, (dout,))
     monkeypatch.setattr(specs, "SCORES_BYTES", 0)
@@ -381,7 +378,7 @@ def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[
 def test_backward_from_a_log_sum_exp_is_the_same_for_all_implementations(interpreter, seed):
     spec = ATTENTION.tagged("test")[0]
     arguments = plain(spec.make(seed))
-    dout = jax.random.normal(jax.random.key(seed), arguments["query"].shape, jnp.bfloat16)
+    dout = normal(seed, arguments["query"].shape, jnp.bfloat16)
     got, want = (ATTENTION.backward(name, arguments, (dout,)) for name in ("mosaic", "xla"))
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.1, rtol=0.03, err_msg=f"seed={seed}")

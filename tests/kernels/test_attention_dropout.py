@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.config import ForwardConfig
@@ -19,6 +20,7 @@ from pallas_kernels.ops.attention.dropout import Grid, keep_mask, packed_unit, w
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.random import key_words, mixed_words
+from pallas_kernels.specs import seeds_of
 
 BATCH, HEADS, LENGTH = 2, 3, 512
 
@@ -122,9 +124,7 @@ def test_kernels_make_the_same_mask(rate, query_axis, columns, seed):
 
 @pytest.mark.parametrize(("rate", "dtype", "unit"), [(0.1, jnp.bfloat16, 2.0**-7), (0.5, jnp.float16, 1.0)])
 def test_weights_in_pairs_are_dropped_by_the_same_mask(interpreter, rate, dtype, unit, seed):
-    query, key, value = (
-        jax.random.normal(k, (1, 136, 1, 64), dtype) for k in jax.random.split(jax.random.key(seed), 3)
-    )
+    query, key, value = (normal(own, (1, 136, 1, 64), dtype) for own in seeds_of(seed, 3))
     nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
     dropout = {"dropout_rate": rate, "dropout_key": jax.random.key(seed + 1)}
     problem, extras = problem_of(query, key, **nothing, is_causal=True, **dropout)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import batch_norm
 from pallas_kernels.ops.batch_norm.config import BatchNormConfig
@@ -25,7 +26,7 @@ def test_known_values():
 @pytest.mark.parametrize("config", [None, BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)], ids=["few", "many"])
 def test_nothing_cancels_far_from_zero(seed, config):
     """Sums of squares of values around 4000 would leave no digit of a variance of 1e-4."""
-    x = 4000.0 + 0.01 * jax.random.normal(jax.random.key(seed), (24, 128))
+    x = 4000.0 + 0.01 * normal(seed, (24, 128))
     _, mean, variance = batch_norm_forward(x, jnp.ones(128), jnp.zeros(128), epsilon=1e-5, config=config)
     exact = np.asarray(x, np.float64)
     np.testing.assert_allclose(mean, exact.mean(0), rtol=2e-7, err_msg=f"seed={seed}")
@@ -36,7 +37,7 @@ def test_nothing_cancels_far_from_zero(seed, config):
 @pytest.mark.parametrize("config", [None, BatchNormConfig(rows=2, warpgroups=2, apply_rows=2)], ids=["few", "many"])
 def test_mean_is_rounded_at_its_own_size(seed, config):
     """And not at that of the first rows, from which sums are counted."""
-    x = jax.random.normal(jax.random.key(seed), (24, 128), jnp.bfloat16).at[:8].add(16)
+    x = normal(seed, (24, 128), jnp.bfloat16).at[:8].add(16)
     x = x.at[8:].add(-8)
     _, mean, _ = batch_norm_forward(x, jnp.ones(128), jnp.zeros(128), epsilon=1e-5, config=config)
     np.testing.assert_allclose(mean, np.asarray(x, np.float64).mean(0), rtol=2**-23, atol=2e-8, err_msg=f"seed={seed}")
@@ -47,7 +48,7 @@ def test_mean_is_rounded_at_its_own_size(seed, config):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_columns_with_infinities(seed, config, dtype):
     """As jnp.mean has them, wherever they are; every other column is what it would be without them."""
-    x = jax.random.normal(jax.random.key(seed), (23, 128), dtype)
+    x = normal(seed, (23, 128), dtype)
     inf = jnp.inf
     # In the first row, in the rows whose mean sums are counted from, in the last one; of both signs; with a NaN.
     places = ((0, 0, inf), (3, 1, -inf), (22, 2, inf), (0, 3, inf), (1, 3, -inf), (15, 4, inf), (5, 5, jnp.nan))
@@ -68,7 +69,7 @@ def test_columns_with_infinities(seed, config, dtype):
 @pytest.mark.parametrize("row", [0, 22])
 def test_squares_of_huge_values_are_infinite(seed, row):
     """And the variance with them, of few rows: nothing is NaN, as in the definition."""
-    x = jax.random.normal(jax.random.key(seed), (40, 128)).at[row].set(3e38)
+    x = normal(seed, (40, 128)).at[row].set(3e38)
     one, zero = jnp.ones(128), jnp.zeros(128)
     got = batch_norm_forward(x, one, zero, epsilon=1e-5)
     for value, want in zip(got, batch_norm_reference(x, one, zero), strict=True):
@@ -79,7 +80,7 @@ def test_squares_of_huge_values_are_infinite(seed, row):
 @pytest.mark.parametrize("rows", [40, 33])
 def test_launches_of_many_and_of_few_rows_agree(seed, rows):
     """Values and gradients; with groups of unlike size and warpgroups without rows."""
-    x, dy = (jax.random.normal(jax.random.key(seed + i), (rows, 300)) for i in range(2))
+    x, dy = (normal(seed + i, (rows, 300)) for i in range(2))
     scale, bias = jnp.linspace(0.5, 2, 300), jnp.linspace(-1, 1, 300)
     config = BatchNormConfig(rows=1, warpgroups=4, blocks_per_core=6, apply_rows=1)
     found = []
@@ -110,7 +111,7 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
 
 @pytest.mark.usefixtures("interpreter")
 def test_mean_and_variance_have_gradients(seed):
-    x = jax.random.normal(jax.random.key(seed), (5, 128))
+    x = normal(seed, (5, 128))
     scale = bias = jnp.ones(128)
 
     def loss(x, implementation):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import bias_activation
 from pallas_kernels.ops.bias_activation.column_sums import MOST_PARTIALS, add_rows
@@ -23,7 +24,7 @@ def test_known_values():
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rate", [0.25, 0.0])
 def test_dropout_is_the_same_forward_and_backward_on_every_implementation(seed, rate):
-    x = 1 + jnp.abs(jax.random.normal(jax.random.key(seed), (3, 260)))
+    x = 1 + jnp.abs(normal(seed, (3, 260)))
     key = jax.random.key(seed + 1)
     results = {}
     for implementation in ("mosaic", "xla"):
@@ -46,7 +47,7 @@ def test_dropout_is_the_same_forward_and_backward_on_every_implementation(seed, 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("shape", [(1, 128), (7, 300), (33, 130), (MOST_PARTIALS + 1, 128)])
 def test_rows_are_added(seed, shape):
-    values = jax.random.normal(jax.random.key(seed), shape)
+    values = normal(seed, shape)
     exact = np.asarray(values, np.float64).sum(0)
     np.testing.assert_allclose(add_rows(values, jnp.float32), exact, atol=1e-5, err_msg=f"seed={seed}")
     got = add_rows(values, jnp.bfloat16)
@@ -90,8 +91,8 @@ def test_dropout_needs_a_key_and_a_rate():
     ],
 )
 def test_all_backward_configurations_agree(seed, config):
-    x, dy = jax.random.normal(jax.random.key(seed), (2, 10, 512))
-    bias = jax.random.normal(jax.random.key(seed + 1), (512,))
+    x, dy = normal(seed, (2, 10, 512))
+    bias = normal(seed + 1, (512,))
     gelu = ACTIVATIONS["gelu_tanh"]
     expected = jax.vjp(lambda x, bias: gelu.reference(x + bias), x, bias)[1](dy)
     got = bias_activation_backward(x, bias, None, dy, activation=gelu, config=config)

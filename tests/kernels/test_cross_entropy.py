@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import integers, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -24,14 +25,15 @@ from pallas_kernels.ops.cross_entropy.formula import Terms, logarithm
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
+from pallas_kernels.specs import seeds_of
 
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3}
 
 
 def case(seed, rows, vocabulary, dtype="float32"):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    logits = (3 * jax.random.normal(keys[0], (rows, vocabulary))).astype(dtype)
-    return logits, jax.random.randint(keys[1], (rows,), 0, vocabulary), jax.random.normal(keys[2], (rows,))
+    own = seeds_of(seed, 3)
+    logits = (3 * normal(own[0], (rows, vocabulary))).astype(dtype)
+    return logits, integers(own[1], (rows,), 0, vocabulary), normal(own[2], (rows,))
 
 
 def test_known_values():

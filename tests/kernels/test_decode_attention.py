@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import testing
 from pallas_kernels.ops.decode_attention.api import decode_attention
@@ -14,18 +15,15 @@ from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
+from pallas_kernels.specs import seeds_of
 
 
 def arrays(
     batch=2, tokens=1, heads=2, keys=128, kv_heads=1, head_size=64, dtype=jnp.bfloat16, seed=0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query, *cache = jax.random.split(jax.random.key(seed), 3)
-
-    def draw(key, shape):
-        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
-
-    key_cache, value_cache = (draw(key, (batch, keys, kv_heads, head_size)) for key in cache)
-    return draw(query, (batch, tokens, heads, head_size)), key_cache, value_cache
+    query, *cache = seeds_of(seed, 3)
+    key_cache, value_cache = (normal(own, (batch, keys, kv_heads, head_size), dtype) for own in cache)
+    return normal(query, (batch, tokens, heads, head_size), dtype), key_cache, value_cache
 
 
 def exact(query, key_cache, value_cache, lengths, *, scale=None, window=None):

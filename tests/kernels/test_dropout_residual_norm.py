@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import dropout_residual_norm, layer_norm, rms_norm
 from pallas_kernels.ops._norms.config import BackwardConfig, ForwardConfig
@@ -18,7 +19,7 @@ KEY = jax.random.key(11)
 
 
 def rows(seed, count, features, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
+    return normal(seed, (count, features)).astype(dtype)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])

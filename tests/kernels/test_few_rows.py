@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
+import draws
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    return draws.normal(seed, shape, dtype)
 
 
 def wide(array):
@@ -113,7 +113,7 @@ def test_integer_weights(name, seed):
     config, (m, k, n), dtype, groups = QUANTIZED[name]
     x = normal(seed, m, k)
     info = jnp.iinfo(dtype)
-    values = jax.random.randint(jax.random.key(seed + 1), (n, k), info.min, info.max + 1, jnp.int8).astype(dtype)
+    values = draws.integers(seed + 1, (n, k), info.min, info.max + 1, jnp.int8).astype(dtype)
     scales = jnp.abs(normal(seed + 2, groups, n, dtype=jnp.float32)) + 0.1
     (got,) = few_rows_product(x, [values], scales=[scales], config=config)
     w = wide(values).reshape(n, groups, -1) * wide(scales).T[:, :, None]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import gated_activation
 from pallas_kernels.primitives.elementwise import Blocks
@@ -19,7 +19,7 @@ def test_known_values():
 
 @pytest.mark.usefixtures("interpreter")
 def test_packed_is_the_same_as_two_arrays(seed):
-    gate, up = jax.random.normal(jax.random.key(seed), (2, 3, 256))
+    gate, up = normal(seed, (2, 3, 256))
     packed = jnp.concatenate([gate, up], axis=-1)
     expected = gated_activation(gate, up, activation="gelu", implementation="mosaic")
     got = gated_activation(packed, activation="gelu", implementation="mosaic")

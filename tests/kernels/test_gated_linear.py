@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import Norm, gated_linear
 from pallas_kernels.ops.gated_linear import api
@@ -14,9 +15,7 @@ from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 def arrays(rows=8, features=64, outputs=128, dtype=jnp.bfloat16):
     shapes = ((rows, features), (features, outputs), (features, outputs))
-    return tuple(
-        jax.random.normal(jax.random.key(i), shape, jnp.float32).astype(dtype) for i, shape in enumerate(shapes)
-    )
+    return tuple(normal(i, shape, dtype) for i, shape in enumerate(shapes))
 
 
 def test_without_a_gpu_none_is_xla():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import draws
 import interpreter_semaphores
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    return draws.normal(seed, shape, dtype)
 
 
 def wide(array):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import integers, normal
 
 from pallas_kernels.primitives import platform
 from pallas_kernels.primitives.activations import get_activation
@@ -16,6 +16,7 @@ from pallas_kernels.primitives.integer_gemm.deal import Deal
 from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, to_lanes
+from pallas_kernels.specs import seeds_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -23,12 +24,12 @@ SMALL = IntegerGemmConfig(rows=64, stages=2, store_rows=64)
 
 
 def operands(seed, m, k, n, dtype):
-    keys = jax.random.split(jax.random.key(seed), 4)
+    own = seeds_of(seed, 4)
     least, most = (-127, 127) if dtype == jnp.uint8 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    x = jax.random.normal(keys[0], (m, k), jnp.float32).astype(jnp.bfloat16)
-    values = jax.random.randint(keys[1], (n, k), least, most + 1, jnp.int8)
-    scales = 0.1 + jnp.abs(jax.random.normal(keys[2], (n,), jnp.float32))
-    residual = jax.random.normal(keys[3], (m, n), jnp.float32)
+    x = normal(own[0], (m, k), jnp.bfloat16)
+    values = integers(own[1], (n, k), least, most + 1, jnp.int8)
+    scales = 0.1 + jnp.abs(normal(own[2], (n,)))
+    residual = normal(own[3], (m, n))
     exact = np.asarray(x, np.float64) @ (np.asarray(values, np.float64) * np.asarray(scales, np.float64)[:, None]).T
     return x, to_lanes(values) if dtype == jnp.uint8 else values.astype(dtype), scales, residual, exact
 

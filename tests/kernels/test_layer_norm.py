@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import layer_norm
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
@@ -15,7 +16,7 @@ from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 
 
 def rows(seed, count, features, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
+    return normal(seed, (count, features)).astype(dtype)
 
 
 def as_float32(*arrays):

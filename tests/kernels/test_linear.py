@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import linear
 from pallas_kernels.ops.linear.reference import linear_reference
 
 
 def arrays(rows=8, features=64, outputs=128, dtype=jnp.bfloat16):
-    x = jax.random.normal(jax.random.key(0), (rows, features), jnp.float32).astype(dtype)
-    w = jax.random.normal(jax.random.key(1), (features, outputs), jnp.float32).astype(dtype)
+    x = normal(0, (rows, features), dtype)
+    w = normal(1, (features, outputs), dtype)
     return x, w
 
 
@@ -75,7 +76,7 @@ def test_float32_results_are_not_rounded_on_the_way():
 @pytest.mark.usefixtures("interpreter")
 def test_gradients_of_float32_results_are_those_of_xla():
     x, w = arrays(rows=8)
-    dy = jax.random.normal(jax.random.key(2), (8, 128), jnp.float32)
+    dy = normal(2, (8, 128))
 
     def gradients(implementation):
         def forward(x, w):

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import integers, normal
 
 from pallas_kernels import linear_cross_entropy
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk, kept_rows
 
 
 def arrays(rows=8, features=64, vocabulary=128, dtype=jnp.bfloat16):
-    hidden = jax.random.normal(jax.random.key(0), (rows, features), jnp.float32).astype(dtype)
-    w = (jax.random.normal(jax.random.key(1), (features, vocabulary), jnp.float32) / 8).astype(dtype)
-    return hidden, w, jax.random.randint(jax.random.key(2), (rows,), 0, vocabulary)
+    hidden = normal(0, (rows, features), dtype)
+    w = (normal(1, (features, vocabulary)) / 8).astype(dtype)
+    return hidden, w, integers(2, (rows,), 0, vocabulary)
 
 
 def test_without_a_gpu_none_is_xla():

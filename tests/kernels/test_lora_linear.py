@@ -10,21 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import lora_linear
 from pallas_kernels.ops.lora_linear.config import LoraConfig
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward, lora_linear_gradient_x
 from pallas_kernels.ops.lora_linear.sharing import Sharing
 from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.specs import seeds_of
 
 
 def arrays(rows=8, features=64, outputs=128, rank=4, dtype=jnp.bfloat16) -> dict[str, Any]:
     shapes = {"x": (rows, features), "w": (features, outputs), "a": (features, rank), "b": (rank, outputs)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
     scales = {"x": 1.0, "w": features**-0.5, "a": features**-0.5, "b": 1.0}
     return {
-        name: (scales[name] * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: (scales[name] * normal(own, shape)).astype(dtype)
+        for own, (name, shape) in zip(seeds_of(0, len(shapes)), shapes.items(), strict=True)
     }
 
 
@@ -136,7 +137,7 @@ def test_who_makes_what(rows, columns, most, blocks, makers):
 def test_kernel_of_the_gradient_of_x():
     """Small shapes leave it to XLA."""
     x, w, a, b = arrays(features=128, outputs=192, rank=24).values()
-    dy = jax.random.normal(jax.random.key(7), (8, 192), jnp.float32).astype(x.dtype)
+    dy = normal(7, (8, 192), x.dtype)
     low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
     dx = lora_linear_gradient_x(dy, w, a, low, alpha=0.5, config=GemmConfig(tile_n=128))
     expected = exact(dy, w.T, b.T, a.T, alpha=0.5)

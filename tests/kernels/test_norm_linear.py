@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
@@ -15,7 +16,7 @@ from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 def arrays(rows=8, features=128, outputs=128, dtype=jnp.bfloat16):
     shapes = ((rows, features), (features, outputs), (rows, outputs))
-    return [jax.random.normal(jax.random.key(i), s, jnp.float32).astype(dtype) for i, s in enumerate(shapes)]
+    return [normal(i, s, dtype) for i, s in enumerate(shapes)]
 
 
 def test_without_a_gpu_none_is_xla():
@@ -45,7 +46,7 @@ def test_errors_say_what_is_wrong():
 def test_two_layers_with_nothing_between_them():
     """The mean squares of one layer are what the norm in the next one divides by."""
     x, w, residual = arrays(dtype=jnp.float32)
-    scale = 1 + 0.1 * jax.random.normal(jax.random.key(9), (128,))
+    scale = 1 + 0.1 * normal(9, (128,))
     norm = Norm(scale, epsilon=1e-5)
     total, mean_square = linear_residual_norm(x, w, residual=residual)
     folded, (behind,) = fold_scale(norm, w)

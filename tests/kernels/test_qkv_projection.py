@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
 from pallas_kernels.ops.qkv_projection import mosaic_gpu
@@ -17,7 +18,7 @@ POSITIONS = jnp.arange(8)
 
 def arrays(features=128, heads=(2, 1), head_size=64, dtype=jnp.bfloat16):
     shapes = ((8, features), *((features, count * head_size) for count in (heads[0], heads[1], heads[1])))
-    return [jax.random.normal(jax.random.key(i), s, jnp.float32).astype(dtype) for i, s in enumerate(shapes)]
+    return [normal(i, s, dtype) for i, s in enumerate(shapes)]
 
 
 def test_without_a_gpu_none_is_xla():
@@ -99,7 +100,7 @@ def test_angles_are_those_of_float64():
 
 def test_a_folded_scale_is_the_scale():
     x, *weights = arrays(dtype=jnp.float32)
-    norm = Norm(1 + 0.1 * jax.random.normal(jax.random.key(9), (128,)))
+    norm = Norm(1 + 0.1 * normal(9, (128,)))
     folded, others = fold_scale(norm, *weights)
     assert folded.scale is None
     for got, expected in zip(
@@ -137,8 +138,8 @@ def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
     config = FewRowsConfig(columns=128, warpgroups=2, norm_inside=True)
     monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
     x, w_q, w_k, w_v = arrays(heads=(1, 1), head_size=128)
-    x = (4.0 * jax.random.normal(jax.random.key(seed), (3, 128))).astype(x.dtype)
-    scale = (1 + 0.2 * jax.random.normal(jax.random.key(seed + 1), (128,))).astype(x.dtype)
+    x = (4.0 * normal(seed, (3, 128))).astype(x.dtype)
+    scale = (1 + 0.2 * normal(seed + 1, (128,))).astype(x.dtype)
 
     def project(x, scale, w_q, implementation="mosaic", **norm):
         norm = Norm(scale, epsilon=0.1, **norm)

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import QuantizedWeight, quantize, quantized_linear
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 
 
 def weights(features=128, outputs=64):
-    return jax.random.normal(jax.random.key(1), (features, outputs), jnp.float32)
+    return normal(1, (features, outputs))
 
 
 @pytest.mark.parametrize(("bits", "group_size", "steps"), [(8, None, 254), (8, 64, 254), (4, 128, 14), (4, None, 14)])
@@ -47,7 +48,7 @@ def test_eight_bits_are_kept_in_another_order_where_features_allow_it():
 
 @pytest.mark.usefixtures("interpreter")
 def test_either_order_gives_the_same():
-    x, q = jax.random.normal(jax.random.key(2), (3, 128), jnp.bfloat16), quantize(weights())
+    x, q = normal(2, (3, 128), jnp.bfloat16), quantize(weights())
     natural = replace(q, values=q.integers)
     np.testing.assert_array_equal(natural.dequantized(jnp.float32), q.dequantized(jnp.float32))
     ours, theirs = (quantized_linear(x, each, implementation="mosaic") for each in (q, natural))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import rms_norm
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
@@ -16,7 +17,7 @@ from pallas_kernels.primitives.rows import LANES, split_row
 
 
 def rows(seed, count, features, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), (count, features)).astype(dtype)
+    return normal(seed, (count, features)).astype(dtype)
 
 
 def test_known_values():
@@ -80,7 +81,7 @@ def test_long_rows_in_chunks(seed, features, has_residual):
 
 @pytest.mark.usefixtures("interpreter")
 def test_rows_held_as_16_bits(seed):
-    x, scale = jax.random.normal(jax.random.key(seed), (3, 516), jnp.bfloat16), jnp.linspace(0.5, 2, 516)
+    x, scale = normal(seed, (3, 516), jnp.bfloat16), jnp.linspace(0.5, 2, 516)
     x = x.at[1, 7].set(jnp.nan)  # a row of which nothing is a number
     y, _ = rms_norm_forward(x, scale, None, epsilon=1e-6, config=ForwardConfig(holds="packed", piece=1))
     expected = np.asarray(rms_norm(x, scale, epsilon=1e-6, implementation="xla"), np.float32)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 
 from pallas_kernels import softmax
 from pallas_kernels.ops.softmax.api import masking_of
@@ -19,7 +20,7 @@ from pallas_kernels.ops.softmax.shared_rows import fits_shared_memory
 
 
 def rows(seed, *shape, dtype="float32", deviation=2.0):
-    return (deviation * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+    return (deviation * normal(seed, shape)).astype(dtype)
 
 
 def test_reference_is_jax_softmax(seed):
