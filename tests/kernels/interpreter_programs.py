@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax._src import core
 from jax._src.pallas.core import BlockMapping, GridMapping
+from jax._src.pallas.mosaic_gpu.core import WarpMesh
 
 _programs: dict[Hashable, Callable[..., Any]] = {}
 
@@ -29,18 +30,23 @@ def count() -> int:
 
 def program_of(make: Callable[[], Callable[..., Any]], **parameters: Any) -> Callable[..., Any]:
     """What `make` gave for a kernel with the same parameters, or gives now."""
-    key = _key(parameters, {})
+    key = key_of(parameters)
     if key not in _programs:
         _programs[key] = make()
     return _programs[key]
 
 
-def _key(value: Any, names: dict[Any, int]) -> Hashable:
-    """Equal for equal values, also for two traces of one function; `names` counts the variables met so far.
+def key_of(value: Any) -> Hashable:
+    """Equal for equal values, also for two traces of one function.
 
     Of all else that cannot be compared only the same object is equal; the key keeps it, so that no other takes its
     place.
     """
+    return _key(value, {})
+
+
+def _key(value: Any, names: dict[Any, int]) -> Hashable:
+    """`key_of`, where `names` counts the variables and axes met so far."""
     match value:
         case core.Jaxpr():
             return _key_of_jaxpr(value, names)
@@ -50,7 +56,7 @@ def _key(value: Any, names: dict[Any, int]) -> Hashable:
             return names.setdefault(value, len(names)), value.aval
         case tuple() | list() if type(value) in (tuple, list):
             return type(value), *(_key(each, names) for each in value)
-        case GridMapping() | BlockMapping():
+        case GridMapping() | BlockMapping() | WarpMesh():
             return _key({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, names)
         case core.DebugInfo():
             return "where it was traced"
@@ -60,6 +66,8 @@ def _key(value: Any, names: dict[Any, int]) -> Hashable:
             return type(value), repr(value)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
         case np.ndarray():
             return value.dtype, value.shape, value.tobytes()
+    if type(value) is object:  # an axis without a name
+        return "object", names.setdefault(value, len(names))
     try:
         hash(value)
     except TypeError:
