@@ -243,6 +243,17 @@ def test_tiles_of_96_keys(interpreter, keys, size, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
+@pytest.mark.parametrize(("length", "is_causal"), [(136, True), (66, True), (131, False)])
+def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, length, is_causal, seed):
+    query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=256)
+    problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
+    config = ForwardConfig(columns=64, own_output=True, output_parts=2, short_masks=True)
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
 def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -98,6 +99,9 @@ def test_what_is_taken_unasked():
      ({"queries": 512, "window": 5, "softcap": 1.0}, 128), ({"queries": 512, "softcap": 1.0}, 128),
      ({"queries": 512, "size": 256, "is_causal": False}, 64),
      ({"queries": 528, "heads": 7, "key_heads": 7, "size": 96}, 64), ({"queries": 640, "size": 64}, 128),
+     ({"queries": 512, "batch": 3}, 64), ({"queries": 512, "batch": 4}, 128),
+     ({"queries": 512, "batch": 3, "size": 96}, 64),
+     ({"queries": 512, "batch": 3, "is_causal": False}, 128), ({"queries": 512, "batch": 2, "keys": 2000}, 64),
      ({"queries": 512, "batch": 4, "size": 64}, 64), ({"queries": 512, "batch": 5, "size": 64}, 128),
      ({"queries": 512, "batch": 4, "size": 64, "is_causal": False}, 128)],
 )  # fmt: skip
@@ -109,8 +113,9 @@ def test_one_warpgroup_computes_where_blocks_then_run_at_once(given, rows):
     assert not (config.ping_pong and rows == 64)
     shares = config.compute_registers == 128
     blocks = problem.batch * problem.heads * -(-problem.masking.queries // 64)
-    assert shares == (rows == 64 and blocks > 132)
+    assert shares == (problem.head_size == 64 and rows == 64 and blocks > 132)
     assert not (shares and config.is_persistent)
+    assert config.columns == 64 or not (rows == 64 and blocks > 132)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +130,18 @@ def test_tiles_have_keys_that_fit(keys, columns):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_persistent"),
-    [({}, True), ({"is_causal": True}, True), ({"queries": 82, "keys": 82, "is_causal": True}, False),
-     ({"size": 256, "keys": 128}, True), ({"size": 256, "keys": 128, "is_causal": True}, True),
-     ({"size": 256, "keys": 100, "is_causal": True}, False), ({"size": 256, "keys": 100}, True),
-     ({"size": 256}, False), ({"softcap": 1.0}, False)],
+    ("given", "parts", "short_masks"),
+    [({"size": 192}, 1, True), ({"size": 192, "queries": 82, "keys": 82, "is_causal": True}, 1, True), ({}, 2, True),
+     ({"keys": 100}, 2, True), ({"is_causal": True}, 2, True), ({"keys": 128, "is_causal": True}, 2, True),
+     ({"keys": 100, "is_causal": True}, 2, False)],
 )  # fmt: skip
-def test_large_heads_loop_over_tiles_where_registers_suffice(given, is_persistent):
-    problem = described(**{"batch": 32, "queries": 1024, "keys": 1024, "size": 192, **given})
+def test_large_heads_loop_over_tiles(given, parts, short_masks):
+    problem = described(**{"batch": 32, "queries": 1024, "keys": 1024, "size": 256, **given})
     with jax.sharding.use_abstract_mesh(MESH):
-        assert default_forward(problem).is_persistent == is_persistent
+        config = default_forward(problem)
+        assert not default_forward(replace(problem, softcap=1.0)).is_persistent
+    assert config.is_persistent and config.own_output
+    assert (config.output_parts, config.short_masks) == (parts, short_masks)
 
 
 LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True}

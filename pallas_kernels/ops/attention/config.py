@@ -31,6 +31,8 @@ class ForwardConfig:
     is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
         meanwhile; else a block for each, which the hardware deals out as others end.
     own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
+    output_parts: so many parts of its columns leave one after the other through the same shared memory, which is all
+        that large heads leave for an output of its own.
     splits_rest: the tiles that are left over when all blocks have as many are shared by blocks, that take some keys
         each. Where all tiles have the same work.
     packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
@@ -49,6 +51,7 @@ class ForwardConfig:
     ping_pong: bool = True
     is_persistent: bool = True
     own_output: bool = False
+    output_parts: int = 1
     splits_rest: bool = False
     packs_dropout: bool = False
     deals_windows: bool = False
@@ -128,16 +131,19 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
     if _further(problem):
         return config
     config = replace(config, short_masks=True)
-    has_few_tiles = masking.keys <= 2 * config.columns
-    if has_few_tiles and is_ragged(masking) and masking.has_band:
-        # In a loop over tiles of queries, masks and panels take too many registers.
-        return config
     if problem.head_size == 192:
         return replace(config, is_persistent=True, own_output=True)
-    if masking.is_causal and not has_few_tiles:
-        return replace(config, is_persistent=True, memory_registers=24, compute_registers=240)
-    # With more tiles of keys, all of them seen, 256 features take too many.
-    return replace(config, is_persistent=has_few_tiles)
+    # Of a few tiles in panels, short masks take too many registers.
+    is_tight = masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns
+    return replace(
+        config,
+        is_persistent=True,
+        own_output=True,
+        output_parts=2,
+        short_masks=not is_tight,
+        memory_registers=24,
+        compute_registers=240,
+    )
 
 
 def _further(problem: Problem) -> int:
@@ -192,7 +198,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "default": base,
         "no ping-pong": replace(base, ping_pong=False),
         "other grid": replace(base, is_persistent=not base.is_persistent),
-        "other output": replace(base, own_output=not base.own_output),
+        "other output": replace(base, own_output=not base.own_output, output_parts=1),
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
         "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.ops.attention.config import ForwardConfig
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.ops.attention.schedule import Schedule, divmod_of, rem_of
 
 
@@ -28,6 +29,17 @@ class Block:
     extras: dict[str, Any]
     buffers: dict[str, Any]
     barriers: dict[str, Any]
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether LLVM may not know how often a loop over tiles of keys runs: it makes straight code of few times.
+
+        Where registers are short, in panels or with large heads in a loop over tiles of queries, that takes too many.
+        """
+        config, masking = self.config, self.problem.masking
+        has_large_heads = self.problem.head_size > 128 and config.is_persistent
+        has_two = -(-masking.keys // config.columns) == 2
+        return (is_ragged(masking) and has_two) or (has_large_heads and (has_two or not masking.has_band))
 
     def key_tiles(self, batch: jax.Array, tile: jax.Array, part: jax.Array) -> TileRange:
         """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.config import ROWS
 from pallas_kernels.ops.attention.forward_block import Block
+from pallas_kernels.ops.attention.hidden import hidden_zero
 from pallas_kernels.ops.attention.schedule import divmod_of, rem_of
 
 
@@ -55,8 +56,11 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
             bring("v", v_ref, config.value_stages, before + i, place)
 
-        lax.fori_loop(jnp.int32(0), last - first, step, None)
-        return before + last - first
+        steps = last - first
+        if block.hides_steps:
+            steps += hidden_zero()
+        lax.fori_loop(jnp.int32(0), steps, step, None)
+        return before + steps
 
     total = block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
 

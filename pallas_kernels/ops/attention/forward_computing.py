@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.forward_block import Block
 from pallas_kernels.ops.attention.hidden import hidden_zero
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
-from pallas_kernels.ops.attention.row_tiles import is_ragged, multiply_across, multiply_down
+from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
 from pallas_kernels.ops.attention.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
@@ -171,8 +171,7 @@ class Computing:
 
         # Steps count from the last tile of keys: those before `cut` are behind the full ones.
         steps = last - first
-        if self._may_loop_once:
-            # Of a loop that is known to run once LLVM makes straight code, which then takes too many registers.
+        if self.block.hides_steps:
             steps += hidden_zero()
         cut = jnp.int32(1)
         if self._many_masked_after:
@@ -189,13 +188,6 @@ class Computing:
         out = o_ref[...]
         plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
         return out, total, maximum, steps
-
-    @property
-    def _may_loop_once(self) -> bool:
-        """Whether there are two tiles of keys, and registers are short: panels, or large heads in a loop over tiles."""
-        config, problem = self.block.config, self.block.problem
-        is_tight = is_ragged(problem.masking) or (problem.head_size > 128 and config.is_persistent)
-        return is_tight and -(-problem.masking.keys // config.columns) == 2
 
     @property
     def _many_masked_after(self) -> bool:
@@ -221,24 +213,28 @@ class Computing:
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
         buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
         rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer.store(out)
-        buffers["lse"].at[warpgroup][...] = lse
-        plgpu.commit_smem()
         places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
         if self.block.schedule.rest:
             of_part = jnp.maximum(part, 0)
             places.append((results[2].at[of_part, own_rows], results[3].at[of_part, own_rows]))
-        for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
+        width = problem.head_size // config.output_parts
+        for start in range(0, problem.head_size, width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer.store(out if width == problem.head_size else out[:, start : start + width])
+            if start == 0:
+                buffers["lse"].at[warpgroup][...] = lse
+            plgpu.commit_smem()
+            for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
 
-            def send(out_place=out_place, lse_place=lse_place):
-                buffer.send(out_place)
-                plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
+                def send(start=start, out_place=out_place, lse_place=lse_place):
+                    buffer.send(out_place if width == problem.head_size else out_place.at[:, pl.ds(start, width)])
+                    if start == 0:
+                        plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
 
-            if self.block.schedule.rest:
-                pl.when(is_here)(send)
-            else:
-                send()
+                if self.block.schedule.rest:
+                    pl.when(is_here)(send)
+                else:
+                    send()
         if not config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.block.barriers["q_empty"].at[warpgroup])

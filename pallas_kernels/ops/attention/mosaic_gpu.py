@@ -114,7 +114,8 @@ def _launch(
     form = TileForm(size=size, dtype=dtype, in_panels=is_ragged(problem.masking))
     # A product over rows takes as many of them at a time as are columns that are swizzled together.
     value_form = form if config.columns % 64 == 0 else replace(form, swizzle=64)
-    forms = {"q": form, "k": form, "v": value_form, "out": form}
+    out_form = replace(form, size=size // config.output_parts)
+    forms = {"q": form, "k": form, "v": value_form, "out": out_form}
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
         *results, buffers, barriers = refs
@@ -147,7 +148,7 @@ def _launch(
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
-        buffers["out"] = form.scratch(warpgroups, ROWS)
+        buffers["out"] = out_form.scratch(warpgroups, ROWS)
     has_segments = problem.masking.has_segments
     if has_segments:
         buffers["segments"] = plgpu.SMEM((config.key_stages, config.columns), jnp.int32)
