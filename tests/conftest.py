@@ -1,26 +1,69 @@
-"""Which tests one process takes, where `make test` shares out files."""
+"""Which tests one process takes, where `make test` shares out files; and how it compiles for the CPU."""
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import pytest
+from jax._src.lib import xla_client
+
+# Two thirds of what XLA's CPU compiler takes for a small program are to make its kernels by MLIR: LLVM alone makes them
+# too. It then fuses products with sums here and not there, and a mean of large values is another in each place; without
+# such instructions each operation is rounded.
+XLA_FLAGS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_max_isa=AVX")
+
+
+def _take_flags() -> None:
+    """XLA reads the variable once a process; captures, and processes of their own, are not to see it."""
+    given = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, (given, *XLA_FLAGS)))
+    _ = xla_client.CompileOptions().executable_build_options.debug_options
+    del os.environ["XLA_FLAGS"]
+    if given is not None:
+        os.environ["XLA_FLAGS"] = given
+
+
+if platform.machine() == "x86_64" and os.environ.get("JAX_PLATFORMS") == "cpu":  # beside a GPU it computes much
+    _take_flags()
 
 FOLDERS_THAT_COMPILE = ("tests/analysis", "tests/capture", "tests/decisions", "tests/hlo")
 """Their files share programs that take up to half a minute to compile, once a process."""
 
+LONGEST_FILES = ("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py")
+"""Minutes long, and tests of one mode share programs: two processes take the modes, before all else."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but such a folder goes to one process as a file does."""
+    """As `--dist loadfile`, but such a folder goes to one process as a file does, and the longest files by mode."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # else by the number of tests
 
     class ByFileOrFolder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             folder = file.rpartition("/")[0]
+            if file in LONGEST_FILES:
+                return f"{file} {'grad' in nodeid}"
             return folder if folder in FOLDERS_THAT_COMPILE else file
 
     return ByFileOrFolder(config, log)
+
+
+@pytest.fixture
+def quick_programs() -> Iterator[None]:
+    """For tests that compile many programs for the CPU, to run each once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -18,6 +18,8 @@ from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Results, Run, load
 from xlafuse.models import BlockConfig, block_function, get_preset
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SETTINGS = BlockSettings(preset="tiny", strategies=("xla", "pallas"), rounds=1, calls=2)
 SMALL = BlockConfig(
     name="small", hidden_size=16, mlp_size=24, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32",

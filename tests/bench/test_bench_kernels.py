@@ -21,6 +21,8 @@ from xlafuse.bench.results import Results, Run, rivals
 from xlafuse.bench.table import overview
 from xlafuse.bench.timing import Candidate
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SETTINGS = Settings(rounds=1, calls=2)
 
 

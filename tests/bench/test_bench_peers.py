@@ -17,6 +17,8 @@ from pallas_kernels.specs import ArgSpec, ArraySpec
 from xlafuse.bench import peers
 from xlafuse.bench.kernels import _peer, _peers_results, check_close
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @pytest.fixture(autouse=True)
 def _torch(monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import random
 
 import interpreter_accumulators
@@ -19,17 +18,6 @@ from interpreter import extend
 # take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
 os.environ.setdefault("PJRT_NPROC", "16")
 
-# Two thirds of what XLA's CPU compiler takes for a small program are to make its kernels by MLIR: LLVM alone makes them
-# too. It then fuses products with sums here and not there, and a mean of large values is another in each place; without
-# such instructions each operation is rounded. Late once a backend is up; then tests only take longer.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-        *(["--xla_cpu_max_isa=AVX"] if platform.machine() == "x86_64" else []),
-    ]
-).strip()
-
 # Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
 with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", 2)
@@ -44,11 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_programs():
-    """A test compiles dozens of programs, to run each once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def in_all_tests(quick_programs):
+    """What the whole folder needs."""
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from xlafuse.models import FusionPlan, get_preset, layers
 from xlafuse.numerics import check_plans, judge, reduced
 from xlafuse.strategies import get_strategy
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
 
 
