@@ -46,6 +46,8 @@ FUSED = {
     "spread over a group": ((1, 72, 264, 2, 1, 128), {}),
     "spread over fewer tiles than blocks, padded": ((2, 130, 261, 1, 1, 64), {}),
     "spread over a head, parts": ((1, 136, 136, 4, 1, 96), {}),
+    "queries split, spread": ((1, 250, 200, 2, 1, 128), {}),
+    "queries split, parts": ((1, 200, 136, 2, 1, 96), {}),
 }
 
 FORMS = {
@@ -60,6 +62,8 @@ FORMS = {
     "spread over a group": FusedConfig(finishers=True, warps_apart=True, overlaps=True, spread=2),
     "spread over fewer tiles than blocks, padded": FusedConfig(finishers=True, warps_apart=True, spread=1),
     "spread over a head, parts": FusedConfig(finishers=True, parts=2, spread=1),
+    "queries split, spread": FusedConfig(finishers=True, warps_apart=True, overlaps=True, spread=2, splits=2),
+    "queries split, parts": FusedConfig(waves=1, parts=2, splits=2),
 }
 
 SHORT = {

@@ -69,6 +69,22 @@ def test_blocks_begin_apart_where_many_share_queries(shape, spread):
 
 
 @pytest.mark.parametrize(
+    ("shape", "splits"),
+    [((1, 4096, 4096, 2, 2, 64), 2), ((1, 1536, 1536, 12, 12, 128), 2), ((1, 4096, 4096, 8, 8, 128), 1),
+     ((2, 4096, 4096, 5, 5, 64), 2), ((1, 4096, 4096, 8, 2, 128), 1), ((1, 1500, 1536, 12, 12, 128), 2),
+     ((1, 1656, 1536, 12, 12, 128), 2)],
+)  # fmt: skip
+def test_splitting_queries_is_worth_measuring_where_heads_are_too_few_to_fill_the_last_round(shape, splits):
+    for is_causal in (False, True):
+        problem = described(*shape, is_causal=is_causal)
+        with jax.sharding.use_abstract_mesh(MESH):
+            fused = [config.fused for config in backward_candidates(problem).values() if config.fused is not None]
+            own = default_backward(problem).fused
+        assert own is None or own.splits == 1
+        assert max(config.splits for config in fused) == (1 if is_causal else splits)
+
+
+@pytest.mark.parametrize(
     ("shape", "tiles"),
     [((2, 200, 3000, 8, 8, 64), 3), ((1, 64, 4096, 12, 12, 64), 3), ((4, 100, 2000, 8, 8, 64), 4),
      ((4, 16, 4096, 32, 8, 128), 8), ((64, 196, 196, 12, 12, 64), 2), ((8, 256, 256, 32, 8, 128), 1),
@@ -141,3 +157,4 @@ def test_every_candidate_of_one_kernel_can_be_launched(shape, given):
                 in_panels=False,
             )
             assert (launch.spread is not None) == (config.spread > 0)
+            assert launch.lane_tiles * config.splits == launch.query_tiles

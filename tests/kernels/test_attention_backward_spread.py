@@ -88,17 +88,32 @@ def test_none_waits_for_ever_however_few_run_at_once_and_none_at_all_where_all_d
         assert steps == SPANS * span
 
 
+def launched(right: int | None = None, **given) -> Launch:
+    """Of three tiles of queries, whose four heads share two tiles of keys."""
+    masking = Masking(queries=192, keys=256, left=None, right=right)
+    problem = Problem(
+        batch=1, heads=4, key_heads=1, head_size=128, dtype=jnp.dtype(jnp.bfloat16), masking=masking, scale=1.0
+    )
+    config = FusedConfig(**{"finishers": True, **given})
+    return Launch(problem=problem, config=config, batch=1, heads=4, size=128, in_panels=False)
+
+
 @pytest.mark.parametrize(
     ("given", "right"),
     [({"spread": 3}, None), ({"finishers": False}, None), ({"heads_inside": True}, None), ({"parts": 4}, None),
      ({}, 0)],
 )  # fmt: skip
 def test_a_launch_that_cannot_be_spread_is_refused(given, right):
-    masking = Masking(queries=128, keys=256, left=None, right=right)
-    problem = Problem(
-        batch=1, heads=4, key_heads=1, head_size=128, dtype=jnp.dtype(jnp.bfloat16), masking=masking, scale=1.0
-    )
-    config = FusedConfig(**{"finishers": True, "spread": 2, **given})
-    launch = Launch(problem=problem, config=config, batch=1, heads=4, size=128, in_panels=False)
     with pytest.raises(ValueError, match="multiple of spread"):
-        _ = launch.spread
+        _ = launched(right, **{"spread": 2, **given}).spread
+
+
+@pytest.mark.parametrize(("splits", "right"), [(2, None), (3, 0)])
+def test_queries_that_cannot_be_split_are_refused(splits, right):
+    with pytest.raises(ValueError, match="whole tiles"):
+        _ = launched(right, splits=splits).lane_tiles
+
+
+def test_lanes_of_split_queries_have_spans_of_their_own():
+    launch = launched(parts=2, splits=3, spread=2)
+    assert (launch.lanes, launch.lane_tiles, launch.spread) == (6, 1, Spread(blocks=2, span=2))

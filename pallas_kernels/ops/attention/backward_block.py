@@ -16,6 +16,7 @@ from pallas_kernels.ops.attention.backward_lanes import lane_place
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, Launch, Scratch
 from pallas_kernels.ops.attention.backward_steps import Steps
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.primitives.platform import target_device
 
 
@@ -47,7 +48,7 @@ class Block:
     """What is known of a block while it runs.
 
     tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
-    part: of the head's group, or None.
+    part: of the head's group and queries, or None.
     visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
     group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each sum, which counts the
     blocks that have added to it.
@@ -85,14 +86,20 @@ class Block:
             lane_bytes=8 * launch.group * length * launch.size,
             section_blocks=config.waves * target_device().core_count,
         )
-        b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
+        b, key_head, part = lane_place(lane, problem.key_heads, config.all_parts)
         if launch.keeps_apart:
             tile, b, key_head, part = lax.optimization_barrier((tile, b, key_head, part))
         first_key = tile * COLUMNS
         visits = Visits(tiles=launch.masking.query_tiles(first_key, COLUMNS, launch.rows))
         first_head = key_head * problem.group
-        if part is not None:
-            first_head = first_head + part * launch.group
+        heads = part
+        if config.splits > 1 and part is not None:
+            heads, split = lax.div(part, config.splits), lax.rem(part, config.splits)
+            visits = Visits(
+                tiles=TileRange(0, 0, launch.lane_tiles, launch.lane_tiles), begin=split * launch.lane_tiles
+            )
+        if heads is not None:
+            first_head = first_head + heads * launch.group
         walk = Steps(
             visits=visits,
             first_head=first_head,

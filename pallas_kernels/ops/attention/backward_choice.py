@@ -14,6 +14,7 @@ from pallas_kernels.ops.attention.backward_config import (
 )
 from pallas_kernels.ops.attention.backward_launch import COLUMNS, ROWS
 from pallas_kernels.ops.attention.backward_parts import (
+    divided,
     has_steps_for_one,
     parts_of_heads,
     shared_keys,
@@ -32,8 +33,10 @@ there, the more the longer."""
 _MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
 """Blocks of one kernel with which it was faster from the least length on under a causal mask, by head size, where none
 share a group."""
-_LONG = 2048
+_LONG_ALONE = 1200
 """From which on it is with fewer."""
+_LONG = 2048
+"""From which on blocks of two kernels share a group's heads as those of one do."""
 _PADDED = {True: 3072, False: 2048}
 """Causal or not: lengths from which on padding arrays takes less than products by panels of 32 columns."""
 
@@ -90,8 +93,8 @@ def default_backward(problem: Problem) -> BackwardConfig:
     lengths = (masking.queries, masking.keys)
     blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
     parts = parts_of_heads(problem, COLUMNS)
-    has_many = min(lengths) >= _LONG or blocks >= _MANY_BLOCKS[problem.head_size]
-    is_best = has_steps_for_one(problem) or (masking.is_causal and parts == 1 and has_many)
+    has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[problem.head_size]
+    is_best = has_steps_for_one(problem, parts) or (masking.is_causal and parts == 1 and has_many)
     is_short = masking.right is None or max(lengths) <= _MOST[problem.head_size]
     if is_best and is_short and min(lengths) >= _LEAST:
         one = replace(_fused(problem), parts=parts, spread=spread_heads(problem, ROWS[problem.head_size], parts))
@@ -152,6 +155,10 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         if not problem.masking.has_band:
             one["one kernel, blocks begin apart"] = replace(base, spread=1)
             one["one kernel, blocks share a group and begin apart"] = replace(shared, spread=1)
+            parts, splits = divided(problem, COLUMNS, ROWS[padded_head(problem.head_size)])
+            if splits > 1:
+                split = replace(base, parts=parts, splits=splits, spread=1)
+                one["one kernel, queries split, blocks begin apart"] = split
         if is_ragged(problem.masking):
             one["one kernel, arrays padded or not"] = replace(base, pads=not base.pads)
         whole = replace(two, folds=False, keys=replace(two.keys, parts=1, tiles=1))

@@ -94,6 +94,8 @@ class FusedConfig:
     spread: not 0: blocks that share queries begin each with a tile of its own among those of so many heads, a divisor
         of those it goes over, and add to two sums, see `backward_spread`. For queries that see all keys; takes
         `finishers`.
+    splits: parts of a head's queries, whole tiles, over which different blocks go: as many times `parts`. For queries
+        that see all keys.
     shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
     finishers: whether more blocks make dquery of the sums, see `backward_finish`; else the last block that has a share
         of it does, without storing a sum of its own.
@@ -113,6 +115,7 @@ class FusedConfig:
     stages: int = 2
     waves: int = 2
     spread: int = 0
+    splits: int = 1
     heads_inside: bool = False
     shares: int = 2
     finishers: bool = False
@@ -124,6 +127,11 @@ class FusedConfig:
     memory_registers: int = 24
     compute_registers: int = 240
     automatic_barriers: bool = True
+
+    @property
+    def all_parts(self) -> int:
+        """Of what a lane's keys could be summed over by one block each."""
+        return self.parts * self.splits
 
 
 @dataclass(frozen=True, kw_only=True)

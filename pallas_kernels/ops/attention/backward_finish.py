@@ -71,7 +71,8 @@ class Finishers:
     """Those blocks.
 
     rows: of a tile of queries. columns: of a tile of keys, for each of which one block adds to the sums. warpgroups:
-    that compute. slots: tiles in shared memory at once. spread: of the blocks that add.
+    that compute. slots: tiles in shared memory at once. spread: of the blocks that add, each to so many tiles of a head
+    (lane_tiles).
     """
 
     masking: Masking
@@ -81,6 +82,7 @@ class Finishers:
     columns: int
     warpgroups: int
     slots: int
+    lane_tiles: int
     spread: Spread | None = None
 
     @property
@@ -121,8 +123,9 @@ class Finishers:
     def _later(self, head: Any, tile: Any) -> Any:
         """How many blocks add to the second sum of a tile."""
         assert self.spread is not None
-        number = lax.rem(head, jnp.int32(self.spread.span // self.tiles)) * self.tiles + self.tiles - 1 - tile
-        return self.spread.later(number)
+        own = self.lane_tiles
+        before = lax.rem(head, jnp.int32(self.spread.span // own)) * own
+        return self.spread.later(before + own - 1 - lax.rem(tile, jnp.int32(own)))
 
     def _sum(self, n: Any, at: Callable[[Any], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any, Any, Any]:
         """(entry of the sums' first axis, head, tile, place of the semaphore, blocks that add) of a block's n-th sum.

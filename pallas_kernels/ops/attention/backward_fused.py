@@ -52,7 +52,7 @@ def fused_gradients(
 
     Copies under `jax.vmap` run as one launch, with which they share no turns. Beside its results a launch takes a
     float32 array like query with whole tiles of queries, or two where blocks begin apart; and where blocks share a
-    group's heads, as many dkeys and dvalues as there are parts.
+    group's heads or a head's queries, as many dkeys and dvalues as there are parts.
 
     Args:
         query, key, value, dout: of heads of at most 128.
@@ -73,7 +73,7 @@ def _run(
 
     def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
         dquery_ref, *gradients, sums_ref, scratch = others
-        dkey_ref, dvalue_ref = gradients if config.parts == 1 else (gradients[0].at[0], gradients[0].at[1])
+        dkey_ref, dvalue_ref = gradients if config.all_parts == 1 else (gradients[0].at[0], gradients[0].at[1])
         inputs = Inputs(query=query_ref, key=key_ref, value=value_ref, dout=dout_ref, rows=rows_ref, extras=extras_refs)
         outputs = Outputs(dquery_ref, dkey_ref, dvalue_ref, sums_ref)
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -103,7 +103,7 @@ def _run(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
     )
     dquery, *gradients, _ = kernel(query, key, value, dout, rows, dict(extras))
-    dkey, dvalue = gradients if config.parts == 1 else map(added, gradients[0])
+    dkey, dvalue = gradients if config.all_parts == 1 else map(added, gradients[0])
     return dquery, dkey, dvalue
 
 

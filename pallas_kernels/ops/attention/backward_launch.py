@@ -144,7 +144,18 @@ class Launch:
     @property
     def lanes(self) -> int:
         """Key heads of all batch entries, or their parts, whose blocks share queries."""
-        return self.batch * self.problem.key_heads * self.config.parts
+        return self.batch * self.problem.key_heads * self.config.all_parts
+
+    @property
+    def lane_tiles(self) -> int:
+        """Of queries of a head, that a lane's blocks go over."""
+        tiles, rest = divmod(self.query_tiles, self.config.splits)
+        if rest or (self.config.splits > 1 and self.masking.has_band):
+            raise ValueError(
+                "queries are split by whole tiles, as many each, and where they see all keys; got "
+                f"{self.query_tiles} tiles and {self.config}"
+            )
+        return tiles
 
     @property
     def adders(self) -> int:
@@ -172,7 +183,7 @@ class Launch:
                 "blocks begin with tiles of their own where all queries see all keys, others finish, and the "
                 f"{self.group} heads of a block, one after the other, are a multiple of spread; got {self.config}"
             )
-        return Spread(blocks=self.key_tiles, span=heads * self.query_tiles)
+        return Spread(blocks=self.key_tiles, span=heads * self.lane_tiles)
 
     @property
     def sums(self) -> int:
@@ -193,6 +204,7 @@ class Launch:
             warpgroups=WARPGROUPS,
             slots=self.config.shares,
             spread=self.spread,
+            lane_tiles=self.lane_tiles,
         )
 
     @property
@@ -213,7 +225,8 @@ class Launch:
         """dquery, dkey and dvalue or their parts in one array, and the sums, the second ones behind the first."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.sums * self.batch, self.query_tiles * self.rows, self.heads, self.size)
-        shapes = [key.shape, value.shape] if self.config.parts == 1 else [(2, self.config.parts, *key.shape)]
+        parts = self.config.all_parts
+        shapes = [key.shape, value.shape] if parts == 1 else [(2, parts, *key.shape)]
         return [
             *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),
             jax.ShapeDtypeStruct(whole, jnp.float32),

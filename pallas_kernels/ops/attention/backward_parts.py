@@ -17,7 +17,7 @@ from pallas_kernels.primitives.platform import target_device
 
 _ROUNDS = 1.3
 """Blocks for each multiprocessor with which the longest one under a causal mask takes no longer than all together."""
-_GAIN = 0.9
+_GAIN = 0.87
 """Of the time of the rounds, what has to be left of it for more parts without a mask."""
 _SPARED = 3
 """Steps that a block of dquery must have fewer, for which XLA's addition takes as long as one or two."""
@@ -25,12 +25,16 @@ _LARGEST_HEAD = 128
 _STEPS_A_TILE = {True: 2.4, False: 0.9}
 """Causal or not: so many steps of a multiprocessor for each tile of a lane's keys make one kernel the faster form,
 although its blocks wait for each other in a row, or add to two sums."""
-_STEPS = {64: 70, 96: 300, 128: 300}
+_STEPS = {64: 70, 96: 140, 128: 140}
 """Of a multiprocessor, times tiles of a lane's keys, by head size, with which it is so without a mask: XLA has three
 kernels more to run, and the fewer tiles, the more of the time goes to sums."""
-_SPREAD_TILES, _SPREAD_BYTES = 11, 4 * 10**6
-"""Tiles of a lane's keys with which blocks that begin apart are faster than those that begin together; with fewer they
-are if both sums have no more bytes for each of them."""
+_STEPS_OF_PARTS = {64: 70, 96: 300, 128: 300}
+"""Likewise, where blocks share a group's heads: those of two kernels can, too."""
+_SPREAD_TILES, _SPREAD_BYTES = {False: 9, True: 11}, 3 * 10**6
+"""Tiles of a lane's keys with which blocks that begin apart are faster than those that begin together, where at most
+two share a group's heads or more do; with fewer they are if both sums have no more bytes for each of them."""
+_MOST_SPLITS, _LEAST_STEPS = 4, 8
+"""Parts of a head's queries, and what each must have to do."""
 _MOST_STEPS = 8
 """Of a tile of keys, with which blocks that take several tiles were measured."""
 _ROW_TILE, _KEY_TILE = 64, 128
@@ -55,8 +59,28 @@ def parts_of_heads(problem: Problem, columns: int) -> int:
     return best
 
 
-def has_steps_for_one(problem: Problem) -> bool:
-    """Whether there is so much to do that one kernel is faster than two."""
+def divided(problem: Problem, columns: int, rows: int) -> tuple[int, int]:
+    """(parts of a group's heads, parts of a head's queries) that different blocks of one kernel go over.
+
+    Queries are parted where heads are too few to fill the last round of blocks: by whole tiles of so many rows.
+    """
+    masking, cores = problem.masking, target_device().core_count
+    best, splits = parts_of_heads(problem, columns), 1
+    if masking.right is not None:
+        return best, splits
+    tiles = -(-masking.queries // rows)
+    blocks = problem.batch * problem.key_heads * -(-masking.keys // columns)
+    least = -(-best * blocks // cores) / best
+    for n in range(2, _MOST_SPLITS + 1):
+        rounds = -(-n * best * blocks // cores) / (n * best)
+        steps = problem.group // best * tiles // n
+        if tiles % n == 0 and steps >= _LEAST_STEPS and rounds <= _GAIN * least:
+            splits, least = n, rounds
+    return best, splits
+
+
+def has_steps_for_one(problem: Problem, parts: int) -> bool:
+    """Whether there is so much to do that one kernel is faster than two; parts: blocks that share a group's heads."""
     masking = problem.masking
     keys = masking.keys
     pairs = masking.queries * keys
@@ -65,19 +89,22 @@ def has_steps_for_one(problem: Problem) -> bool:
         pairs = masking.queries * keys - keys * keys // 2
     steps = problem.batch * problem.heads * pairs / (_ROW_TILE * _KEY_TILE * target_device().core_count)
     tiles = -(-keys // _KEY_TILE)
-    is_enough = masking.is_causal or steps * tiles >= _STEPS[problem.head_size]
+    least = (_STEPS if parts == 1 else _STEPS_OF_PARTS)[problem.head_size]
+    is_enough = masking.is_causal or steps * tiles >= least
     return is_enough and steps >= _STEPS_A_TILE[masking.is_causal] * tiles
 
 
-def spread_heads(problem: Problem, rows: int, parts: int) -> int:
+def spread_heads(problem: Problem, rows: int, parts: int, splits: int = 1) -> int:
     """Heads over whose queries one kernel's blocks begin apart, or 0 for blocks that begin together.
 
-    rows: of a tile of queries. parts: blocks that share a group's heads.
+    rows: of a tile of queries. parts, splits: as in `divided`.
     """
     masking = problem.masking
     keys, queries = -(-masking.keys // _KEY_TILE), -(-masking.queries // rows)
     sums = 8 * problem.batch * problem.heads * queries * rows * problem.head_size
-    if masking.has_band or (keys < _SPREAD_TILES and sums > _SPREAD_BYTES * (keys - 1)):
+    queries //= splits
+    is_less = keys < _SPREAD_TILES[parts > 2] and sums > _SPREAD_BYTES * (keys - 1)
+    if masking.has_band or is_less:
         return 0
     heads = problem.group // parts
     # At least one of two blocks has a tile of its own.

@@ -166,9 +166,13 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """The tiles that a block goes over: first those whose elements are masked, on both sides, then the full ones."""
+    """The tiles that a block goes over: first those whose elements are masked, on both sides, then the full ones.
+
+    tiles: less `begin`, so that their number is known where that is not.
+    """
 
     tiles: TileRange
+    begin: Any = None
 
     @property
     def before(self) -> Any:
@@ -191,7 +195,8 @@ class Visits:
 
     def full_tile(self, i: Any) -> Any:
         """The i-th full tile."""
-        return self.tiles.full_first + i
+        tile = self.tiles.full_first + i
+        return tile if self.begin is None else self.begin + tile
 
 
 _SMALL_HEAD, _MANY_STEPS = 128, 8
