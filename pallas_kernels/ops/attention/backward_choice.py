@@ -92,12 +92,14 @@ def default_backward(problem: Problem) -> BackwardConfig:
         return config
     lengths = (masking.queries, masking.keys)
     blocks = problem.batch * problem.key_heads * -(-masking.keys // COLUMNS)
-    parts = parts_of_heads(problem, COLUMNS)
+    rows = ROWS[problem.head_size]
+    parts, splits = divided(problem, COLUMNS, rows)
     has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[problem.head_size]
     is_best = has_steps_for_one(problem, parts) or (masking.is_causal and parts == 1 and has_many)
     is_short = masking.right is None or max(lengths) <= _MOST[problem.head_size]
     if is_best and is_short and min(lengths) >= _LEAST:
-        one = replace(_fused(problem), parts=parts, spread=spread_heads(problem, ROWS[problem.head_size], parts))
+        spread = spread_heads(problem, rows, parts, splits)
+        one = replace(_fused(problem), parts=parts, splits=splits, spread=spread)
         return replace(config, fused=one, keys=replace(config.keys, parts=1, tiles=1))
     return config
 

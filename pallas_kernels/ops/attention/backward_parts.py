@@ -33,8 +33,9 @@ _STEPS_OF_PARTS = {64: 70, 96: 300, 128: 300}
 _SPREAD_TILES, _SPREAD_BYTES = {False: 9, True: 11}, 3 * 10**6
 """Tiles of a lane's keys with which blocks that begin apart are faster than those that begin together, where at most
 two share a group's heads or more do; with fewer they are if both sums have no more bytes for each of them."""
-_MOST_SPLITS, _LEAST_STEPS = 4, 8
-"""Parts of a head's queries, and what each must have to do."""
+_MOST_SPLITS, _LEAST_STEPS, _FURTHER_GAIN = 4, 6, 0.7
+"""Parts of a head's queries, what each must have to do, and what has to be left of the rounds' time for more than
+two."""
 _MOST_STEPS = 8
 """Of a tile of keys, with which blocks that take several tiles were measured."""
 _ROW_TILE, _KEY_TILE = 64, 128
@@ -74,7 +75,8 @@ def divided(problem: Problem, columns: int, rows: int) -> tuple[int, int]:
     for n in range(2, _MOST_SPLITS + 1):
         rounds = -(-n * best * blocks // cores) / (n * best)
         steps = problem.group // best * tiles // n
-        if tiles % n == 0 and steps >= _LEAST_STEPS and rounds <= _GAIN * least:
+        gain = _GAIN if splits == 1 else _FURTHER_GAIN
+        if tiles % n == 0 and steps >= _LEAST_STEPS and rounds <= gain * least:
             splits, least = n, rounds
     return best, splits
 
