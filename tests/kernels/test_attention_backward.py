@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention, testing
+from pallas_kernels.ops.attention import backward_choice
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward_config import FusedConfig, backward_config
 from pallas_kernels.ops.attention.backward_tiles import Visits, block_place
@@ -333,6 +334,24 @@ def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
         keep_mask((words[0], words[1]), rows, columns, features=32, rate=0.4, rows=count) for count in (64, None)
     )
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("queries", [20, 136])
+def test_keys_that_nobody_sees_get_zeros(queries, seed, monkeypatch):
+    monkeypatch.setattr(backward_choice, "_UNSEEN_ROUNDS", 0)
+    draw = iter(jax.random.split(jax.random.key(seed), 4))
+    query, dout = (normal(next(draw), 1, queries, 2, 64) for _ in range(2))
+    key, value = (normal(next(draw), 1, 523, 1, 64) for _ in range(2))
+    given = {**NOTHING, "is_causal": True}
+    problem, _ = problem_of(query, key, **given)
+    assert backward_choice.of_seen_keys(problem).masking.keys == -(-queries // 128) * 128
+    (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 2, queries)), given, {})
+    *got, _ = attention_backward(query, key, value, out, lse, dout, problem=problem)
+    for own, other in zip(got, expected, strict=True):
+        assert own.shape == other.shape
+        np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
+    assert not got[1][:, queries:].any() and not got[2][:, queries:].any()
 
 
 @pytest.mark.usefixtures("interpreter")

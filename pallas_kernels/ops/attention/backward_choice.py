@@ -26,6 +26,7 @@ from pallas_kernels.ops.attention.config import known
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
+from pallas_kernels.primitives.platform import target_device
 
 _LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
 """Lengths with which one kernel is taken, the longest one under a causal mask by head size: blocks wait for each other
@@ -39,6 +40,11 @@ _LONG = 2048
 """From which on blocks of two kernels share a group's heads as those of one do."""
 _PADDED = {True: 3072, False: 2048}
 """Causal or not: lengths from which on padding arrays takes less than products by panels of 32 columns."""
+
+
+_UNSEEN_ROUNDS, _UNSEEN = 3, 4
+"""Blocks of keys that nobody sees, for each multiprocessor, and times what is seen that keys must be, with which XLA
+writes zeros sooner."""
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -59,6 +65,21 @@ def with_whole_tiles(problem: Problem) -> Problem:
         return problem
     whole = replace(masking, keys=masking.keys + extra)
     return replace(problem, masking=whole, bounds_weights=masking.right is None)
+
+
+def of_seen_keys(problem: Problem) -> Problem:
+    """The problem without the keys behind the last one that a mask lets any query see, if they are very many.
+
+    Each tile of them would be a block that stores zeros.
+    """
+    masking = problem.masking
+    if masking.right is None or masking.has_segments or features_of(problem):
+        return problem
+    seen = -(-max(1, masking.queries + masking.right) // COLUMNS) * COLUMNS
+    unseen = problem.batch * problem.key_heads * (masking.keys - seen) // COLUMNS
+    if unseen < _UNSEEN_ROUNDS * target_device().core_count or masking.keys < _UNSEEN * seen:
+        return problem
+    return replace(problem, masking=replace(masking, keys=seen))
 
 
 def _sees_none_beyond(masking: Masking) -> bool:

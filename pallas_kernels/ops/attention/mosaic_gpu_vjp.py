@@ -9,13 +9,14 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward_choice import can_fuse, tuned_backward, with_whole_tiles
+from pallas_kernels.ops.attention.backward_choice import can_fuse, of_seen_keys, tuned_backward, with_whole_tiles
 from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
 from pallas_kernels.ops.attention.backward_fused import fused_gradients
 from pallas_kernels.ops.attention.backward_keys import key_value_gradients
 from pallas_kernels.ops.attention.backward_queries import query_gradients
 from pallas_kernels.ops.attention.backward_tiles import rows_of
 from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
+from pallas_kernels.ops.attention.lengths import cut, padded
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.row_tiles import GROUP, TileForm, is_ragged
@@ -50,10 +51,17 @@ def attention_backward(
     """
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
-    config = config or tuned_backward(problem)
+    unseen = 0
+    if config is None:
+        problem = of_seen_keys(problem)
+        config, unseen = tuned_backward(problem), key.shape[1] - problem.masking.keys
+    if unseen:
+        key, value = (cut(array, problem.masking.keys) for array in (key, value))
     by_one = config.fused is not None and can_fuse(problem) and not (config.folds and can_fold(problem))
     compute = _by_one_kernel if by_one else _by_two_kernels
     dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
+    if unseen:
+        dk, dv = (padded(array, array.shape[1] + unseen) for array in (dk, dv))
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -74,15 +82,9 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
     assert config.fused is not None
     arrays = (query, key, value, dout)
     if config.fused.pads:
-        arrays = tuple(map(_in_whole_groups, arrays))
+        arrays = tuple(padded(array, pl.cdiv(array.shape[1], GROUP) * GROUP) for array in arrays)
     gradients = fused_gradients(*arrays, rows, by_keys, problem=with_whole_tiles(problem), config=config.fused)
-    cut = (made[:, : own.shape[1]] for made, own in zip(gradients, (query, key, value), strict=True))
-    return (*cut, None)
-
-
-def _in_whole_groups(array: jax.Array) -> jax.Array:
-    """(batch, length, heads, head size) with zeros up to whole groups of rows."""
-    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % GROUP), (0, 0), (0, 0)))
+    return (*(cut(made, own.shape[1]) for made, own in zip(gradients, (query, key, value), strict=True)), None)
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
