@@ -15,11 +15,21 @@ from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench import assembler, kernels, peers, timing
 from xlafuse.bench.environment import environment
-from xlafuse.bench.kernels import NoGpuError, Settings, bench_operation, bench_shape, check_close, require_gpu
+from xlafuse.bench.kernels import (
+    NoGpuError,
+    Settings,
+    bench_operation,
+    bench_shape,
+    check_close,
+    check_match,
+    is_wanted,
+    require_gpu,
+)
 from xlafuse.bench.lines import result_lines
 from xlafuse.bench.results import Results, Run, rivals
 from xlafuse.bench.table import overview
 from xlafuse.bench.timing import Candidate
+from xlafuse.errors import UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -193,6 +203,17 @@ def test_time_runs_out_between_shapes(spec):
     for match, found in matches.items():
         results = list(bench_operation(op, dataclasses.replace(SETTINGS, match=match, phases=("forward",))))
         assert [result.spec for result in results if not isinstance(result, str)] == found
+
+
+def test_shapes_are_named_as_specs_and_as_tables_have_them():
+    spec = "4x4096x4096x32x8x64-bfloat16-causal"
+    for match in ("", "=4x4096x4096x32x8x64-bf16-causal", f"={spec}", "x64-bf16", "bfloat16-causal", "no,bf16"):
+        assert is_wanted(spec, match), match
+    for match in ("=4x4096x4096x32x8x64-bf16", "x64-f32", "=", "causal-bf16"):
+        assert not is_wanted(spec, match), match
+    check_match(["rms_norm", "attention"], "=4x4096x4096x32x8x64-bf16")
+    with pytest.raises(UnknownNameError, match="did you mean '4x4096x4096x32x8x64-bf16'"):
+        check_match(["attention"], "=4x4096x4096x32x8x64-bf61")
 
 
 def test_backward_alone_is_the_gradient(spec):

@@ -16,14 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ArgSpec, OpSpec, Traffic, testing, tuning
+from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import assembler, peers
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
+from xlafuse.bench.lines import short_spec
 from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult
 from xlafuse.bench.sampling import Sampler
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
-from xlafuse.errors import XlafuseError
+from xlafuse.errors import UnknownNameError, XlafuseError
 
 _MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
@@ -70,8 +71,21 @@ def require_gpu() -> None:
 
 
 def is_wanted(spec: str, match: str) -> bool:
-    """Whether the name holds a part of `match` (commas between them), or is what follows a part's "="."""
-    return any(spec == part[1:] if part.startswith("=") else part in spec for part in match.split(","))
+    """Whether the name holds a part of `match` (commas between them), or is what follows a part's "=".
+
+    Or the name as the tables have it, with short dtypes.
+    """
+    names = (spec, short_spec(spec))
+    return any(
+        part[1:] in names if part.startswith("=") else any(part in name for name in names) for part in match.split(",")
+    )
+
+
+def check_match(operations: Sequence[str], match: str) -> None:
+    """Raises UnknownNameError, with the nearest names, unless `match` names a benchmark shape of the operations."""
+    names = [short_spec(spec.name) for name in operations for spec in get_op(name).tagged("bench")]
+    if not any(is_wanted(name, match) for name in names):
+        raise UnknownNameError("shape", match, dict.fromkeys(names))
 
 
 def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:

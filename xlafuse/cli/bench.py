@@ -31,7 +31,7 @@ def run_kernels(request: KernelRequest) -> bool:
     """
     from pallas_kernels import REGISTRY
     from xlafuse.bench import peers, supervisor
-    from xlafuse.bench.kernels import Settings
+    from xlafuse.bench.kernels import Settings, check_match
     from xlafuse.bench.lines import summary_lines
     from xlafuse.bench.results import PHASES
     from xlafuse.errors import UnknownNameError
@@ -43,6 +43,7 @@ def run_kernels(request: KernelRequest) -> bool:
         if phase not in PHASES:
             raise UnknownNameError("phase", phase, PHASES)
     peers.check_names(request.peers)
+    check_match(request.operations or tuple(REGISTRY), request.match)
     settings = Settings(
         phases=request.phases or PHASES,
         match=request.match,
