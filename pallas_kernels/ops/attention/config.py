@@ -131,19 +131,13 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
     if _further(problem):
         return config
     config = replace(config, short_masks=True)
+    if masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns:
+        # In a loop over tiles of queries, masks and panels take too many registers.
+        return config
     if problem.head_size == 192:
         return replace(config, is_persistent=True, own_output=True)
-    # Of a few tiles in panels, short masks take too many registers.
-    is_tight = masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns
-    return replace(
-        config,
-        is_persistent=True,
-        own_output=True,
-        output_parts=2,
-        short_masks=not is_tight,
-        memory_registers=24,
-        compute_registers=240,
-    )
+    registers = {"memory_registers": 24, "compute_registers": 240}
+    return replace(config, is_persistent=True, own_output=True, output_parts=2, **registers)
 
 
 def _further(problem: Problem) -> int:
