@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -15,7 +16,12 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward, two_kernels
+from pallas_kernels.ops.attention.backward_choice import (
+    backward_candidates,
+    default_backward,
+    of_seen_keys,
+    two_kernels,
+)
 from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
@@ -140,6 +146,22 @@ def test_large_heads_loop_over_tiles_where_registers_suffice(given, parts):
         config = default_forward(problem)
     assert config.is_persistent == config.own_output == (parts is not None)
     assert config.output_parts == (parts or 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [({"batch": 8, "queries": 848, "keys": 3656, "heads": 12, "key_heads": 12}, 896),
+     ({"batch": 4, "queries": 512, "keys": 4096}, 4096),
+     ({"batch": 16, "queries": 600, "keys": 1600, "heads": 16, "key_heads": 16}, 1600),
+     ({"batch": 64, "queries": 130, "keys": 4096, "is_causal": False, "window": (None, 200)}, 384),
+     ({"batch": 64, "queries": 130, "keys": 4096, "is_causal": False}, 4096),
+     ({"batch": 64, "queries": 130, "keys": 4096, "softcap": 1.0}, 4096)],
+)  # fmt: skip
+def test_keys_that_nobody_sees_are_left_out_where_they_are_many(given, keys):
+    problem = described(**{"is_causal": True, **given})
+    with jax.sharding.use_abstract_mesh(MESH):
+        seen = of_seen_keys(problem)
+    assert seen == replace(problem, masking=replace(problem.masking, keys=keys))
 
 
 LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True}

@@ -1,8 +1,7 @@
 """Arrays made longer or shorter, where a kernel takes another length than the caller has.
 
-XLA's kernels move so many elements at a time, whatever their size: as words of 32 bits they take half of the time. One
-H200, two arrays of 16 x 100 tokens of 16 heads of 64 padded to 2000: 40 microseconds for 79; 8 x 896 of 12 heads to
-3656: 31 for 55.
+XLA's kernels move so many elements at a time, whatever their size: as words of 32 bits they take about half of the time
+(*Keys that nobody sees* in TUNING-backward.md).
 """
 
 from __future__ import annotations
