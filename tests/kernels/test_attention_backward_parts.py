@@ -11,9 +11,9 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward_choice import backward_candidates, default_backward
-from pallas_kernels.ops.attention.backward_config import BackwardConfig
-from pallas_kernels.ops.attention.backward_launch import Launch
+from pallas_kernels.ops.attention.backward.choice import backward_candidates, default_backward
+from pallas_kernels.ops.attention.backward.config import BackwardConfig
+from pallas_kernels.ops.attention.backward.fused.launch import Launch
 from pallas_kernels.ops.attention.problem import Problem
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -16,15 +16,15 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward_choice import (
+from pallas_kernels.ops.attention.backward.choice import (
     backward_candidates,
     default_backward,
     of_seen_keys,
     two_kernels,
 )
-from pallas_kernels.ops.attention.config import default_forward, preferred
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
+from pallas_kernels.ops.attention.forward.config import default_forward, preferred
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION

@@ -17,7 +17,7 @@ from jax import Array, ShapeDtypeStruct
 import pallas_kernels
 from pallas_kernels import Norm
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.config import preferred
+from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
 from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.primitives.platform import varying_alike

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.attention.arguments import Segments, Window, check, problem_of
-from pallas_kernels.ops.attention.config import preferred
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import folded_forward, folds_forward
+from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forward
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem

@@ -21,15 +21,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.config import ROWS, ForwardConfig, tuned_forward
-from pallas_kernels.ops.attention.forward_block import Block
-from pallas_kernels.ops.attention.forward_bringing import bring_operands
-from pallas_kernels.ops.attention.forward_computing import Computing
-from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
-from pallas_kernels.ops.attention.parts import with_parts
+from pallas_kernels.ops.attention.forward.block import Block
+from pallas_kernels.ops.attention.forward.bringing import bring_operands
+from pallas_kernels.ops.attention.forward.computing import Computing
+from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig, tuned_forward
+from pallas_kernels.ops.attention.forward.parts import with_parts
+from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
-from pallas_kernels.ops.attention.schedule import Schedule
+from pallas_kernels.ops.attention.tiles.masking import padded_segments, segment_key_tiles
+from pallas_kernels.ops.attention.tiles.row_tiles import TileForm, is_ragged
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
 

@@ -9,17 +9,17 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward_choice import can_fuse, of_seen_keys, tuned_backward, with_whole_tiles
-from pallas_kernels.ops.attention.backward_config import BackwardConfig, padded_head
-from pallas_kernels.ops.attention.backward_fused import fused_gradients
-from pallas_kernels.ops.attention.backward_keys import key_value_gradients
-from pallas_kernels.ops.attention.backward_queries import query_gradients
-from pallas_kernels.ops.attention.backward_tiles import rows_of
+from pallas_kernels.ops.attention.backward.choice import can_fuse, of_seen_keys, tuned_backward, with_whole_tiles
+from pallas_kernels.ops.attention.backward.config import BackwardConfig, padded_head
+from pallas_kernels.ops.attention.backward.fused.kernel import fused_gradients
+from pallas_kernels.ops.attention.backward.keys.kernel import key_value_gradients
+from pallas_kernels.ops.attention.backward.lengths import cut, padded
+from pallas_kernels.ops.attention.backward.queries.kernel import query_gradients
+from pallas_kernels.ops.attention.backward.tiles import rows_of
 from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
-from pallas_kernels.ops.attention.lengths import cut, padded
-from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import GROUP, TileForm, is_ragged
+from pallas_kernels.ops.attention.tiles.masking import padded_segments, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.tiles.row_tiles import GROUP, TileForm, is_ragged
 from pallas_kernels.primitives.platform import varying_like
 
 _TILE = 256

@@ -10,7 +10,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.arguments import Segments, Window, masking_of, segments_of
-from pallas_kernels.ops.attention.dropout import keep_mask
+from pallas_kernels.ops.attention.tiles.dropout import keep_mask
 
 SCORES_BYTES = 16 * 2**30
 """Where all scores would take more, those of one key head at a time are computed."""

@@ -1,0 +1,4 @@
+"""The backward pass: one kernel that makes all gradients, or two that each compute the scores; `choice` says which.
+
+`fused` computes scores once and adds up dquery over blocks; `keys` makes dkey and dvalue, `queries` makes dquery.
+"""

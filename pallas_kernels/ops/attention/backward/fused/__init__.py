@@ -1,0 +1,1 @@
+"""dquery, dkey and dvalue in one kernel."""

@@ -1,0 +1,144 @@
+"""dquery, dkey and dvalue in one kernel, which computes scores once: five products a tile instead of seven.
+
+A block works as in `keys`, and multiplies its score gradients by its keys besides. That product is the block's
+share of dquery, which the warpgroup that brings queries adds to a float32 array in device memory, by TMA. The blocks
+that share queries do so in the order of their keys, each one waiting for the one before it: sums come out the same
+whatever the order in which blocks run. The first one stores its share, so that nothing need be set to zero before; the
+last one stores no sum, but dquery, or other blocks make it of the sums (`finish`). A block goes over queries
+from the last one down, as do those that it waits for, which were all launched before it: so the first of the running
+blocks never waits, and none waits for ever. That holds too where each block begins with a tile of its own
+(`spread`).
+
+Sources: the backward pass of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608; queries from the
+last one down, and blocks that begin apart: Qiang et al., "DASH: Deterministic Attention Scheduling", 2026,
+https://arxiv.org/abs/2601.21824
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_kernels.ops.attention.backward.config import FusedConfig, padded_head
+from pallas_kernels.ops.attention.backward.fused.adding import Adding
+from pallas_kernels.ops.attention.backward.fused.batch import by_batch
+from pallas_kernels.ops.attention.backward.fused.block import Block, Outputs
+from pallas_kernels.ops.attention.backward.fused.computing import Computing
+from pallas_kernels.ops.attention.backward.fused.launch import WARPGROUPS, Launch
+from pallas_kernels.ops.attention.backward.inputs import Inputs
+from pallas_kernels.ops.attention.backward.lanes import added
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.tiles.row_tiles import GROUP
+from pallas_kernels.primitives import settings
+
+
+def fused_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dout: jax.Array,
+    rows: jax.Array,
+    extras: Mapping[str, jax.Array],
+    *,
+    problem: Problem,
+    config: FusedConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dquery, dkey, dvalue), like query, key and value.
+
+    Copies under `jax.vmap` run as one launch, with which they share no turns. Beside its results a launch takes a
+    float32 array like query with whole tiles of queries, or two where blocks begin apart; and where blocks share a
+    group's heads or a head's queries, as many dkeys and dvalues as there are parts.
+
+    Args:
+        query, key, value, dout: of heads of at most 128.
+        rows: of `rows_of`.
+        extras: those that there are of "words" and "dense" (its last axes keys, queries). No segments.
+    """
+    return by_batch(partial(_run, config=config), problem, (query, key, value, dout, rows), extras)
+
+
+def _run(
+    problem: Problem, operands: tuple[jax.Array, ...], extras: Mapping[str, jax.Array], *, config: FusedConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key, value, dout, rows = operands
+    batch, length, heads, size = query.shape
+    padded = padded_head(size)
+    in_panels = padded != size or length % GROUP > 0 or key.shape[1] % GROUP > 0
+    launch = Launch(problem=problem, config=config, batch=batch, heads=heads, size=padded, in_panels=in_panels)
+
+    def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
+        dquery_ref, *gradients, sums_ref, scratch = others
+        dkey_ref, dvalue_ref = gradients if config.all_parts == 1 else (gradients[0].at[0], gradients[0].at[1])
+        inputs = Inputs(query=query_ref, key=key_ref, value=value_ref, dout=dout_ref, rows=rows_ref, extras=extras_refs)
+        outputs = Outputs(dquery_ref, dkey_ref, dvalue_ref, sums_ref)
+        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
+        block = Block.of(launch, inputs, outputs, scratch, number, length=length)
+
+        def memory_role():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            _either(launch, number, Adding(block).run, lambda finish: _fetch(launch, block, finish, number))
+
+        def compute_role():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            computing = Computing(block=block, warpgroup=warpgroup)
+            _either(launch, number, computing.run, lambda finish: _finish(launch, block, finish, number, warpgroup))
+
+        roles = [(warpgroup == WARPGROUPS, memory_role), (warpgroup < WARPGROUPS, compute_role)]
+        for is_own, role in reversed(roles) if launch.keeps_apart else roles:
+            pl.when(is_own)(role)
+
+    kernel = settings.kernel(
+        attention_backward_fused,
+        out_type=launch.results(query, key, value),
+        grid=(launch.adders + (launch.finishers.blocks if launch.finishers else 0),),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=(launch.scratch_types(),),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+    )
+    dquery, *gradients, _ = kernel(query, key, value, dout, rows, dict(extras))
+    dkey, dvalue = gradients if config.all_parts == 1 else map(added, gradients[0])
+    return dquery, dkey, dvalue
+
+
+def _either(launch: Launch, number: jax.Array, adds, finishes) -> None:
+    """What a block does: the last ones finish, if there are such."""
+    if launch.finishers is None:
+        adds()
+        return
+    pl.when(number < launch.adders)(adds)
+    pl.when(number >= launch.adders)(partial(finishes, launch.finishers))
+
+
+def _fetch(launch: Launch, block: Block, finishers, number: jax.Array) -> None:
+    scratch = block.scratch
+    finishers.bring(
+        number - launch.adders,
+        launch.part_of,
+        block.outputs.sums,
+        scratch.share,
+        block.turns,
+        scratch.fetched,
+        scratch.made,
+    )
+
+
+def _finish(launch: Launch, block: Block, finishers, number: jax.Array, warpgroup: jax.Array) -> None:
+    scratch = block.scratch
+    finishers.finish(
+        number - launch.adders,
+        launch.part_of,
+        block.outputs.dquery,
+        scratch.share,
+        scratch.done,
+        scratch.fetched,
+        scratch.made,
+        warpgroup=warpgroup,
+        scale=launch.problem.scale,
+    )

@@ -1,0 +1,1 @@
+"""dquery, where dkey and dvalue are made by a kernel of their own."""

@@ -1,0 +1,250 @@
+"""The computing warpgroups of a block of the forward kernel: see `mosaic_gpu`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.forward.block import Block
+from pallas_kernels.ops.attention.forward.config import ROWS
+from pallas_kernels.ops.attention.forward.hidden import hidden_zero
+from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
+from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
+from pallas_kernels.ops.attention.tiles.masking import Side
+from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
+from pallas_kernels.ops.attention.tiles.scores import Scores
+from pallas_kernels.primitives.random import mixed_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """warpgroup: its number in the block. lse_of_nothing: the log-sum-exp of a query that sees no key."""
+
+    block: Block
+    warpgroup: jax.Array
+    lse_of_nothing: float
+
+    def run(self, results: Any) -> None:
+        """The tiles of one computing warpgroup."""
+        config, problem = self.block.config, self.block.problem
+        words = mixed_words(self.block.extras["words"]) if problem.dropout_rate else None
+        scores = self._scores(words)
+        if "turn" in self.block.barriers:
+            # The first one's first turn.
+            plgpu.barrier_arrive(self.block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
+
+        def tile_of_queries(head, tile, count, part, before):
+            del count
+            accumulators = (
+                plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.head_size, config.columns)
+            )
+            run = partial(self._tile, scores, head, tile, part, before)
+            out, total, maximum, steps = pl.run_scoped(run, *accumulators)
+            self._store(head, tile, part, out, total, maximum, results)
+            return before + steps
+
+        self.block.schedule.for_each(self.block.index, self.block.extras.get("table"), tile_of_queries, jnp.int32(0))
+        if "turn" in self.block.barriers:
+
+            @pl.when(self.warpgroup == 0)
+            def _():
+                plgpu.barrier_wait(self.block.barriers["turn"].at[0])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _scores(self, words=None) -> Scores:
+        config = self.block.config
+        return Scores(
+            problem=self.block.problem,
+            columns=config.columns,
+            extras=self.block.extras,
+            words=words,
+            packs_dropout=config.packs_dropout,
+            short_masks=config.short_masks,
+        )
+
+    def _tile(self, scores: Scores, head, tile, part, before, o_ref, s_ref):
+        """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
+        config, problem, barriers, buffers = (
+            self.block.config,
+            self.block.problem,
+            self.block.barriers,
+            self.block.buffers,
+        )
+        warpgroup = self.warpgroup
+        batch, q_head = divmod_of(head, problem.heads)
+        row = tile * config.rows + warpgroup * ROWS
+        first, full_first, full_last, last = self.block.key_tiles(batch, tile, part)
+        zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
+
+        def start_scores(index) -> jax.Array:
+            slot = rem_of(index, config.key_stages)
+            plgpu.barrier_wait(barriers["k_full"].at[slot])
+            s_ref[...] = plgpu.layout_cast(zeros((ROWS, config.columns)), plgpu.Layout.WGMMA)
+            # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
+            # registers for each 16 features, throughout the loop.
+            place = warpgroup + lax.shift_right_logical(index, jnp.int32(30))
+            queries = buffers["q"].at(place) if own_queries is None else own_queries
+            multiply_across(s_ref, queries, buffers["k"].at(slot))
+            return slot
+
+        def start_output(index, weights, factor) -> jax.Array:
+            slot = rem_of(index, config.value_stages)
+            out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
+            o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
+            plgpu.barrier_wait(barriers["v_full"].at[slot])
+            multiply_down(o_ref, math.prod(weights[1:], start=weights[0]), buffers["v"].at(slot))
+            return slot
+
+        row_segments = None
+        if problem.masking.has_segments:
+            numbers = self.block.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
+            row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+        has_sides = config.short_masks and problem.masking.has_sides(config.rows, config.columns)
+
+        def seen_scores(index, slot, *, is_masked: bool, wait_n: int, side: Side = "right") -> jax.Array:
+            """The product that is under way in `s_ref`, as far as it is seen; and the keys' place is free again."""
+            column = (last - 1 - index) * config.columns
+            value = plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
+            reads_segments = is_masked and row_segments is not None
+            if not reads_segments:
+                plgpu.barrier_arrive(barriers["k_empty"].at[slot])
+            value = scores.scaled(value, batch, q_head, row, column)
+            segments = None
+            if is_masked and row_segments is not None:
+                numbers = buffers["segments"].at[slot]
+                segments = row_segments, plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            if is_masked:
+                value = scores.masked(value, row, column, segments, side if has_sides else None)
+            if reads_segments:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(barriers["k_empty"].at[slot])
+            return value
+
+        def softmax(value, maximum, total, index):
+            column = (last - 1 - index) * config.columns
+            new = jnp.maximum(maximum, jnp.max(value, axis=1) * scores.factor)
+            factor = jnp.exp2(maximum - new)
+            weights = jnp.exp2(value * scores.factor - lax.broadcast_in_dim(new, value.shape, (0,)))
+            total = total * factor + jnp.sum(weights, axis=1)
+            weights = scores.dropped(weights, batch, q_head, row, column)
+            return weights, new, total, factor
+
+        def step(i, carry, *, is_masked: bool, side: Side = "right"):
+            maximum, total, weights, factor = carry
+            self._await_turn()
+            k_slot = start_scores(before + i)
+            v_slot = start_output(before + i - 1, weights, factor)
+            self._pass_turn()
+            # The softmax runs beside the product with values, as far as ptxas does not move it behind the wait below.
+            value = seen_scores(i, k_slot, is_masked=is_masked, wait_n=buffers["v"].form.copies, side=side)
+            weights, maximum, total, factor = softmax(value, maximum, total, i)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
+            return maximum, total, scores.rounded(weights), factor
+
+        plgpu.barrier_wait(barriers["q_full"].at[warpgroup])
+        own_queries = None
+        if config.queries_in_registers:
+            own_queries = buffers["q"].at(warpgroup).load()
+            if config.own_output:
+                plgpu.commit_smem()  # what was read may then be overwritten by TMA
+                plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
+        maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
+        total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
+        # The first tile is the one that the mask may cut: its code compares elements wherever there is a mask at all.
+        self._await_turn()
+        k_slot = start_scores(before)
+        self._pass_turn()
+        value = seen_scores(jnp.int32(0), k_slot, is_masked=True, wait_n=0)
+        weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
+        carry = (maximum, total, scores.rounded(weights), factor)
+
+        # Steps count from the last tile of keys: those before `cut` are behind the full ones.
+        steps = last - first
+        if self.block.hides_steps:
+            steps += hidden_zero()
+        cut = jnp.int32(1)
+        if self._many_masked_after:
+            cut = jnp.maximum(last - full_last, 1)
+            carry = lax.fori_loop(jnp.int32(1), cut, partial(step, is_masked=True), carry)
+        full_steps = jnp.maximum(last - full_first, cut) if problem.masking.masks_before else steps
+        carry = lax.fori_loop(cut, full_steps, partial(step, is_masked=False), carry)
+        if problem.masking.masks_before:
+            carry = lax.fori_loop(full_steps, steps, partial(step, is_masked=True, side="left"), carry)
+        maximum, total, weights, factor = carry
+        if config.own_output and not config.queries_in_registers:
+            plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
+        v_slot = start_output(before + steps - 1, weights, factor)
+        out = o_ref[...]
+        plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
+        return out, total, maximum, steps
+
+    @property
+    def _many_masked_after(self) -> bool:
+        """Whether more than the last one of a tile's tiles of keys, from the back, may be cut by the mask."""
+        masking, config = self.block.problem.masking, self.block.config
+        if masking.has_segments:
+            return True
+        if masking.right is None:
+            return False
+        return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
+
+    def _store(self, head, tile, part, out, total, maximum, results) -> None:
+        config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
+        warpgroup = self.warpgroup
+        batch, q_head = divmod_of(head, problem.heads)
+        row = tile * config.rows + warpgroup * ROWS
+        is_empty = total == 0.0
+        safe = jnp.where(is_empty, 1.0, total)
+        kept = (1 - problem.dropout_rate) * self._scores().kept_unit
+        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * kept))
+        lse = maximum * (1 / LOG2_E) + jnp.log(safe)
+        lse = jnp.where(is_empty, self.lse_of_nothing, lse)
+        out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
+        buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
+        rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
+        places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
+        if self.block.schedule.rest:
+            of_part = jnp.maximum(part, 0)
+            places.append((results[2].at[of_part, own_rows], results[3].at[of_part, own_rows]))
+        width = problem.head_size // config.output_parts
+        for start in range(0, problem.head_size, width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer.store(out if width == problem.head_size else out[:, start : start + width])
+            if start == 0:
+                buffers["lse"].at[warpgroup][...] = lse
+            plgpu.commit_smem()
+            for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
+
+                def send(start=start, out_place=out_place, lse_place=lse_place):
+                    buffer.send(out_place if width == problem.head_size else out_place.at[:, pl.ds(start, width)])
+                    if start == 0:
+                        plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
+
+                if self.block.schedule.rest:
+                    pl.when(is_here)(send)
+                else:
+                    send()
+        if not config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.block.barriers["q_empty"].at[warpgroup])
+
+    def _await_turn(self) -> None:
+        if "turn" in self.block.barriers:
+            plgpu.barrier_wait(self.block.barriers["turn"].at[self.warpgroup])
+
+    def _pass_turn(self) -> None:
+        if "turn" in self.block.barriers:
+            plgpu.barrier_arrive(
+                self.block.barriers["turn"].at[rem_of(self.warpgroup + 1, self.block.config.warpgroups)]
+            )

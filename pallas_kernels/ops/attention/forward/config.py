@@ -1,0 +1,225 @@
+"""Launch configurations of the attention kernels: what may be chosen, what is chosen, and what is worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pallas_kernels import tuning
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
+from pallas_kernels.primitives.platform import target_device
+
+ROWS = 64
+"""Queries of a computing warpgroup: those of one wgmma."""
+_SHORT = 512
+"""Keys of which the masked tiles are so many that their instructions count."""
+_FEW_ROUNDS = 1.5
+"""Blocks of 64 queries for each multiprocessor with which they were still faster than those of 128, causal."""
+_KEYS_OF_TURNS = 1024
+"""Up to so many, warpgroups take turns where all keys are seen, in whole tiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How the forward kernel cuts its work.
+
+    warpgroups: that compute, each 64 queries of one head; a further one brings operands.
+    columns: keys of a tile.
+    key_stages, value_stages: tiles of keys and of values in shared memory.
+    queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
+    ping_pong: warpgroups take turns in issuing products, so that one's softmax runs beside the others' products.
+    is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
+        meanwhile; else a block for each, which the hardware deals out as others end.
+    own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
+    output_parts: so many parts of its columns leave one after the other through the same shared memory, which is all
+        that large heads leave for an output of its own.
+    splits_rest: the tiles that are left over when all blocks have as many are shared by blocks, that take some keys
+        each. Where all tiles have the same work.
+    packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
+    deals_windows: blocks take tiles of queries by a table, as they do under a causal mask, also where a window bounds
+        what is seen.
+    short_masks: of a masked tile, places in the tile are compared, which are constants, with bounds that are made once,
+        and at one end of a window only with that end's.
+    memory_registers, compute_registers: of each thread of a warpgroup of either kind.
+    """
+
+    warpgroups: int = 2
+    columns: int = 128
+    key_stages: int = 2
+    value_stages: int = 2
+    queries_in_registers: bool = False
+    ping_pong: bool = True
+    is_persistent: bool = True
+    own_output: bool = False
+    output_parts: int = 1
+    splits_rest: bool = False
+    packs_dropout: bool = False
+    deals_windows: bool = False
+    short_masks: bool = False
+    memory_registers: int = 40
+    compute_registers: int = 232
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return self.warpgroups * ROWS
+
+
+def default_forward(problem: Problem) -> ForwardConfig:
+    """The untuned choice: see TUNING.md for what was measured."""
+    masking, size = problem.masking, problem.head_size
+    cores = target_device().core_count
+    blocks = problem.batch * problem.heads * -(-masking.queries // ROWS)
+    config = _of_many_blocks(problem)
+    if _further(problem) > (masking.left is not None):
+        return config
+    one = _of_one_warpgroup(config)
+    if blocks <= cores:
+        # With two warpgroups half of the multiprocessors would have none.
+        return one
+    is_short = min(masking.keys, masking.queries) <= _SHORT and masking.left is None
+    if not (masking.is_causal and is_short):
+        return config
+    if size == 64 and blocks <= 2 * cores:
+        # So few registers that two blocks of a warpgroup each share a multiprocessor, and all run at once.
+        return replace(one, columns=64, is_persistent=False, compute_registers=128)
+    if size in (96, 128) and blocks <= _FEW_ROUNDS * cores:
+        return replace(one, columns=64)
+    return config
+
+
+def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
+    """With that which brings operands it has more registers than two have."""
+    return replace(config, warpgroups=1, ping_pong=False, splits_rest=False, compute_registers=240)
+
+
+def _of_many_blocks(problem: Problem) -> ForwardConfig:
+    masking, size, further = problem.masking, problem.head_size, _further(problem)
+    if size > 128:
+        return _of_large_heads(problem)
+    if further > 1:
+        # Each holds registers of its own beside a tile's scores.
+        return ForwardConfig(columns=64, is_persistent=False)
+    config = ForwardConfig(
+        own_output=True,
+        queries_in_registers=bool(problem.dropout_rate),
+        packs_dropout=bool(problem.dropout_rate),
+        short_masks=True,
+        deals_windows=True,
+    )
+    if further:
+        return config
+    if not masking.has_band:
+        columns = _fitting_columns(masking.keys)
+        if masking.keys % columns or columns != config.columns or size == 64:
+            return replace(config, columns=columns)
+        takes_turns = masking.keys <= _KEYS_OF_TURNS
+        return replace(config, queries_in_registers=True, ping_pong=takes_turns, splits_rest=size == 128)
+    if masking.is_causal and size in (64, 96):
+        is_short = size == 64 and masking.keys <= _SHORT
+        # With two tiles of keys in panels of 32 columns ptxas has no registers for turns.
+        takes_turns = not (size == 96 and is_ragged(masking) and masking.keys <= 2 * config.columns)
+        return replace(
+            config, queries_in_registers=not is_short, short_masks=size == 96 or is_short, ping_pong=takes_turns
+        )
+    return config
+
+
+def _of_large_heads(problem: Problem) -> ForwardConfig:
+    masking = problem.masking
+    config = ForwardConfig(columns=64, is_persistent=False)
+    if _further(problem):
+        return config
+    config = replace(config, short_masks=True)
+    if masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns:
+        # In a loop over tiles of queries, masks and panels take too many registers.
+        return config
+    if problem.head_size == 192:
+        return replace(config, is_persistent=True, own_output=True)
+    registers = {"memory_registers": 24, "compute_registers": 240}
+    return replace(config, is_persistent=True, own_output=True, output_parts=2, **registers)
+
+
+def _further(problem: Problem) -> int:
+    """How many things beside a causal mask take registers of their own."""
+    masking = problem.masking
+    things = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
+    return sum(map(bool, things))
+
+
+def _fitting_columns(keys: int) -> int:
+    """Keys of a tile: fewer than 128 where tiles then hold a quarter less, with what is beyond the last key."""
+    if keys <= 64:
+        return 64
+    held, of_many = (-(-keys // columns) * columns for columns in (96, 128))
+    return 96 if 4 * held <= 3 * of_many else 128
+
+
+def tuned_forward(problem: Problem) -> ForwardConfig:
+    """The measured best of the candidates, else the untuned choice."""
+    untuned = default_forward(problem)
+    return tuning.configuration("attention", "forward", known(problem), forward_candidates(problem), untuned=untuned)
+
+
+def known(problem: Problem) -> tuning.Problem:
+    """What the tuned table knows a problem by. Lengths are exact: a last tile that is not whole takes registers."""
+    masking = problem.masking
+    left, right = ("all" if side is None else side for side in (masking.left, masking.right))
+    further = {
+        "segments": masking.has_segments,
+        str(problem.dense): problem.dense,
+        "softcap": problem.softcap,
+        "dropout": problem.dropout_rate,
+    }
+    return {
+        "batch": tuning.near(problem.batch),
+        "queries": masking.queries,
+        "keys": masking.keys,
+        "heads": problem.heads,
+        "key_heads": problem.key_heads,
+        "head_size": problem.head_size,
+        "dtype": problem.dtype.name,
+        "before": left,
+        "after": right,
+        "with": "+".join(name for name, is_there in further.items() if is_there) or "nothing",
+    }
+
+
+def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
+    """The configurations worth measuring, by name."""
+    base = default_forward(problem)
+    candidates = {
+        "default": base,
+        "no ping-pong": replace(base, ping_pong=False),
+        "other grid": replace(base, is_persistent=not base.is_persistent),
+        "other output": replace(base, own_output=not base.own_output, output_parts=1),
+        "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
+        "rest split or not": replace(base, splits_rest=not base.splits_rest),
+    }
+    if not _further(problem):
+        candidates |= {
+            "one warpgroup": _of_one_warpgroup(base),
+            "two warpgroups": replace(_of_many_blocks(problem), splits_rest=False),
+            "fewer keys a tile": replace(base, columns=64),
+        }
+        if not problem.masking.has_band and problem.head_size <= 128:
+            candidates["96 keys a tile"] = replace(base, columns=96, splits_rest=False)
+        if problem.head_size == 64:
+            small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
+            candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)
+    if problem.dropout_rate:
+        candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
+    elif problem.masking.has_band and not problem.masking.has_segments:
+        candidates["other masks"] = replace(base, short_masks=not base.short_masks)
+        if problem.masking.left is not None:
+            candidates["windows dealt or not"] = replace(base, deals_windows=not base.deals_windows)
+    return candidates
+
+
+def preferred(problem: Problem) -> tuple[str, ...]:
+    """The implementations tried, in this order, where the caller leaves the choice; "xla" where there are none.
+
+    One token that sees itself alone has weights of one: XLA makes two short kernels of it.
+    """
+    is_alone = problem.masking.queries == problem.masking.keys == 1
+    return tuple(tuning.implementations("attention", known(problem), untuned=() if is_alone else ("mosaic",)))
