@@ -18,11 +18,11 @@ from pallas_kernels.ops.attention.arguments import masking_of, problem_of
 from pallas_kernels.ops.attention.forward import schedule as scheduling
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.schedule import Schedule
+from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.problem import LOG2_E
 from pallas_kernels.ops.attention.reference import FORMS, attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
-from pallas_kernels.ops.attention.tiles.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.tiles.scores import capped
 from pallas_kernels.ops.decode_attention import plan as decoding
 from pallas_kernels.specs import plain, seeds_of

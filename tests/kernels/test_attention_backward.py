@@ -15,9 +15,9 @@ from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward import choice as backward_choice
 from pallas_kernels.ops.attention.backward.config import FusedConfig, backward_config
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.ops.attention.tiles.masking import TileRange
 from pallas_kernels.primitives.random import keep_mask
 from pallas_kernels.specs import ErrorBound
 

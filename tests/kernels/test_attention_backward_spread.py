@@ -12,8 +12,8 @@ import pytest
 from pallas_kernels.ops.attention.backward.config import FusedConfig
 from pallas_kernels.ops.attention.backward.fused.launch import Launch
 from pallas_kernels.ops.attention.backward.fused.spread import SUMS, Spread
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking
 
 SIZES = [(1, 1), (1, 5), (5, 1), (2, 2), (3, 7), (7, 3), (8, 16), (10, 64), (24, 2), (32, 64), (29, 31)]
 """Blocks that share queries, and tiles of a span."""

@@ -15,8 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from pallas_kernels import REGISTRY, tuning
 from pallas_kernels.ops.attention.backward import choice as backward_choice
 from pallas_kernels.ops.attention.forward import config as attention
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking
 from pallas_kernels.ops.linear import config as linear
 from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice, TuningWarning

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
 from pallas_kernels.primitives.random import key_words
 

@@ -27,8 +27,8 @@ from pallas_kernels.ops.attention.forward.computing import Computing
 from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward.parts import with_parts
 from pallas_kernels.ops.attention.forward.schedule import Schedule
+from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.tiles.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm, is_ragged
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like

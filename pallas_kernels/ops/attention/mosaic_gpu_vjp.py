@@ -17,8 +17,8 @@ from pallas_kernels.ops.attention.backward.lengths import cut, padded
 from pallas_kernels.ops.attention.backward.queries.kernel import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import rows_of
 from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
+from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.tiles.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.tiles.row_tiles import GROUP, TileForm, is_ragged
 from pallas_kernels.primitives.platform import varying_like
 

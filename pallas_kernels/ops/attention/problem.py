@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.tiles.masking import Masking
+from pallas_kernels.ops.attention.masking import Masking
 
 LOG2_E = 1.4426950408889634
 

@@ -23,8 +23,8 @@ from pallas_kernels.ops.attention.backward.parts import (
 )
 from pallas_kernels.ops.attention.backward.short import short_lengths
 from pallas_kernels.ops.attention.forward.config import known
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking
 from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import COLUMNS, columns_at_once
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
 from pallas_kernels.ops.attention.tiles.dropout import with_kept
-from pallas_kernels.ops.attention.tiles.masking import TileRange
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
 from pallas_kernels.ops.attention.tiles.scores import capped
 

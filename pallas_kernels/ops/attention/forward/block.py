@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import TileRange
 from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
 
 

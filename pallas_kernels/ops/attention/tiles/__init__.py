@@ -1,1 +1,1 @@
-"""What kernels of both passes do with a tile: bring its rows, mask it, make weights of scores, drop some of them."""
+"""What kernels of both passes do with a tile: bring its rows, make weights of its scores, drop some of them."""

@@ -16,7 +16,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.tiles.masking import Masking
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.gemm.shared import shared
 
 GROUP = 8

@@ -16,7 +16,7 @@ from pallas_kernels.ops.attention.backward.fused.steps import Steps
 from pallas_kernels.ops.attention.backward.inputs import Inputs
 from pallas_kernels.ops.attention.backward.lanes import lane_place
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
-from pallas_kernels.ops.attention.tiles.masking import TileRange
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.primitives.platform import target_device
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.fused.spread import SUMS, Spread
-from pallas_kernels.ops.attention.tiles.masking import Masking
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.platform import target_device
 
 _SWIZZLE = 128

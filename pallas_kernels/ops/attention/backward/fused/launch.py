@@ -15,8 +15,8 @@ from jax import lax
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, FusedConfig
 from pallas_kernels.ops.attention.backward.fused.finish import Done, Finishers
 from pallas_kernels.ops.attention.backward.fused.spread import SUMS, Spread
+from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
 from pallas_kernels.primitives.gemm.shared import shared
 

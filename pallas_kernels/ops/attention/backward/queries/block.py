@@ -17,8 +17,8 @@ from pallas_kernels.ops.attention.backward.inputs import Inputs
 from pallas_kernels.ops.attention.backward.lanes import lane_place
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place, hidden, hides_steps
 from pallas_kernels.ops.attention.folded import Folds, row_places
+from pallas_kernels.ops.attention.masking import Masking, TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.masking import Masking, TileRange
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
 
 
