@@ -1,0 +1,170 @@
+"""Calls of the operations with sizes that nobody chose: of rows, columns, lengths and heads.
+
+What a kernel takes depends on its sizes, in more ways than there are specs in the registry. Tests draw calls that a
+float64 reference can follow, the benchmark calls that take long enough to be timed: see `Limits`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pallas_kernels.specs import ArgSpec, ArraySpec, OpSpec, plain
+
+_HEADS = ((32, 8), (32, 32), (12, 12), (16, 16), (8, 1), (16, 4), (24, 8), (6, 2), (1, 1))
+_HEAD_SIZES = (64, 64, 96, 128, 128, 128, 192, 256)
+_DRAWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of what is drawn.
+
+    length: of attention's sequences and caches, at most. rows, columns: of the other operations' arrays, at most.
+    values: of an array, at most; of attention's scores, where they are more.
+    flops: of the matrix products of a forward pass, at least and at most; see `OpSpec.flops`.
+    bytes: what a perfect forward pass reads and writes, at least and at most; at least where there are no products.
+    """
+
+    length: int
+    rows: int
+    columns: int
+    values: float = math.inf
+    scores: float = math.inf
+    flops: tuple[float, float] = (0, math.inf)
+    bytes: tuple[float, float] = (0, math.inf)
+
+    def allow(self, op: OpSpec, call: ArgSpec) -> bool:
+        """Whether the call is within them."""
+        arrays = {name: a for name, a in call.arguments.items() if isinstance(a, ArraySpec)}
+        if op.name == "attention":
+            query, key = arrays["query"].shape, arrays["key"].shape
+            largest, most = math.prod(query[:3]) * key[1], self.scores
+        else:
+            largest, most = max(math.prod(array.shape) for array in arrays.values()), self.values
+        if largest > most:
+            return False
+        structs = plain(call.structs())
+        moved = op.forward_traffic(structs).bytes
+        if op.flops is None:
+            return self.bytes[0] <= moved <= self.bytes[1]
+        return moved <= self.bytes[1] and self.flops[0] <= op.flops(structs, "forward") <= self.flops[1]
+
+
+def random_call(op: OpSpec, seed: int | str, limits: Limits) -> ArgSpec:
+    """One of `op`, the same for the same seed: attention of any sizes, of others one of their specs with other sizes.
+
+    Raises:
+        ValueError: the limits leave nothing.
+    """
+    rng = random.Random(seed)
+    specs = [spec for spec in op.arg_specs if not spec.tags & {"bench", "ragged", "empty", "extreme"}]
+    for _ in range(_DRAWS):
+        match op.name:
+            case "attention":
+                call = _attention(rng, limits)
+            case "decode_attention":
+                call = _decoding(rng, limits)
+            case _:
+                call = _resized(rng, op, rng.choice(specs), limits)
+        if limits.allow(op, call):
+            return call
+    raise ValueError(f"none of {_DRAWS} drawn calls of {op.name} is within {limits}")
+
+
+def _length(rng: random.Random, most: int) -> int:
+    """Small ones as often as large ones, and whole groups or tiles as often as any number."""
+    length = round(2 ** rng.uniform(0, most.bit_length() - 1))
+    multiple = rng.choice((1, 1, 8, 64, 128))
+    return -(-length // multiple) * multiple
+
+
+def _attention(rng: random.Random, limits: Limits) -> ArgSpec:
+    batch, queries = rng.choice((1, 1, 2, 3, 8, 16)), _length(rng, limits.length)
+    keys = queries if rng.random() < 0.6 else _length(rng, limits.length)
+    (heads, key_heads), size = rng.choice(_HEADS), rng.choice(_HEAD_SIZES)
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
+    given: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        given["is_causal"] = True
+    if rng.random() < 0.15:
+        given["window"] = (rng.choice((0, 30, 64, 500)), 0 if "is_causal" in given else rng.choice((0, 17, 200)))
+    if rng.random() < 0.1:
+        given["softcap"] = 15.0
+    if rng.random() < 0.1:
+        given |= {"dropout_rate": 0.1, "dropout_key": ArraySpec(shape=(2,), dtype="uint32", fill="bits")}
+    if rng.random() < 0.1 and queries == keys:
+        given["segment_ids"] = ArraySpec(shape=(batch, queries), dtype="int32", fill="sorted", maximum=3)
+    dense = rng.random()
+    shape = (rng.choice((1, batch)), rng.choice((1, heads)), rng.choice((1, queries)), keys)
+    if dense < 0.1:
+        given["mask"] = ArraySpec(shape=shape, dtype="bool", fill="integers")
+    elif dense < 0.2:
+        given["bias"] = ArraySpec(shape=shape, dtype=dtype)
+    query = ArraySpec(shape=(batch, queries, heads, size), dtype=dtype)
+    key = ArraySpec(shape=(batch, keys, key_heads, size), dtype=dtype)
+    return _spec({"query": query, "key": key, "value": key, **given})
+
+
+def _decoding(rng: random.Random, limits: Limits) -> ArgSpec:
+    batch, tokens = _length(rng, 64), rng.choice((1, 1, 1, 2, 4, 8))
+    page = rng.choice((8, 8, 8, 16, 64, 256))
+    keys = -(-_length(rng, limits.length) // page) * page
+    (heads, key_heads), size = rng.choice(_HEADS), rng.choice(_HEAD_SIZES)
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
+    given: dict[str, Any] = {}
+    caches = (batch, keys)
+    if page > 8:
+        caches = (batch * keys // page, page)
+        table = (batch, keys // page)
+        given["page_table"] = ArraySpec(shape=table, dtype="int32", fill="integers", maximum=caches[0])
+    if rng.random() < 0.2:
+        given["window"] = rng.choice((64, 500, 2000))
+    cache = ArraySpec(shape=(*caches, key_heads, size), dtype=dtype)
+    shortest = rng.choice((0, keys))
+    lengths = ArraySpec(shape=(batch,), dtype="int32", fill="integers", minimum=shortest, maximum=keys + 1)
+    query = ArraySpec(shape=(batch, tokens, heads, size), dtype=dtype)
+    return _spec({"query": query, "key_cache": cache, "value_cache": cache, "lengths": lengths, **given})
+
+
+def _resized(rng: random.Random, op: OpSpec, spec: ArgSpec, limits: Limits) -> ArgSpec:
+    arrays = {name: a for name, a in spec.arguments.items() if isinstance(a, ArraySpec) and a.dtype != "uint32"}
+    leading, columns = _free(op.name, *(array.shape for array in arrays.values()))
+    sizes = {size: _length(rng, limits.rows) for size in sorted(leading)}
+    sizes |= {size: max(64, _length(rng, limits.columns)) // 8 * 8 for size in sorted(columns)}
+    return _spec({**spec.arguments, **{name: _with(array, sizes) for name, array in arrays.items()}})
+
+
+def _free(name: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    """Sizes that may be others, by arrays' shapes: of leading axes, and of columns. None that another axis has, too."""
+    leading, columns, fixed = set(first[:-1]), {first[-1]}, set[int]()
+    match name:
+        case "rope":
+            leading, columns, fixed = set(first[:2]), set(), set(first[2:])
+        case "qkv_projection":
+            fixed = {shape[-1] for shape in others[:3]}
+        case "quantized_linear":
+            values, scales = others[:2]
+            columns, fixed = {values[0]}, {values[1], scales[0]}
+        case (
+            "linear" | "gated_linear" | "norm_linear" | "linear_residual_norm" | "lora_linear" | "linear_cross_entropy"
+        ):
+            columns = {first[-1], others[0][-1]}
+    return leading - columns - fixed, columns - leading - fixed
+
+
+def _with(array: ArraySpec, sizes: Mapping[int, int]) -> ArraySpec:
+    shape = tuple(sizes.get(size, size) for size in array.shape)
+    # Labels are numbers of columns.
+    return replace(array, shape=shape, maximum=sizes.get(array.maximum, array.maximum))
+
+
+def _spec(arguments: Mapping[str, Any]) -> ArgSpec:
+    def told(value: Any) -> str:
+        return f"{'x'.join(map(str, value.shape))}-{value.dtype}" if isinstance(value, ArraySpec) else str(value)
+
+    name = "-".join(f"{name}={told(value)}" for name, value in arguments.items())
+    return ArgSpec(name=name, arguments=arguments)
