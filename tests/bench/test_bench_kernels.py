@@ -14,13 +14,13 @@ import pallas_kernels
 from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench import assembler, kernels, peers, timing
+from xlafuse.bench.calls import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import (
     NoGpuError,
     Settings,
     bench_operation,
     bench_shape,
-    check_close,
     check_match,
     is_wanted,
     require_gpu,

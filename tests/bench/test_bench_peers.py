@@ -15,7 +15,8 @@ import pytest
 from pallas_kernels import REGISTRY, testing
 from pallas_kernels.specs import ArgSpec, ArraySpec
 from xlafuse.bench import peers
-from xlafuse.bench.kernels import _peer, _peers_results, check_close
+from xlafuse.bench.calls import check_close
+from xlafuse.bench.kernels import _peer, _peers_results
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -14,21 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import assembler, peers
+from xlafuse.bench.calls import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.lines import short_spec
 from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult
 from xlafuse.bench.sampling import Sampler
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.errors import UnknownNameError, XlafuseError
-
-_MESSAGE_LENGTH = 600
-_TOLERANCE = 2e-2
-"""Of a result's norm: guards against timing nonsense; the tests hold the exact rule."""
 
 
 class NoGpuError(XlafuseError, RuntimeError):
@@ -118,15 +114,15 @@ def bench_shape(
     result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes, ceiling=None, candidates=())
     problems: list[Problem] = []
     try:
-        cases = _copies(testing.make_case(op, spec, settings.seed), sets)
+        cases = copies(testing.make_case(op, spec, settings.seed), sets)
         candidates = _candidates(op, structs, phase, cases, traffic, settings, problems)
     except Exception as error:  # XLA itself failed, or memory did not suffice: nothing to compare with
-        problems.append(_problem("xla", error))
+        problems.append(problem_of("xla", error))
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
     timed_from = time.monotonic()
     run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    problems += [Problem(candidate=name, message=text[:_MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
     return replace(
         result,
         ceiling=fastest(run.timings, [c.name for c in ceilings]),
@@ -154,7 +150,7 @@ def _candidates(
     problems: list[Problem],
 ) -> list[Candidate]:
     """What runs and agrees with XLA; what does not goes into `problems`."""
-    inputs = [_inputs(case, phase) for case in cases]
+    inputs = [inputs_of(case, phase) for case in cases]
     calls: list[tuple[str, Any, Callable[..., Any]]] = [("xla", "implementation", callable_of(op, phase, "xla"))]
     for name in op.implementations:
         if name != "xla" and (name != "triton" or "jax_triton" in settings.peers):
@@ -177,7 +173,7 @@ def _candidates(
         except Exception as error:  # a variant that does not compile or is wrong must not end the run
             if name == "xla":
                 raise
-            problems.append(_problem(name, error))
+            problems.append(problem_of(name, error))
             continue
         candidates.append(candidate)
     asked = settings.peers if traffic.bytes >= settings.peer_bytes else ()
@@ -236,7 +232,7 @@ def _peer(
         candidate, first = library.candidate(operation, phase, cases)
         _check_results(first, expected)
     except Exception as error:  # another library's failure is a record, no end
-        problems.append(_problem(name, error))
+        problems.append(problem_of(name, error))
         return []
     return [candidate]
 
@@ -244,40 +240,6 @@ def _peer(
 def _check_results(results: Mapping[str, jax.Array], expected: Mapping[str, jax.Array]) -> None:
     for name, value in results.items():
         check_close((value,), (expected[name],))
-
-
-def _copies(case: testing.Case, count: int) -> list[testing.Case]:
-    """The case and copies with memory of their own: drawing them anew would take longer than timing them."""
-
-    def copy(tree):
-        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
-
-    others = (replace(case, arguments=copy(case.arguments), cotangents=copy(case.cotangents)) for _ in range(1, count))
-    return [case, *others]
-
-
-def _problem(name: str, error: Exception) -> Problem:
-    return Problem(
-        candidate=name,
-        message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}",
-        kind="unsupported" if isinstance(error, NotImplementedError | ImportError) else "failed",
-    )
-
-
-def _inputs(case: testing.Case, phase: str) -> tuple[Any, ...]:
-    return (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
-
-
-def callable_of(op: OpSpec, phase: str, implementation: str) -> Callable[..., Any]:
-    """What is timed: a function of `(arguments,)` or, backward, of `(arguments, cotangents)`, giving a tuple."""
-
-    def forward(arguments):
-        return tuple(testing.forward(testing.Case(op=op, arguments=arguments, cotangents=()), implementation).values())
-
-    def backward(arguments, cotangents):
-        return tuple(jax.tree.leaves(op.backward(implementation, plain(arguments), cotangents)))
-
-    return forward if phase == "forward" else backward
 
 
 def _variant(variant: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -288,26 +250,3 @@ def _variant(variant: Callable[..., Any], phase: str) -> Callable[..., Any]:
         return tuple(jax.tree.leaves(variant(**plain(arguments), cotangents=cotangents)))
 
     return forward if phase == "forward" else backward
-
-
-def check_close(result: Sequence[jax.Array], baseline: Sequence[jax.Array]) -> None:
-    """Compares norms of the differences, as far as outputs correspond.
-
-    Raises:
-        AssertionError: an output is off by more than 2 % of its norm, or not a number.
-    """
-    if len(result) != len(baseline):
-        return
-    for i, (got, expected) in enumerate(zip(result, baseline, strict=True)):
-        if not jnp.issubdtype(expected.dtype, jnp.floating):
-            continue
-        error = float(_relative_error(jnp.asarray(got), expected))
-        if not error < _TOLERANCE:
-            raise AssertionError(f"output {i} is off by {error:.3g} of its norm from XLA's")
-
-
-@jax.jit
-def _relative_error(got: jax.Array, expected: jax.Array) -> jax.Array:
-    # Compiled, so that float32 copies of large arrays need no memory.
-    got, expected = got.reshape(expected.shape).astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum(jnp.square(got - expected))) / (jnp.sqrt(jnp.sum(jnp.square(expected))) + 1e-30)

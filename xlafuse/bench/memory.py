@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels import ArgSpec, OpSpec, get_op
 from pallas_kernels.specs import plain
 from xlafuse.bench.bars import MEMORY_BARS
+from xlafuse.bench.calls import callable_of
 from xlafuse.bench.environment import commit
-from xlafuse.bench.kernels import callable_of
 from xlafuse.bench.lines import short_spec
 from xlafuse.bench.results import ResultsError
 
