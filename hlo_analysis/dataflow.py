@@ -53,6 +53,13 @@ def leaf_shape(shape: Shape, path: Path) -> Shape:
     return shape
 
 
+def trip_count(loop: Instruction) -> int | None:
+    """The trip count that XLA found for a `while`, or None."""
+    config = loop.backend_config
+    known = config.get("known_trip_count") if isinstance(config, dict) else None
+    return int(known["n"]) if known else None
+
+
 def behind_aliases(computation: Computation, instruction: Instruction) -> Instruction:
     """The instruction whose bytes a bitcast, a reshape or the like shows; itself where it is none."""
     while instruction.opcode in VIEWS:
@@ -94,8 +101,9 @@ class Dataflow:
     def sources(self, computation: str, instruction: str, path: Path = ()) -> tuple[Source, ...]:
         """The instructions that may have written this leaf, the usual one first.
 
-        A value that a loop carries comes from the loop's body, and on the first iteration from outside; the result of
-        a conditional comes from any of its branches. Parameters of the entry and constants are sources too.
+        A value that a loop carries comes from the loop's body, and on the first iteration from outside, as does what is
+        left by a loop that may not run at all; the result of a conditional comes from any of its branches. Parameters
+        of the entry and constants are sources too.
         """
         key = Source(computation, instruction, path)
         if key not in self._memo:
@@ -127,11 +135,9 @@ class Dataflow:
             case "tuple" if path:
                 return [Source(computation.name, instruction.operands[path[0]], path[1:])]
             case "while":
-                body = self._called(instruction, "body")
-                return [
-                    Source(body.name, body.root, path),
-                    Source(computation.name, instruction.operands[0], path),
-                ]
+                before = Source(computation.name, instruction.operands[0], path)
+                last = self._root(self._called(instruction, "body").name, path)
+                return [last] if trip_count(instruction) else [last, before]
             case "conditional":
                 return [self._root(name, path) for name in instruction.called]
             case "call":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import CONTROL_FLOW
+from hlo_analysis.dataflow import CONTROL_FLOW, trip_count
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.thunks import Thunk, parse_thunk_metadata, parse_thunk_sequence
@@ -128,13 +128,6 @@ def _times(loop: Instruction | None, region: str, notes: dict[str, None]) -> int
         return 0 if region == "condition" else trips
     notes["A loop's trip count is not known before it runs: its body and condition are counted once."] = None
     return 1
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """The trip count that XLA found for a `while`, or None."""
-    config = loop.backend_config
-    known = config.get("known_trip_count") if isinstance(config, dict) else None
-    return int(known["n"]) if known else None
 
 
 def _number_steps(sites: list[Site]) -> tuple[Site, ...]:

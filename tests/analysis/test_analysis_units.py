@@ -182,6 +182,16 @@ def test_sources_across_control_flow(computation, instruction, sources):
     assert [source.name for source in flow.sources(computation, instruction)] == sources
 
 
+@pytest.mark.parametrize(("trips", "sources"), [(3, ["y"]), (0, ["y", "c"])])
+def test_what_a_loop_leaves_is_not_what_it_began_with_where_it_is_known_to_run(trips, sources):
+    """What it hands on as it came still comes from outside."""
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    flow = Dataflow(module_of(*(f"{line}{known if ' while(' in line else ''}" for line in CONTROL_ENTRY), before=CONTROL))
+    assert [source.name for source in flow.sources("main", "out")] == sources
+    assert [source.name for source in flow.sources("main", "loop", (2,))] == ["b"]
+    assert [source.name for source in flow.sources("body", "x")] == ["y", "c"]
+
+
 def test_sources_of_tuple_elements():
     flow = Dataflow(
         module_of(
