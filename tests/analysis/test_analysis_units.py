@@ -186,7 +186,8 @@ def test_sources_across_control_flow(computation, instruction, sources):
 def test_what_a_loop_leaves_is_not_what_it_began_with_where_it_is_known_to_run(trips, sources):
     """What it hands on as it came still comes from outside."""
     known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
-    flow = Dataflow(module_of(*(f"{line}{known if ' while(' in line else ''}" for line in CONTROL_ENTRY), before=CONTROL))
+    lines = [line + known if " while(" in line else line for line in CONTROL_ENTRY]
+    flow = Dataflow(module_of(*lines, before=CONTROL))
     assert [source.name for source in flow.sources("main", "out")] == sources
     assert [source.name for source in flow.sources("main", "loop", (2,))] == ["b"]
     assert [source.name for source in flow.sources("body", "x")] == ["y", "c"]
