@@ -33,12 +33,20 @@ def find_ancestors(launches: Sequence[Launch]) -> list[int]:
     """For each launch, the launches that it depends on, as bits of an integer."""
     ancestors: list[int] = []
     for launch in launches:
+        needed = {value.producer for value in launch.inputs}
+        if launch.index and _continues(launches[launch.index - 1], launch):
+            needed.add(launch.index - 1)
         bits = 0
-        for value in launch.inputs:
-            if value.producer is not None and value.producer < launch.index:
-                bits |= ancestors[value.producer] | (1 << value.producer)
+        for index in needed:
+            if index is not None and index < launch.index:
+                bits |= ancestors[index] | (1 << index)
         ancestors.append(bits)
     return ancestors
+
+
+def _continues(last: Launch, launch: Launch) -> bool:
+    """Whether two launches are passes of one instruction, as of a sort: what they hand on is named after it."""
+    return (last.name, last.computation) == (launch.name, launch.computation)
 
 
 def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:

@@ -261,6 +261,15 @@ def test_sums_that_wait_for_those_of_other_arrays_are_of_no_single_kernel() -> N
     assert all(missed.value != "x" for missed in other.rank())
 
 
+def test_what_needs_a_sorted_array_is_no_one_launch_with_the_sorts_first_pass() -> None:
+    """A sort first copies its input: so does none that reads the input again beside what was sorted."""
+    program = Program().launch("sort", {"x": 100}, 100, "copy", opcodes=("copy",))
+    program.launch("sort", {}, 100, "sort", opcodes=("sort",))
+    program.launch("cut", {"sort": 100}, 1, "reduction", opcodes=("reduce",))
+    program.launch("y", {"x": 100, "cut": 1}, 100, opcodes=("select",))
+    assert all(missed.value != "x" for missed in program.rank())
+
+
 def test_each_reader_is_charged_with_what_it_can_have_read() -> None:
     """A diagonal that a loss reads beside two sums over all logits costs these nothing."""
     program = Program().launch("l", {"x": 10}, 100, "triton_gemm", opcodes=("dot",))
