@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hlo_analysis.records import Launch, Value
 from hlo_analysis.scores import elements
+from hlo_analysis.traits import has, sums_columns
 
 _KINDS = frozenset({"loop", "reduction", "transpose", "triton"})
 
@@ -60,7 +61,7 @@ def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
                 readers[value.name].append(launch)
                 values[value.name] = value
     for name, found in readers.items():
-        first = next((launch for launch in found if any(opcode == "reduce" for opcode, _ in launch.opcodes)), None)
+        first = next((launch for launch in found if has(launch, "reduce")), None)
         if first is None:
             continue
         group, between = [first], {}
@@ -68,6 +69,8 @@ def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
             path = _path(launches, ancestors, first, launch)
             alike = (launch.computation, launch.phase) == (first.computation, first.phase)
             if path is None or not alike or _needs_others(launches, path, first, launch, name):
+                continue
+            if any(ancestors[launch.index] >> other.index & 1 for other in found if _crosses(first, other)):
                 continue
             if _hands_sums(path, first, launch, values[name]):
                 group.append(launch)
@@ -93,16 +96,18 @@ def _needs_others(launches: Sequence[Launch], path: Sequence[Launch], first: Lau
     makers = {first.index, *(launch.index for launch in path)}
     given = {value.producer for launch in (*path, last) for value in launch.inputs} - makers - {None}
     others = [launches[index] for index in given if index is not None]
-    return any(
-        any(opcode == "reduce" for opcode, _ in other.opcodes) and all(value.name != name for value in other.inputs)
-        for other in others
-    )
+    return any(has(other, "reduce") and all(value.name != name for value in other.inputs) for other in others)
+
+
+def _crosses(first: Launch, other: Launch) -> bool:
+    """Whether one of two launches sums rows and the other columns, so that no block has what both need."""
+    return has(other, "reduce") and sums_columns(other) != sums_columns(first)
 
 
 def _hands_sums(path: Sequence[Launch], first: Launch, last: Launch, value: Value) -> bool:
     makers = {first.index, *(launch.index for launch in path)}
     handed = [given for launch in (*path, last) for given in launch.inputs if given.producer in makers]
-    sums = min((given for given in last.inputs if given.producer in makers), key=elements)
+    sums = min(handed, key=elements)
     row = value.bytes / elements(sums)
     if _last_size(sums) == _last_size(value):  # sums over columns: as many at a time as memory hands out together
         row *= _SECTOR * elements(value) / value.bytes

@@ -210,66 +210,6 @@ def test_the_block(analyzed: Callable[..., Analysis]) -> None:
     assert any(remedy.startswith(("norm_linear:", "a product that does")) for remedy in merged)
 
 
-def norm(size: int, sums: str, mib: int = 1) -> Program:
-    """An argument, its sums, what is made of them, and both put together."""
-    program = Program().launch("sum", {"x": size}, mib, "reduction", opcodes=("reduce",), shape=sums)
-    program.launch("scale", {"sum": mib}, mib, opcodes=("rsqrt",), shape=sums)
-    program.launch("y", {"x": size, "scale": mib}, size, opcodes=("multiply",))
-    for index, launch in enumerate(program.launches):
-        inputs = tuple(
-            replace(value, shape=f"f32[{size},512,512]" if value.name == "x" else sums) for value in launch.inputs
-        )
-        program.launches[index] = replace(launch, inputs=inputs)
-    return program
-
-
-@pytest.mark.parametrize(
-    ("sums", "mib", "is_missed"),
-    [
-        ("f32[100,512]", 1, True),  # of the last axis: 2 KiB a row
-        ("f32[100]", 1, False),  # 1 MiB a row is more than a block's shared memory
-        ("f32[512,512]", 1, True),  # of the first: 400 B a column, eight of which lie together
-        ("f32[100,512]", 50, False),  # half of what is read is handed on: no sum
-    ],
-)
-def test_an_argument_is_read_again_after_sums_over_its_rows(sums: str, mib: int, is_missed: bool) -> None:
-    found = [missed for missed in norm(100, sums, mib).rank() if missed.value == "x"]
-    assert bool(found) == is_missed
-    for missed in found:
-        assert missed.consumers == (0, 2)
-        assert missed.bytes_at_stake == 100 * MIB
-        assert missed.time_at_stake_us == pytest.approx(100 + 2 * 2)
-        assert missed.remedy.startswith("rms_norm")
-
-
-def test_sums_that_wait_for_those_of_other_arrays_are_of_no_single_kernel() -> None:
-    """The norm of all gradients, by which each of them is scaled."""
-    program = norm(100, "f32[100,512]")
-    assert any(missed.value == "x" for missed in program.rank())
-    alone = program.launches[1]
-    other = Program().launch("sum", {"x": 100}, 1, "reduction", opcodes=("reduce",), shape="f32[100,512]")
-    other.launch("sum2", {"x2": 100}, 1, "reduction", opcodes=("reduce",))
-    other.launch("scale", {"sum": 1, "sum2": 1}, 1, opcodes=("rsqrt",), shape="f32[100,512]")
-    other.launch("y", {"x": 100, "scale": 1}, 100, opcodes=("multiply",))
-    assert alone.name == other.launches[2].name
-    for index, launch in enumerate(other.launches):
-        inputs = (
-            replace(value, shape="f32[100,512,512]" if value.name in ("x", "x2") else "f32[100,512]")
-            for value in launch.inputs
-        )
-        other.launches[index] = replace(launch, inputs=tuple(inputs))
-    assert all(missed.value != "x" for missed in other.rank())
-
-
-def test_what_needs_a_sorted_array_is_no_one_launch_with_the_sorts_first_pass() -> None:
-    """A sort first copies its input: so does none that reads the input again beside what was sorted."""
-    program = Program().launch("sort", {"x": 100}, 100, "copy", opcodes=("copy",))
-    program.launch("sort", {}, 100, "sort", opcodes=("sort",))
-    program.launch("cut", {"sort": 100}, 1, "reduction", opcodes=("reduce",))
-    program.launch("y", {"x": 100, "cut": 1}, 100, opcodes=("select",))
-    assert all(missed.value != "x" for missed in program.rank())
-
-
 def test_each_reader_is_charged_with_what_it_can_have_read() -> None:
     """A diagonal that a loss reads beside two sums over all logits costs these nothing."""
     program = Program().launch("l", {"x": 10}, 100, "triton_gemm", opcodes=("dot",))
