@@ -99,6 +99,21 @@ def test_attention_looks_up_both_passes(own):
         assert untuned == replace(fused, waves=2)
 
 
+def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
+    masking = Masking(queries=848, keys=3656, right=0)
+    problem = Problem(
+        batch=8, heads=12, key_heads=12, head_size=64, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
+    )
+    key = tuning.key_of("attention", "backward", attention.known(problem))
+    with jax.sharding.use_abstract_mesh(MESH):
+        untuned = backward_choice.tuned_backward(problem)
+        tuning.add(own, KIND, {key: entry(variant="one kernel, 4 waves")})
+        tuned = backward_choice.tuned_backward(problem).fused
+    assert untuned == backward_choice.default_backward(replace(problem, masking=replace(masking, keys=896)))
+    assert tuned is not None
+    assert tuned.waves == 4
+
+
 def test_the_users_entries_go_before_the_shipped(own):
     tuning.add(tuning.SHIPPED / own.name, KIND, {"a": entry("xla"), "b": entry("xla")})
     tuning.add(own, KIND, {"a": entry("mosaic")})

@@ -51,10 +51,9 @@ def attention_backward(
     """
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
-    unseen = 0
-    if config is None:
-        problem = of_seen_keys(problem)
-        config, unseen = tuned_backward(problem), key.shape[1] - problem.masking.keys
+    config = config or tuned_backward(problem)
+    problem = of_seen_keys(problem)
+    unseen = key.shape[1] - problem.masking.keys
     if unseen:
         key, value = (cut(array, problem.masking.keys) for array in (key, value))
     by_one = config.fused is not None and can_fuse(problem) and not (config.folds and can_fold(problem))

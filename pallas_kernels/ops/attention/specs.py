@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward.choice import backward_candidates
+from pallas_kernels.ops.attention.backward.choice import backward_candidates, of_seen_keys
 from pallas_kernels.ops.attention.calls import ARG_SPECS
 from pallas_kernels.ops.attention.counts import backward_traffic, flops, forward_traffic
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
@@ -45,7 +45,8 @@ def _described(arguments: Mapping[str, Any]) -> Problem:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     problem = _described(arguments)
     if phase == "backward":
-        return {name: partial(_gradients, config=config) for name, config in backward_candidates(problem).items()}
+        candidates = backward_candidates(of_seen_keys(problem))
+        return {name: partial(_gradients, config=config) for name, config in candidates.items()}
     return {name: partial(_forward, config=config) for name, config in forward_candidates(problem).items()}
 
 

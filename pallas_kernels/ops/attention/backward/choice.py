@@ -190,6 +190,7 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
 
 
 def tuned_backward(problem: Problem) -> BackwardConfig:
-    """The measured best of the candidates, else the untuned choice."""
-    untuned = default_backward(problem)
-    return tuning.configuration("attention", "backward", known(problem), backward_candidates(problem), untuned=untuned)
+    """The measured best of the candidates, else the untuned choice: of the keys that are seen."""
+    seen = of_seen_keys(problem)
+    candidates, untuned = backward_candidates(seen), default_backward(seen)
+    return tuning.configuration("attention", "backward", known(problem), candidates, untuned=untuned)
