@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -127,7 +128,9 @@ def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
     made = {value.producer for value in launch.inputs if value.producer is not None}
     products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
     shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
-    is_pair = shared if len(products) > 1 else products and dict(launch.opcodes).get("slice", 0) in (1, 2)
+    # The key of random numbers, as a dropout's, is cut in two as well.
+    halves = dict(launch.opcodes).get("slice", 0) - len(re.findall(r" = u32\[\S* slice\(", launch.hlo))
+    is_pair = shared if len(products) > 1 else products and halves in (1, 2)
     activates = any(has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
     is_elementwise = launch.phase == "forward" and not has(launch, "reduce")
     return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")

@@ -342,13 +342,15 @@ def test_a_gate_is_no_attention() -> None:
 
 
 def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -> None:
-    def remedy(*opcodes: str) -> str:
+    def remedy(*opcodes: str, hlo: str = "") -> str:
         program = Program().launch("g", {"h": 10, "w": 50}, 400, "triton_gemm").launch("r", {"x": 400}, 400)
-        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes)
+        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes, hlo=hlo)
         return next(missed.remedy for missed in program.rank() if missed.value == "g")
 
     assert remedy("multiply", "exponential", "slice").startswith("gated_linear:")
     assert remedy("multiply", "tanh", "add").startswith("linear:")
+    key = "%first = u32[1]{0} slice(%key), slice={[0:1]}"  # of an activation's dropout
+    assert remedy("multiply", "tanh", "slice", hlo=key).startswith("linear:")
 
 
 def test_products_with_a_shared_input_can_be_merged_by_an_option() -> None:
