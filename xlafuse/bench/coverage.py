@@ -16,7 +16,7 @@ import jax
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, OpSpec
+from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, OpSpec, dispatch
 from pallas_kernels.dispatch import Support
 from pallas_kernels.primitives import triton_calls
 from pallas_kernels.specs import plain
@@ -30,17 +30,17 @@ _ROWS = 4096
 _UNUSUAL = frozenset({"ragged", "extreme", "empty", "long"})
 
 
-class _Chosen(Exception):
-    """Ends the trace with the names; no error."""
+class _Answer(Exception):
+    """Ends the trace; no error."""
 
-    def __init__(self, names: tuple[str, ...]):
-        self.names = names
+    def __init__(self, taken: str, names: tuple[str, ...]):
+        self.taken, self.names = taken, names
 
 
 def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
     """The implementations that an H200 can run on these arguments; first the one that `implementation=None` takes."""
 
-    def choose(
+    def runnable(
         operation: str,
         requested: object,
         support: Mapping[str, Support],
@@ -49,20 +49,41 @@ def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
     ) -> str:
         order = preferred() if callable(preferred) else preferred
         names = [name for name in (*order, "xla") if support[name]() is None]
-        raise _Chosen((*names, *(name for name in support if name not in names and support[name]() is None)))
+        others = (name for name in support if name not in names and support[name]() is None)
+        raise _Answer(names[0], (*names, *others))
 
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
+    with mock.patch.object(triton_calls, "find_spec", lambda _: True), jax.sharding.use_abstract_mesh(mesh):
+        return _asked(op, spec, runnable).names
+
+
+def taken_here(op: OpSpec, spec: ArgSpec) -> tuple[str, tuple[str, ...]]:
+    """What `implementation=None` takes on this process's device, and all that the operation has, runnable or not."""
+
+    def taken(
+        operation: str,
+        requested: object,
+        support: Mapping[str, Support],
+        *,
+        preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
+    ) -> str:
+        raise _Answer(dispatch.choose(operation, None, support, preferred=preferred), tuple(support))
+
+    answer = _asked(op, spec, taken)
+    return answer.taken, answer.names
+
+
+def _asked(op: OpSpec, spec: ArgSpec, choose: Callable[..., str]) -> _Answer:
+    """What `choose` raises in the place of `dispatch.choose`, where a call names no implementation."""
     asking = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels.ops.") and hasattr(m, "choose")]
     with contextlib.ExitStack() as stack:
         for module in asking:
             stack.enter_context(mock.patch.object(module, "choose", choose))
-        stack.enter_context(mock.patch.object(triton_calls, "find_spec", lambda _: True))
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         try:
             jax.eval_shape(lambda arguments: op.function(**plain(arguments)), spec.structs())
-        except _Chosen as chosen:
-            return chosen.names
+        except _Answer as answer:
+            return answer
     raise RuntimeError(f"{op.name} never asked which implementation to run")
 
 

@@ -41,7 +41,7 @@ class Measured:
     """A candidate on a shape. kind: see `timing.Candidate`."""
 
     name: str
-    kind: Literal["implementation", "variant", "peer", "ceiling", "strategy"]
+    kind: Literal["implementation", "default", "variant", "peer", "ceiling", "strategy"]
     timing: Timing
 
 

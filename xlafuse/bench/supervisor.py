@@ -37,7 +37,7 @@ def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[st
     assembler is to say of each what it spills, and whether its products wait.
     """
     added = {}
-    if any(name.startswith("torch") or name == "liger" for name in settings.peers):
+    if any(name.startswith("torch") or name == "liger" for name in getattr(settings, "peers", ())):
         added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if getattr(settings, "variants", False):
         added[assembler.VARIABLE] = "1"
@@ -57,10 +57,11 @@ def run(
     """Measures operations and writes `output` after every shape.
 
     Args:
-        operations: names in `pallas_kernels.REGISTRY`; of the block benchmark shapes, as "2x4096".
-        settings: `xlafuse.bench.kernels.Settings`, or `xlafuse.bench.block.BlockSettings`.
+        operations: names in `pallas_kernels.REGISTRY`; of the block benchmark shapes, as "2x4096", of the choice
+            calls, as "attention 7".
+        settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings` or `.choice.ChoiceSettings`.
         output: the JSON file.
-        benchmark: "kernels" or "block".
+        benchmark: "kernels", "block" or "choice".
         stall_seconds: how long a process may go without a new result before it is ended.
         worker: the command, which gets a folder as its last argument.
         kept: told of all results whenever they were written.

@@ -57,6 +57,7 @@ class Timing:
 class Candidate:
     """Something to time.
 
+    kind: "default" is the call that names no implementation.
     call: compiled already, or compiled at its first call.
     inputs: sets of arguments, which take turns.
     wait: returns once the call that gave this result has finished.
@@ -64,7 +65,7 @@ class Candidate:
     """
 
     name: str
-    kind: Literal["implementation", "variant", "peer", "ceiling", "strategy"]
+    kind: Literal["implementation", "default", "variant", "peer", "ceiling", "strategy"]
     call: Callable[..., Any]
     inputs: Sequence[tuple[Any, ...]]
     wait: Callable[[Any], Any] = jax.block_until_ready

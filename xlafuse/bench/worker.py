@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,24 +20,25 @@ import jax.numpy as jnp
 from pydantic import TypeAdapter
 
 from pallas_kernels import get_op
-from xlafuse.bench import block_lines
+from xlafuse.bench import block_lines, choice_lines, lines
 from xlafuse.bench.block import BlockSettings, bench_block
+from xlafuse.bench.choice import ChoiceSettings, bench_choice
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
-from xlafuse.bench.lines import problem_lines, result_lines
 from xlafuse.bench.results import Results, Run, ShapeResult, write
 from xlafuse.bench.sampling import Sampler, sampling
 from xlafuse.errors import XlafuseError
 
 DONE, REFUSED, GPU_LOST = 0, 2, 3
+AnySettings = Settings | BlockSettings | ChoiceSettings
+_KINDS: Mapping[str, type[AnySettings]] = {"kernels": Settings, "block": BlockSettings, "choice": ChoiceSettings}
 
 
 def main(folder: Path) -> int:
     """Carries out the request in `folder`; returns the exit status."""
     request = json.loads((folder / "request.json").read_text())
     try:
-        kind = BlockSettings if request["benchmark"] == "block" else Settings
-        settings = TypeAdapter(kind).validate_python(request["settings"])
+        settings = TypeAdapter(_KINDS[request["benchmark"]]).validate_python(request["settings"])
         require_gpu()
         with sampling() as sampler:
             return measure(request["operations"], settings, folder, sampler)
@@ -46,10 +47,8 @@ def main(folder: Path) -> int:
         return REFUSED
 
 
-def measure(
-    operations: Sequence[str], settings: Settings | BlockSettings, folder: Path, sampler: Sampler | None = None
-) -> int:
-    """Measures operations, or a block's shapes, one after another; tells what it finds on stdout and in `folder`."""
+def measure(operations: Sequence[str], settings: AnySettings, folder: Path, sampler: Sampler | None = None) -> int:
+    """Measures operations, a block's shapes or calls, one after another; tells of each on stdout and in `folder`."""
     run: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
@@ -65,8 +64,7 @@ def measure(
                 left_out.append(result)
                 continue
             shapes.append(result)
-            lines = block_lines.result_lines if isinstance(settings, BlockSettings) else result_lines
-            print("\n".join((*lines(result), *problem_lines(result))), flush=True)
+            print("\n".join((*_result_lines(result, settings), *lines.problem_lines(result))), flush=True)
             write(
                 folder / "results.json",
                 Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)),
@@ -77,10 +75,24 @@ def measure(
     return DONE
 
 
-def _results(name: str, settings: Settings | BlockSettings, sampler: Sampler | None) -> Iterator[ShapeResult | str]:
-    if isinstance(settings, BlockSettings):
-        return bench_block(name, settings, sampler)
-    return bench_operation(get_op(name), settings, sampler)
+def _results(name: str, settings: AnySettings, sampler: Sampler | None) -> Iterator[ShapeResult | str]:
+    match settings:
+        case BlockSettings():
+            return bench_block(name, settings, sampler)
+        case ChoiceSettings():
+            return bench_choice(name, settings, sampler)
+        case Settings():
+            return bench_operation(get_op(name), settings, sampler)
+
+
+def _result_lines(result: ShapeResult, settings: AnySettings) -> list[str]:
+    match settings:
+        case BlockSettings():
+            return block_lines.result_lines(result)
+        case ChoiceSettings():
+            return choice_lines.result_lines(result)
+        case Settings():
+            return lines.result_lines(result)
 
 
 def gpu_answers() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,3 +112,50 @@ def run_block(request: BlockRequest) -> bool:
     typer.echo(f"wrote {request.output}")
     failed = [p for s in results.shapes for p in s.problems if p.kind == "failed" and p.candidate in strategies]
     return not failed and not any(run.left_out for run in results.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRequest:
+    """The options of one `xlafuse bench choice`, as typed."""
+
+    operations: tuple[str, ...]
+    modes: tuple[str, ...]
+    count: int
+    numbers: tuple[str, ...]
+    seed: int
+    rounds: int
+    seconds: float
+    output: Path
+
+
+def run_choice(request: ChoiceRequest) -> bool:
+    """Carries it out; returns whether every call was measured, and none is below the bar.
+
+    Raises:
+        XlafuseError: an unknown name, no GPU, or nothing measured.
+    """
+    from pallas_kernels import REGISTRY
+    from xlafuse.bench import choice, choice_lines, supervisor
+    from xlafuse.cli.failures import InputError
+    from xlafuse.errors import UnknownNameError
+
+    for names, known, what in ((request.operations, REGISTRY, "operation"), (request.modes, choice.MODES, "mode")):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(what, name, known)
+    for number in request.numbers:
+        if not number.isdecimal():
+            raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
+    settings = choice.ChoiceSettings(
+        modes=request.modes or choice.MODES,
+        rounds=request.rounds,
+        seed=request.seed,
+        until=time.time() + request.seconds,
+    )
+    numbers = [int(number) for number in request.numbers] or range(request.count)
+    calls = dict.fromkeys(f"{name} {number}" for name in request.operations or REGISTRY for number in numbers)
+    results = supervisor.run(tuple(calls), settings, request.output, benchmark="choice")
+    for line in choice_lines.summary_lines(results):
+        typer.echo(line)
+    typer.echo(f"wrote {request.output}")
+    return choice.is_kept(results)

@@ -117,6 +117,51 @@ def block(
     raise typer.Exit(0 if is_complete else 1)
 
 
+@bench.command()
+def choice(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="forward, grad: the latter with the forward pass. Both by default."),
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="How many calls of each operation are drawn.")] = 20,
+    numbers: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,C", help="Only these of the drawn calls, numbered from 0: 7 of the call 0.7."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Draws other calls; the same for the same seed.")] = 0,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Begin no new call after so many seconds.")] = float(
+        "inf"
+    ),
+) -> None:
+    """Measure whether calls that name no implementation take the fastest, at sizes that nobody chose.
+
+    Needs an NVIDIA GPU. Exits with 0 when none is more than 2 % behind the best of the operation's implementations, 1
+    when one is or something failed, 2 on bad input or no GPU.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.bench import ChoiceRequest, run_choice
+
+        is_kept = run_choice(
+            ChoiceRequest(
+                operations=tuple(op or ()),
+                modes=names(modes) or (),
+                count=count,
+                numbers=names(numbers) or (),
+                seed=seed,
+                rounds=rounds,
+                seconds=seconds,
+                output=output,
+            )
+        )
+    raise typer.Exit(0 if is_kept else 1)
+
+
 def names(text: str | None) -> tuple[str, ...] | None:
     """'a,b' → ('a', 'b'); nothing typed: None."""
     return tuple(name for part in text.split(",") if (name := part.strip())) if text else None

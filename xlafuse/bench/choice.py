@@ -1,0 +1,176 @@
+"""The benchmark of the choice: whether `implementation=None` takes the fastest one at sizes that nobody chose.
+
+Calls are drawn (`pallas_kernels.random_calls`), the same ones for a seed on any machine. For each, forward alone and
+with the backward pass, every implementation that the operation has is checked against XLA's results; then all that run,
+and the call that names none, take turns in one run. Needs an attached NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from pallas_kernels import ArgSpec, OpSpec, get_op, testing
+from pallas_kernels.random_calls import Limits, random_call
+from pallas_kernels.specs import plain
+from xlafuse.bench.calls import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench.coverage import taken_here
+from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
+from xlafuse.bench.sampling import Sampler
+from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+
+MODES = ("forward", "grad")
+"""grad: the outputs and the gradients, as a training step has them."""
+BAR = 0.98
+"""Of the best implementation's time over that of a call that names none."""
+TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes=(1e6, 1e9))
+"""Two microseconds to a millisecond of an H200, forward."""
+
+_NONE = "None: "
+_SMALLEST = 2e-3
+"""See `calls.check_close`; as the block benchmark has it."""
+_MOST_TEMPORARY_BYTES = 16e9
+"""Of XLA, which may keep attention's scores: beyond, it is no rival."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceSettings:
+    """How to measure.
+
+    until: no call is begun after this (`time.time`).
+    seed: of the calls, and of the values.
+    """
+
+    modes: tuple[str, ...] = MODES
+    rounds: int = 8
+    calls: int = 4
+    seed: int = 0
+    until: float = math.inf
+
+
+def drawn(op: OpSpec, seed: int, number: int) -> ArgSpec:
+    """A call of an operation; its name begins with seed and number, as "0.7"."""
+    label = f"{seed}.{number}"
+    call = random_call(op, f"{op.name} {label}", TIMED)
+    return replace(call, name=f"{label} {call.name}")
+
+
+def bench_choice(item: str, settings: ChoiceSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
+    """Measures each mode of one call, "attention 7"; a str names a mode left out for lack of time."""
+    name, _, number = item.partition(" ")
+    op = get_op(name)
+    call = drawn(op, settings.seed, int(number))
+    for mode in settings.modes:
+        if mode == "grad" and not op.differentiable:
+            continue
+        if time.time() > settings.until:
+            yield f"{op.name} {mode} {call.name}: not begun, the time was up"
+            continue
+        yield bench_call(op, call, mode, settings, sampler)
+
+
+def bench_call(
+    op: OpSpec, call: ArgSpec, mode: str, settings: ChoiceSettings, sampler: Sampler | None = None
+) -> ShapeResult:
+    """Checks and times one mode of one call. What fails is among the result's problems."""
+    start = time.monotonic()
+    structs = plain(call.structs())
+    moved = op.forward_traffic(structs).bytes + (op.backward_traffic(structs).bytes if mode == "grad" else 0)
+    sets = buffer_sets(moved)
+    result = ShapeResult(op=op.name, phase=mode, spec=call.name, bytes=moved, ceiling=None, candidates=())
+    problems: list[Problem] = []
+    try:
+        cases = copies(testing.make_case(op, call, settings.seed), sets)
+        candidates = _candidates(op, call, mode, [inputs_of(case, mode) for case in cases], problems)
+    except Exception as error:  # memory did not suffice: a record, no end
+        problems.append(problem_of("None", error))
+        return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
+    timed_from = time.monotonic()
+    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
+    problems += [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    return replace(
+        result,
+        candidates=tuple(
+            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
+        ),
+        problems=tuple(problems),
+        sets=sets,
+        seconds=time.monotonic() - start,
+        warm_up_seconds=run.warm_up_seconds,
+        is_steady=run.is_steady,
+        activity=sampler.since(timed_from) if sampler else None,
+    )
+
+
+def _candidates(
+    op: OpSpec, call: ArgSpec, mode: str, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]
+) -> list[Candidate]:
+    """What runs and agrees with XLA, or else with the first that runs; what does not goes into `problems`."""
+    taken, known = taken_here(op, call)
+    named = [(name, name) for name in sorted(known, key=lambda name: name != "xla")]
+    programs: dict[str, tuple[str, jax.stages.Compiled]] = {}
+    candidates: list[Candidate] = []
+    baseline: Sequence[jax.Array] = ()
+    for name, implementation in (*named, (f"{_NONE}{taken}", None)):
+        try:
+            traced = jax.jit(callable_of(op, mode, implementation)).trace(*inputs[0])
+            text = str(traced.jaxpr)
+            same = programs.get(taken) if implementation is None else None
+            # Compiled once where None's program is that of what it takes.
+            run = same[1] if same and same[0] == text else traced.lower().compile()
+            if name == "xla" and name != taken:
+                _check_memory(run)
+            programs[name] = (text, run)
+            outputs = jax.block_until_ready(run(*inputs[0]))
+            if candidates:
+                check_close(outputs, baseline, of=candidates[0].name, smallest=_SMALLEST)
+            else:
+                baseline = outputs
+        except Exception as error:  # one implementation must not end the run of the others
+            problems.append(problem_of(name, error))
+            continue
+        candidates.append(
+            Candidate(name=name, kind="implementation" if implementation else "default", call=run, inputs=inputs)
+        )
+    return candidates
+
+
+def _check_memory(compiled: jax.stages.Compiled) -> None:
+    memory = compiled.memory_analysis()
+    taken = memory.temp_size_in_bytes if memory is not None else 0
+    if taken > _MOST_TEMPORARY_BYTES:
+        raise NotImplementedError(
+            f"not timed: temporary buffers of {taken / 1e9:.0f} GB, more than {_MOST_TEMPORARY_BYTES / 1e9:.0f}"
+        )
+
+
+def default(result: ShapeResult) -> Measured | None:
+    """The call that named no implementation, where it was timed."""
+    return next(iter(result.of_kind("default")), None)
+
+
+def best(result: ShapeResult) -> Measured | None:
+    """The fastest named implementation, where one was timed."""
+    return min(result.of_kind("implementation"), key=lambda c: c.timing.median_us, default=None)
+
+
+def ratio(result: ShapeResult) -> float:
+    """The best implementation's time over that of a call that names none; NaN where one of them was not timed."""
+    ours, theirs = default(result), best(result)
+    return theirs.timing.median_us / ours.timing.median_us if ours and theirs else math.nan
+
+
+def is_measured(result: ShapeResult) -> bool:
+    """Whether there is a ratio, and no implementation failed that did not say it cannot run here."""
+    return math.isfinite(ratio(result)) and not any(problem.kind == "failed" for problem in result.problems)
+
+
+def is_kept(results: Results) -> bool:
+    """Whether every call was measured, and none is below the bar."""
+    is_whole = not any(run.left_out for run in results.runs)
+    return is_whole and all(is_measured(result) and ratio(result) >= BAR for result in results.shapes)
