@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hlo_analysis.ends import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
 from hlo_analysis.records import Launch
-from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies import conv_texts, loop_texts, texts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 from hlo_analysis.traits import (
@@ -42,8 +42,6 @@ def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feed
         return texts.SCAN
     if feeds_attention and has(producer, "transpose"):
         return texts.AS_PROJECTED
-    if has(producer, "concatenate") and all(map(convolves, readers)):
-        return texts.CONVOLVED_PARTS
     stacks = [reader for reader in readers if _stacks(table, reader)]
     if len(stacks) == len(readers):
         return loop_texts.STACKED
@@ -73,10 +71,8 @@ def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> R
 
 def _of_moves(table: Table, producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
-    if has(producer, "pad") and producer in moves and all(map(convolves, readers)):
-        return texts.PADDED
     if any(map(relays, moves)):
-        return texts.FILTER_LAYOUT if any(map(convolves, (producer, *readers))) else texts.LAYOUT
+        return conv_texts.FILTER_LAYOUT if any(map(convolves, (producer, *readers))) else texts.LAYOUT
     if not moves:
         return None
     if has(moves[0], "concatenate"):  # parts of a gradient came from one array

@@ -99,21 +99,6 @@ LAYOUT = Remedy(
     text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
     "that nothing is moved",
 )
-FILTER_LAYOUT = Remedy(
-    kind="rewrite",
-    text="keep images and filters as cuDNN takes them (dimension_numbers=('NHWC', 'OHWI', 'NHWC') of "
-    "lax.conv_general_dilated), so that none is transposed",
-)
-PADDED = Remedy(
-    kind="rewrite",
-    text="pad both sides alike, as padding=((1, 1), (1, 1)), where the model may be so: cuDNN then pads as it reads. "
-    "'SAME' with a stride pads one side more, in an array of its own",
-)
-CONVOLVED_PARTS = Remedy(
-    kind="rewrite",
-    text="convolve what is joined part by part and add, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]): cuDNN adds the "
-    "one result as it writes the other, and nothing is joined",
-)
 FOURIER = Remedy(
     kind="kernel",
     text="one kernel that pads, transforms, works on what comes out and transforms it back, a row on the chip where it "

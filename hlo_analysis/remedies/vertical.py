@@ -8,6 +8,7 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.ends import is_next_state, searches_in_a_loop
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.convolutions import of_convolutions
 from hlo_analysis.remedies.places import of_places
 from hlo_analysis.remedies.products import of_products, summed_in_a_loop
 from hlo_analysis.remedies.rows import of_rows
@@ -44,6 +45,7 @@ def vertical_remedy(
         _by_category(table, producer, readers, category, donated)
         or (texts.ATTENTION if is_score else None)
         or _of_devices(table, producer, readers)
+        or of_convolutions(producer, readers)
         or of_places(table, producer, readers, feeds_attention=feeds_attention)
         or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
         or of_products(table, producer, readers, of_attention=of_attention)

@@ -9,7 +9,7 @@ import pytest
 from launch_programs import MIB, Program
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies import conv_texts, loop_texts, texts
 from hlo_analysis.traits import dequantizes, is_batched, repeats_rows, spreads, takes_sixteen_bits
 
 
@@ -76,7 +76,7 @@ def test_what_xla_pads_to_split_a_sum_is_an_option_away(op_name: str, remedy: An
     assert remedies["d"] == texts.WHOLE_SUM.text
 
 
-@pytest.mark.parametrize(("opcode", "remedy"), [("concatenate", texts.CONVOLVED_PARTS), ("add", texts.OWN_KERNEL)])
+@pytest.mark.parametrize(("opcode", "remedy"), [("concatenate", conv_texts.CONVOLVED_PARTS), ("add", texts.OWN_KERNEL)])
 def test_what_is_joined_for_a_convolution_is_convolved_part_by_part(opcode: str, remedy: Any) -> None:
     """The skip connections of a U-Net: 200 to 158 MB."""
     program = Program().launch("u", {"a": 50, "b": 50}, 100, "concatenate", opcodes=(opcode, "gather"))

@@ -1,0 +1,66 @@
+"""Remedies of what goes into a convolution or comes out of it, each followed in a program of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from launch_programs import Program
+
+from hlo_analysis.remedies import conv_texts, texts
+
+FORWARD = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
+
+
+def conv(program: Program, reads: dict[str, int], hlo: str = FORWARD, **fields: Any) -> Program:
+    return program.launch("c", reads, 100, "cudnn", opcodes=("custom-call",), hlo=hlo, **fields)
+
+
+@pytest.mark.parametrize(
+    ("padding", "opcodes", "phase", "remedy"),
+    [
+        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad",), "forward", conv_texts.SPREAD),
+        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad", "tanh", "multiply"), "forward", conv_texts.SPREAD),
+        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad",), "backward", conv_texts.PADDED),
+        ("0_0_0x0_1_0x-1_1_0x0_0_0", ("pad",), "forward", conv_texts.PADDED),
+        ("0_0_0x3_0_0x0_0_0", ("pad", "tanh"), "forward", texts.OWN_KERNEL),
+    ],
+)
+def test_zeros_between_elements_are_of_a_transposed_convolution(
+    padding: str, opcodes: tuple[str, ...], phase: Any, remedy: texts.Remedy
+) -> None:
+    """Filters of 4 x 4 and a stride of two: 105.2 to 26.3 GFLOP, 150 to 42 MB with the other filter."""
+    hlo = f"ROOT %p = bf16[8,115,115,256]{{3,2,1,0}} pad(%x, %zero), padding={padding}, metadata={{}}"
+    program = Program().launch("p", {"x": 25}, 100, opcodes=opcodes, hlo=hlo, phase=phase)
+    (missed,) = conv(program, {"p": 100, "w": 1}, phase=phase).rank()
+    assert missed.remedy == remedy.text
+
+
+@pytest.mark.parametrize(
+    ("window", "groups", "remedy"),
+    [
+        ("size=4", 1536, conv_texts.SHIFTED),
+        ("size=3 pad=1_1", 2048, conv_texts.SHIFTED),
+        ("size=3 pad=1_1", 512, texts.OWN_KERNEL),  # four features a group
+        ("size=4 stride=2", 1536, texts.OWN_KERNEL),
+        ("size=64", 96, texts.OWN_KERNEL),  # one long convolution
+        ("size=2x2", 1536, texts.OWN_KERNEL),
+    ],
+)
+def test_a_short_convolution_of_each_feature_alone_is_a_sum(window: str, groups: int, remedy: texts.Remedy) -> None:
+    """Mamba's, of four taps: 4 launches to 1, 302 to 101 MB, and with its gradient 705 to 356 MB."""
+    hlo = FORWARD + f", window={{{window}}}, dim_labels=b0f_o0i->b0f, feature_group_count={groups}"
+    program = conv(Program(), {"x": 100, "w": 1}, hlo)
+    x, w = program.launches[0].inputs
+    program.launches[0] = replace(program.launches[0], inputs=(x, replace(w, shape="bf16[1536,4,1]")))
+    (missed,) = program.launch("y", {"c": 100}, 100, opcodes=("logistic", "multiply")).rank()
+    assert missed.remedy == remedy.text
+
+
+@pytest.mark.parametrize(("phase", "remedy"), [("backward", conv_texts.PADDED), ("forward", texts.PARTS)])
+def test_a_gradient_is_cut_where_the_image_was_padded_on_one_side(phase: Any, remedy: texts.Remedy) -> None:
+    program = conv(Program(), {"dy": 100, "w": 1}, FORWARD.replace("Forward", "BackwardInput"), phase=phase)
+    program.launch("dx", {"c": 100}, 90, opcodes=("slice",), phase=phase)
+    (missed,) = program.rank()
+    assert missed.remedy == remedy.text
