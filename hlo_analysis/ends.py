@@ -103,8 +103,36 @@ def accumulates(launch: Launch) -> bool:
 
     What it makes of a product before it adds that may only be a move or a sum: the sum of all is then one product.
     """
-    adds = has(launch, "add") and not has(launch, "multiply") and not has(launch, "dynamic-update-slice")
-    return adds and any(value.producer == launch.index for value in launch.inputs) and _adds_whole_products(launch)
+    adds = has(launch, "add") and not has(launch, "dynamic-update-slice")
+    carries = any(value.producer == launch.index for value in launch.inputs)
+    return adds and carries and not _scales(launch) and _adds_whole_products(launch)
+
+
+def adds_gradients(launch: Launch) -> bool:
+    """Whether a gradient's product and what it is added to are one launch, and the model's own loop adds them."""
+    sums = re.findall(r' add\(.*op_name="([^"]+)"', launch.hlo)
+    return launch.phase == "backward" and has(launch, "dot") and bool(sums) and "transpose(" not in sums[-1]
+
+
+def _instructions(launch: Launch) -> list[tuple[str, str, set[str]]]:
+    """Name, opcode and operands of what is inside, in order."""
+    lines = re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\((.*?)\)(?:,|\n|$)", launch.hlo)
+    return [
+        (name, opcode, set(re.findall(r"%([\w.\-]+)", operands)))
+        for name, opcode, operands in lines
+        if opcode != "fusion"
+    ]
+
+
+def _scales(launch: Launch) -> bool:
+    """Whether it multiplies anything but the factors of a product of its own."""
+    needed: set[str] = set()
+    for name, opcode, operands in reversed(_instructions(launch)):
+        if opcode == "dot" or name in needed:
+            needed |= operands
+        elif opcode == "multiply":
+            return True
+    return has(launch, "multiply") and not needed
 
 
 def _adds_whole_products(launch: Launch) -> bool:
@@ -112,12 +140,12 @@ def _adds_whole_products(launch: Launch) -> bool:
 
     Where the product is another launch, nothing else is in this one.
     """
-    lines = re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\((.*?)\)(?:,|\n|$)", launch.hlo)
+    lines = _instructions(launch)
     made = {name for name, opcode, _ in lines if opcode == "dot"}
     if not made:
         return {opcode for opcode, _ in launch.opcodes} <= LINEAR
     for name, opcode, operands in lines:
-        if made & set(re.findall(r"%([\w.\-]+)", operands)) and opcode != "fusion":
+        if made & operands:
             if opcode not in LINEAR:
                 return False
             made.add(name)

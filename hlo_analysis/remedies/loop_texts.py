@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hlo_analysis.remedies.texts import Remedy
 
 UNSTACKED = Remedy(
@@ -35,10 +37,15 @@ SUMMED_AFTER = Remedy(
     text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
     "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
 )
-ACCUMULATED = Remedy(
+ACCUMULATED_IN_PLACE = Remedy(
     kind="rewrite",
     text="accumulate the gradients of fewer, larger parts, where memory allows: for each part the whole sum is read "
-    "and written. A product that adds to the sum in its epilogue would not write each part's gradient",
+    "and written",
+)
+ACCUMULATED = replace(
+    ACCUMULATED_IN_PLACE,
+    text=f"{ACCUMULATED_IN_PLACE.text}. A product that adds to the sum in its epilogue would not write each part's "
+    "gradient",
 )
 STATE = Remedy(
     kind="rewrite",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hlo_analysis.ends import accumulates, adds_parts, expands_groups, is_one_hot, normalizes_sum
+from hlo_analysis.ends import accumulates, adds_gradients, adds_parts, expands_groups, is_one_hot, normalizes_sum
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
@@ -101,6 +101,8 @@ def summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) 
         # What the next step computes with cannot wait for the last.
         users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
         if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
+            if adds_gradients(end):
+                return loop_texts.ACCUMULATED_IN_PLACE
             of_gradients = end.phase == "forward" and any(found.phase == "backward" for found in products)
             return loop_texts.ACCUMULATED if of_gradients else loop_texts.SUMMED_AFTER
     return None

@@ -44,6 +44,32 @@ def test_only_products_themselves_are_added_up_after_the_loop(hlo: str, is_sum: 
     ]
 
 
+_SCALED = """  %m = f32[8,8]{1,0} multiply(%x, %half)
+  %d = f32[8,8]{1,0} dot(%m, %w), lhs_contracting_dims={1}, metadata={op_name="while/transpose(jvp())/dot"}
+  ROOT %s = f32[8,8]{1,0} add(%acc, %d), metadata={op_name="OP"}"""
+
+
+@pytest.mark.parametrize(
+    ("op_name", "carried", "remedy"),
+    [
+        ("while/add", "%acc", loop_texts.ACCUMULATED_IN_PLACE),  # of the model's own loop over parts
+        ("transpose(jvp())/while/add_any", "%acc", loop_texts.SUMMED_AFTER),  # of a scan's gradient
+        ("while/add", "%old", loop_texts.CARRIED),  # a mean that decays
+    ],
+)
+def test_a_products_factors_may_be_scaled_and_the_sum_may_not(op_name: str, carried: str, remedy: texts.Remedy) -> None:
+    hlo = _SCALED.replace("OP", op_name).replace("%acc", carried)
+    if carried == "%old":
+        hlo = "  %old = f32[8,8]{1,0} multiply(%acc, %rate)\n" + hlo
+    opcodes = ("dot", "add", "multiply")
+    program = Program().launch("s", {"x": 1, "s": 100}, 100, opcodes=opcodes, repeat=8, hlo=hlo, phase="backward")
+    (launch,) = program.launches
+    program.launches[0] = replace(
+        launch, kind="triton_gemm", inputs=(launch.inputs[0], replace(launch.inputs[1], producer=0))
+    )
+    assert [missed.remedy for missed in program.rank()] == [remedy.text]
+
+
 @pytest.mark.parametrize(
     ("phase", "remedy"), [("forward", loop_texts.SUMMED_AFTER), ("backward", loop_texts.ACCUMULATED)]
 )
