@@ -210,6 +210,19 @@ def test_usage_errors_exit_with_two(invoke, words):
     assert "Traceback" not in result.output
 
 
+def test_a_file_that_names_function_and_arguments_is_run_once(invoke, compared, tmp_path: Path):
+    """What it keeps in a global, as the graph of an NNX module, and its classes are those of both."""
+    (tmp_path / "once.py").write_text(
+        "import jax\n"
+        "kept = []\n"
+        "def step(x): return x * kept[0]\n"
+        "def given(): kept.append(2); return (jax.ShapeDtypeStruct((4,), 'float32'),)\n"
+    )
+    assert invoke("report", "--fn", "once.py:step", "--args", "once.py:given").exit_code == 0
+    program = compared[0]["program"]
+    assert program(3) == 6
+
+
 def test_any_function_can_be_reported(invoke, compared, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "import jax\n"

@@ -160,17 +160,23 @@ def _load_module(name: str, option: str) -> ModuleType:
 
 
 def _load_file(path: Path, option: str) -> ModuleType:
+    """The file as a module, run once: its classes and globals are the same for --fn and --args."""
     if not path.is_file():
         raise InputError(f"{option}: no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    file = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, file)
     if spec is None or spec.loader is None:
         raise InputError(f"{option}: {path} is not a Python file")
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        del sys.modules[path.stem]
         raise InputError(f"{option}: running {path} failed: {_first_line(error)}") from error
     return module
 
