@@ -1,6 +1,7 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
 from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.dispatch import Choice, recorded_choices
 from pallas_kernels.ops._products.fold import fold_scale
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.batch_norm.api import batch_norm
@@ -29,6 +30,7 @@ __all__ = [
     "REGISTRY",
     "ArgSpec",
     "ArraySpec",
+    "Choice",
     "ErrorBound",
     "Norm",
     "OpSpec",
@@ -54,6 +56,7 @@ __all__ = [
     "qkv_projection",
     "quantize",
     "quantized_linear",
+    "recorded_choices",
     "rms_norm",
     "rope",
     "softmax",

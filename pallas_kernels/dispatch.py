@@ -7,9 +7,14 @@ reason where the implementation cannot run here. No request takes the first of t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import jax
@@ -21,6 +26,7 @@ IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """Every implementation name that some operation has or may have."""
 
 _OF_ONE_DEVICE = ("mosaic", "triton")
+_PACKAGES = ("pallas_kernels", "jax", "functools", "contextlib")
 
 Implementation = str | Sequence[str] | None
 """What callers pass: one name, several in order of preference, or None for the best known.
@@ -32,6 +38,67 @@ mesh's axes are explicit; of automatic ones a trace knows nothing, and XLA bring
 
 Support = Callable[[], str | None]
 """Says why an implementation cannot run on the arguments at hand, or None where it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen for one call of an operation, and why nothing else.
+
+    order: the names that were tried, the requested ones or the preferred, the first that runs being taken.
+    reasons: of each implementation that the operation has, why it cannot run here, or None where it can.
+    where: file and line of the call, in whose code neither JAX nor this package has a part.
+    """
+
+    operation: str
+    order: tuple[str, ...]
+    reasons: Mapping[str, str | None]
+    where: str
+
+    @property
+    def taken(self) -> str | None:
+        """The implementation's name; None where nothing that was requested runs."""
+        return next((name for name in self.order if name in self.reasons and self.reasons[name] is None), None)
+
+    @property
+    def runnable(self) -> tuple[str, ...]:
+        """All implementations that run here: in the order tried, then the others."""
+        runs = [name for name, reason in self.reasons.items() if reason is None]
+        return tuple(dict.fromkeys((*(name for name in self.order if name in runs), *runs)))
+
+    def __str__(self) -> str:
+        others = [f"{name} runs, too" for name in self.runnable if name != self.taken]
+        others += [f"{name}: {reason}" for name, reason in self.reasons.items() if reason is not None]
+        return f"{self.operation} at {self.where}: {self.taken or 'nothing'} ({'; '.join(others)})"
+
+
+_listener: ContextVar[Callable[[Choice], None] | None] = ContextVar("listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[Choice], None]) -> Iterator[None]:
+    """Within, `listener` is told each choice before it is acted upon; what it raises ends the call."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[Choice]]:
+    """Which implementation each operation takes that is traced within, and why none of the others.
+
+        with recorded_choices() as choices:
+            jax.eval_shape(step, parameters, batch)
+        for choice in choices:
+            print(choice)
+
+    What `jax.jit` has traced before is not traced again, and then nothing is chosen. For a GPU that is not there, trace
+    within `jax.sharding.use_abstract_mesh`, as `xlafuse kernels` does.
+    """
+    choices: list[Choice] = []
+    with listening(choices.append):
+        yield choices
 
 
 def choose(
@@ -56,12 +123,36 @@ def choose(
         NotImplementedError: nothing requested can run; the message says why, for each.
     """
     if requested is None:
-        if any(map(_has_symbolic_sizes, support.values())):
-            return "xla"
-        order = preferred() if callable(preferred) else preferred
-        # A tuned table may name what the operation does not have.
-        runnable = (name for name in order if name in support and _reason(name, support[name]) is None)
-        return next(runnable, "xla")
+        order = _preferred_order(support, preferred)
+    else:
+        order = _requested_order(operation, requested, support)
+    if (listener := _listener.get()) is not None:
+        reasons = {name: _reason(name, supports) for name, supports in support.items()}
+        listener(Choice(operation=operation, order=order, reasons=reasons, where=_call_site()))
+    refused = []
+    for name in order:
+        reason = f"{operation} has none of that name, only {_listed(support)}"
+        if name in support:
+            reason = _reason(name, support[name])
+        if reason is None:
+            return name
+        refused.append(f"{name!r}: {reason}")
+    raise NotImplementedError(
+        f"{operation} cannot run as asked. {'; '.join(refused)}. Pass implementation=None for the best that runs here."
+    )
+
+
+def _preferred_order(
+    support: Mapping[str, Support], preferred: Sequence[str] | Callable[[], Sequence[str]]
+) -> tuple[str, ...]:
+    if any(map(_has_symbolic_sizes, support.values())):
+        return ("xla",)
+    order = preferred() if callable(preferred) else preferred
+    # A tuned table may name what the operation does not have.
+    return (*(name for name in order if name in support), "xla")
+
+
+def _requested_order(operation: str, requested: Any, support: Mapping[str, Support]) -> tuple[str, ...]:
     if not isinstance(requested, str | Sequence):
         raise TypeError(f"{operation}: implementation must be a name, a sequence of names or None, got {requested!r}.")
     names = (requested,) if isinstance(requested, str) else tuple(requested)
@@ -69,17 +160,19 @@ def choose(
         raise ValueError(f"{operation}: implementation is an empty sequence; name one of {_listed(support)}, or None.")
     for name in names:
         _check_known(operation, name, support)
-    reasons = []
-    for name in names:
-        reason = f"{operation} has none of that name, only {_listed(support)}"
-        if name in support:
-            reason = _reason(name, support[name])
-        if reason is None:
-            return name
-        reasons.append(f"{name!r}: {reason}")
-    raise NotImplementedError(
-        f"{operation} cannot run as asked. {'; '.join(reasons)}. Pass implementation=None for the best that runs here."
-    )
+    return names
+
+
+def _call_site() -> str:
+    """File and line of the innermost frame that is neither JAX's nor this package's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _package(frame) in _PACKAGES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _reason(name: str, support: Support) -> str | None:

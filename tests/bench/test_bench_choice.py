@@ -18,7 +18,7 @@ from xlafuse.bench import choice, supervisor, worker
 from xlafuse.bench.calls import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import ChoiceSettings, bench_call, bench_choice, drawn
 from xlafuse.bench.choice_lines import result_lines, summary_lines
-from xlafuse.bench.coverage import taken_here
+from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.results import Problem, load
 from xlafuse.cli import app
 
@@ -105,7 +105,8 @@ def test_what_is_but_rounding_is_held_to_the_largest():
 def test_what_cannot_run_here_is_named_and_the_others_go_on(spec):
     op = get_op("rms_norm")
     result = bench_call(op, spec, "forward", SETTINGS)
-    assert taken_here(op, spec) == ("xla", ("mosaic", "triton", "xla"))
+    made = choice_of(op, spec.structs())
+    assert (made.taken, tuple(made.reasons)) == ("xla", ("mosaic", "triton", "xla"))
     assert [c.name for c in result.candidates] == ["xla", "None: xla"]
     assert {p.candidate: p.kind for p in result.problems} == {"mosaic": "unsupported", "triton": "unsupported"}
     assert choice.is_measured(result)

@@ -48,15 +48,17 @@ def test_version():
 
 def test_the_lists_name_everything():
     from hlo_analysis.targets import target_names
+    from pallas_kernels import REGISTRY
     from xlafuse.strategies import STRATEGIES
 
-    targets, strategies = _run("targets", COLUMNS="160"), _run("strategies", COLUMNS="160")
+    targets, strategies, kernels = (_run(word, COLUMNS="160") for word in ("targets", "strategies", "kernels"))
     for name in target_names():
         assert f" {name} " in targets.stdout
     for name in STRATEGIES:
         assert f" {name} " in strategies.stdout
-    assert targets.stderr == ""
-    assert strategies.stderr == ""
+    for name in REGISTRY:
+        assert f" {name} " in kernels.stdout
+    assert (targets.stderr, strategies.stderr, kernels.stderr) == ("", "", "")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import REGISTRY, attention, bias_activation, get_op, linear, rms_norm
+from pallas_kernels import REGISTRY, attention, bias_activation, get_op, linear, recorded_choices, rms_norm
 from pallas_kernels.dispatch import choose
 from pallas_kernels.primitives.platform import target_device
 
@@ -26,6 +26,35 @@ def test_nothing_requested_takes_the_first_that_runs():
 def test_a_preference_that_the_operation_has_not_is_passed_over():
     support = {"mosaic": RUNS, "xla": RUNS}
     assert choose("op", None, support, preferred=("cudnn", "a name of next year", "mosaic")) == "mosaic"
+
+
+def test_choices_are_recorded_with_the_reasons_against_the_others():
+    def step(x, w):
+        return rms_norm(linear(x, w), jnp.ones(512, jnp.bfloat16))
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 512)))
+    for device, taken in (("NVIDIA H200", "mosaic"), ("NVIDIA A100-SXM4-40GB", "xla")):
+        with jax.sharding.use_abstract_mesh(abstract_mesh(device)), recorded_choices() as choices:
+            jax.eval_shape(step, x, w)
+        assert [choice.operation for choice in choices] == ["linear", "rms_norm"]
+        norm = choices[1]
+        assert norm.taken == norm.runnable[0] == taken
+        assert norm.reasons["xla"] is None
+        line = step.__code__.co_firstlineno + 1
+        assert norm.where == f"{__file__}:{line}"
+        assert str(norm).startswith(f"rms_norm at {__file__}:{line}: {taken} (")
+    assert "Hopper" in str(norm)
+    jax.eval_shape(step, x, w)
+    assert len(choices) == 2
+
+
+def test_a_choice_that_cannot_be_made_is_recorded_too():
+    with recorded_choices() as choices, pytest.raises(NotImplementedError, match="Tuesday"):
+        choose("op", ("mosaic", "cudnn"), {"mosaic": REFUSES, "xla": RUNS})
+    (choice,) = choices
+    assert choice.taken is None
+    assert choice.runnable == ("xla",)
+    assert choice.reasons == {"mosaic": "it is Tuesday", "xla": None}
 
 
 def self_attention(x, scale, **options):

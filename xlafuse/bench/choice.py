@@ -19,7 +19,7 @@ from pallas_kernels import ArgSpec, OpSpec, get_op, testing
 from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
 from xlafuse.bench.calls import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
-from xlafuse.bench.coverage import taken_here
+from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.sampling import Sampler
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
@@ -111,8 +111,9 @@ def _candidates(
     op: OpSpec, call: ArgSpec, mode: str, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]
 ) -> list[Candidate]:
     """What runs and agrees with XLA, or else with the first that runs; what does not goes into `problems`."""
-    taken, known = taken_here(op, call)
-    named = [(name, name) for name in sorted(known, key=lambda name: name != "xla")]
+    choice = choice_of(op, call.structs())
+    taken = choice.runnable[0]
+    named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
     programs: dict[str, tuple[str, jax.stages.Compiled]] = {}
     candidates: list[Candidate] = []
     baseline: Sequence[jax.Array] = ()

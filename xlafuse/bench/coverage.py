@@ -6,9 +6,7 @@ installed.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -16,10 +14,10 @@ import jax
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, OpSpec, dispatch
-from pallas_kernels.dispatch import Support
+from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, Choice, OpSpec
+from pallas_kernels.dispatch import listening
 from pallas_kernels.primitives import triton_calls
-from pallas_kernels.specs import plain
+from pallas_kernels.specs import Arguments, plain
 
 FEATURES = (1, 127, 1000, 1152, 4097, 128256, 262144)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -30,60 +28,36 @@ _ROWS = 4096
 _UNUSUAL = frozenset({"ragged", "extreme", "empty", "long"})
 
 
-class _Answer(Exception):
+class _Answered(Exception):
     """Ends the trace; no error."""
 
-    def __init__(self, taken: str, names: tuple[str, ...]):
-        self.taken, self.names = taken, names
+    def __init__(self, choice: Choice):
+        self.choice = choice
 
 
 def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
     """The implementations that an H200 can run on these arguments; first the one that `implementation=None` takes."""
-
-    def runnable(
-        operation: str,
-        requested: object,
-        support: Mapping[str, Support],
-        *,
-        preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
-    ) -> str:
-        order = preferred() if callable(preferred) else preferred
-        names = [name for name in (*order, "xla") if support[name]() is None]
-        others = (name for name in support if name not in names and support[name]() is None)
-        raise _Answer(names[0], (*names, *others))
-
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
     with mock.patch.object(triton_calls, "find_spec", lambda _: True), jax.sharding.use_abstract_mesh(mesh):
-        return _asked(op, spec, runnable).names
+        return choice_of(op, spec.structs()).runnable
 
 
-def taken_here(op: OpSpec, spec: ArgSpec) -> tuple[str, tuple[str, ...]]:
-    """What `implementation=None` takes on this process's device, and all that the operation has, runnable or not."""
+def choice_of(op: OpSpec, arguments: Arguments) -> Choice:
+    """What a call takes on the device of the current trace, which goes no further than that.
 
-    def taken(
-        operation: str,
-        requested: object,
-        support: Mapping[str, Support],
-        *,
-        preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
-    ) -> str:
-        raise _Answer(dispatch.choose(operation, None, support, preferred=preferred), tuple(support))
+    Raises:
+        TypeError, ValueError: the operation's own, of arguments that do not belong together.
+    """
 
-    answer = _asked(op, spec, taken)
-    return answer.taken, answer.names
+    def answer(choice: Choice) -> None:
+        raise _Answered(choice)
 
-
-def _asked(op: OpSpec, spec: ArgSpec, choose: Callable[..., str]) -> _Answer:
-    """What `choose` raises in the place of `dispatch.choose`, where a call names no implementation."""
-    asking = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels.ops.") and hasattr(m, "choose")]
-    with contextlib.ExitStack() as stack:
-        for module in asking:
-            stack.enter_context(mock.patch.object(module, "choose", choose))
-        try:
-            jax.eval_shape(lambda arguments: op.function(**plain(arguments)), spec.structs())
-        except _Answer as answer:
-            return answer
+    try:
+        with listening(answer):
+            jax.eval_shape(lambda arguments: op.function(**plain(arguments)), arguments)
+    except _Answered as answered:
+        return answered.choice
     raise RuntimeError(f"{op.name} never asked which implementation to run")
 
 

@@ -167,6 +167,34 @@ def strategies() -> None:
         print_strategies()
 
 
+@app.command()
+def kernels(
+    operation: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One operation; all by default.")] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An argument of a call: an array as x=bf16[8192,4096], a value as is_causal=True. Shows which "
+            "implementation the call takes, and why none of the others.",
+        ),
+    ] = None,
+    target: Annotated[str, typer.Option(metavar="TARGET", help="On which GPU: see `xlafuse targets`.")] = "h200",
+) -> None:
+    """List the fused operations, or tell of one what it does and which implementation its calls take.
+
+    Needs no GPU.
+    """
+    with told_in_one_line():
+        from xlafuse.cli.kernels import InputError, print_kernel, print_kernels
+
+        if operation is not None:
+            print_kernel(operation, arg or (), target)
+        elif arg:
+            raise InputError("--arg describes a call of one operation: name it, as in `xlafuse kernels attention`")
+        else:
+            print_kernels()
+
+
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,172 @@
+"""`xlafuse kernels`: the operations, and which implementation of them a call takes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xlafuse.cli.failures import InputError
+from xlafuse.cli.inputs import argument_shape
+
+if TYPE_CHECKING:
+    from pallas_kernels import Choice, OpSpec
+
+_ARRAY = re.compile(r"[a-z]\w*\[.*\]")
+
+
+def print_kernels() -> None:
+    """Every operation with its implementations."""
+    from pallas_kernels import REGISTRY
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("operation", no_wrap=True)
+    table.add_column("what it does", overflow="fold")
+    table.add_column("implementations", overflow="fold")
+    for name, op in REGISTRY.items():
+        table.add_row(name, escape(_summary(op)), ", ".join(_implementations(op)))
+    Console().print(table)
+    Console().print("xlafuse kernels NAME: its arguments, and what a call of it takes.", highlight=False)
+
+
+def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
+    """An operation's documentation and what its benchmark's calls take; or what the call described takes.
+
+    arguments: NAME=VALUE each, see `parsed`.
+
+    Raises:
+        InputError: arguments that cannot be read, or that the operation refuses.
+        UnknownNameError: no operation or target of that name.
+    """
+    from hlo_analysis.targets import load_target
+    from pallas_kernels import REGISTRY
+    from xlafuse.bench.coverage import choice_of
+    from xlafuse.errors import UnknownNameError
+
+    if name not in REGISTRY:
+        raise UnknownNameError("operation", name, REGISTRY)
+    op, device = REGISTRY[name], load_target(target)
+    if arguments:
+        given = parsed(op, arguments)
+        with _traced_for(device):
+            try:
+                choice = choice_of(op, given)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InputError(str(error)) from error
+        _print_choice(choice, target)
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    function = _public(op)
+    console.print(escape(f"{name}{inspect.signature(function)}\n\n{inspect.getdoc(function)}\n"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"what calls take on {target}", title_justify="left")
+    for heading in ("call", "takes", "runs, too"):
+        table.add_column(heading, overflow="fold")
+    with _traced_for(device):
+        for spec in op.tagged("bench"):
+            taken, *others = choice_of(op, spec.structs()).runnable
+            table.add_row(spec.name, taken, ", ".join(others) or "–")
+    console.print(table)
+
+
+def parsed(op: OpSpec, texts: Sequence[str]) -> Mapping[str, Any]:
+    """'x=bf16[8192,4096]' is an array of that shape; 'is_causal=True' or 'window=(1023, 0)' a Python value, and any
+    other word a string.
+
+    Raises:
+        InputError: no NAME=VALUE, a name that the operation has not, one twice, or a required one that is missing.
+    """
+    import jax
+
+    from hlo_analysis.errors import nearest_names
+    from pallas_kernels.specs import Static
+
+    known, needed = _argument_names(op)
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (name and separator):
+            raise InputError(f"expected --arg NAME=VALUE, as x=bf16[8192,4096] or is_causal=True, got {text!r}")
+        if name not in known:
+            raise InputError(f"{op.name} has no argument {name!r}{nearest_names(name, known) or ''}")
+        if name in found:
+            raise InputError(f"--arg {name} is given twice")
+        if _ARRAY.fullmatch(value):
+            shape, dtype = argument_shape(value)
+            found[name] = jax.ShapeDtypeStruct(shape, dtype)
+        else:
+            found[name] = Static(_literal(value))
+    if missing := [name for name in needed if name not in found]:
+        raise InputError(f"{op.name} needs {', '.join(missing)} as well, each by --arg NAME=VALUE")
+    return found
+
+
+def _argument_names(op: OpSpec) -> tuple[list[str], list[str]]:
+    """All that a call may have, and those that it must.
+
+    Where the registry's function takes whatever its specs have, in the place of objects such as a `Norm`, they say it.
+    """
+    parameters = inspect.signature(op.function).parameters.values()
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "implementation"]
+    known, needed = [p.name for p in named], [p.name for p in named if p.default is p.empty]
+    if len(named) < len(parameters) - ("implementation" in (p.name for p in parameters)):
+        specs = [list(spec.arguments) for spec in op.arg_specs]
+        known += [name for names in specs for name in names if name not in known]
+        needed += [name for name in specs[0] if name not in needed and all(name in names for names in specs)]
+    return list(dict.fromkeys(known)), needed
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@contextlib.contextmanager
+def _traced_for(target: Any) -> Iterator[None]:
+    """Within, a trace is for the target's GPU, or this process's own device where the target is that."""
+    import jax
+
+    from hlo_analysis.capture.cudnn import answer_cudnn_checks
+    from hlo_analysis.capture.meshes import mesh_of_one
+
+    if target.kind != "cuda":
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(mesh_of_one(target)), answer_cudnn_checks(target):
+        yield
+
+
+def _print_choice(choice: Choice, target: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{choice.operation} on {target}", title_justify="left")
+    table.add_column("implementation", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for name in dict.fromkeys((*choice.runnable, *choice.reasons)):
+        word = "is taken" if name == choice.taken else "runs, too"
+        table.add_row(name, escape(choice.reasons[name] or word))
+    Console(highlight=False).print(table)
+
+
+def _summary(op: OpSpec) -> str:
+    return (inspect.getdoc(_public(op)) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _public(op: OpSpec) -> Callable[..., Any]:
+    """The function as it is called: the registry's own may take another's objects in parts."""
+    import pallas_kernels
+
+    return getattr(pallas_kernels, op.name)
+
+
+def _implementations(op: OpSpec) -> tuple[str, ...]:
+    from xlafuse.bench.coverage import choice_of
+
+    return tuple(choice_of(op, op.tagged("test")[0].structs()).reasons)
