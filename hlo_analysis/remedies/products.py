@@ -10,6 +10,7 @@ from hlo_analysis.ends import accumulates, adds_gradients, adds_parts, expands_g
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -64,6 +65,8 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
         return remedy
     if all(map(only_casts, readers)):
         return texts.TYPED
+    if corrects(table, product, readers):
+        return texts.LORA_LINEAR
     if any(_gates(reader, table.launches) for reader in readers):
         return texts.GATED_LINEAR
     if all(map(is_product, readers)):

@@ -29,6 +29,11 @@ GATED_LINEAR = Remedy(
     kind="kernel",
     text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
 )
+LORA_LINEAR = Remedy(
+    kind="kernel",
+    text="lora_linear: x @ w + (x @ a) @ b in one kernel, which adds the correction before the result is written; "
+    "w + a @ b, where that is made first, is an array as large as w",
+)
 LINEAR_EPILOGUE = Remedy(
     kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
 )
@@ -180,7 +185,15 @@ SCAN = Remedy(
 LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
 )
-SINGLE_PRODUCTS = (GATED_LINEAR, LINEAR_EPILOGUE, RESIDUAL_NORM, NORM_LINEAR, LINEAR_CROSS_ENTROPY, QUANTIZED)
+SINGLE_PRODUCTS = (
+    GATED_LINEAR,
+    LORA_LINEAR,
+    LINEAR_EPILOGUE,
+    RESIDUAL_NORM,
+    NORM_LINEAR,
+    LINEAR_CROSS_ENTROPY,
+    QUANTIZED,
+)
 """Kernels of `pallas_kernels` that multiply by one matrix, of 16 bits."""
 TAKES_SINGLE = "; the one of pallas_kernels multiplies by a single matrix, in bfloat16 or float16"
 WHOLE_SUM = Remedy(

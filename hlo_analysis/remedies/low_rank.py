@@ -1,0 +1,97 @@
+"""Products of low rank that correct another: `x @ w + (x @ a) @ b`, as low-rank adaptation (LoRA) trains it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.scores import elements
+from hlo_analysis.traits import LINEAR, has, is_batched, is_product
+
+_MOST_RANK = 128
+"""What `lora_linear` takes at most."""
+
+# From x @ a to what multiplies it by b: parts of a sum put together, a cut out of two such products, a cast.
+_FAR = 3
+
+
+def corrects(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether a product corrects another that is made of the same rows, or the matrix that they are multiplied by."""
+    if producer.phase != "forward" or not is_product(producer):
+        return False
+    return _merges(producer, readers) or any(_adds(table, reader) for reader in readers)
+
+
+def _merges(producer: Launch, readers: Sequence[Launch]) -> bool:
+    """Whether it adds a @ b to an argument of the result's size, by which others are multiplied."""
+    whole = elements(producer.outputs[0])
+    of_arguments = all(value.producer is None for value in producer.inputs)
+    adds = has(producer, "add") and any(elements(value) == whole for value in producer.inputs)
+    plain = all(is_product(reader) and not is_batched(reader) for reader in readers)
+    return of_arguments and adds and plain and _is_low_rank(producer)
+
+
+def _adds(table: Table, reader: Launch) -> bool:
+    """Whether it adds a product of low rank to another of the same input."""
+    near = [found for found in (reader, *table.makers(reader)) if is_product(found)]
+    for low in filter(_is_low_rank, near):
+        inputs = {value.name for maker in _first_products(table, low) for value in maker.inputs}
+        others = [other for other in near if other is not low and inputs & {value.name for value in other.inputs}]
+        if any(_sums(reader, low, other) for other in others):
+            return True
+    return False
+
+
+def _is_low_rank(product: Launch) -> bool:
+    """Whether it multiplies two matrices that are both smaller than what it makes of them, over a short axis."""
+    whole = elements(product.outputs[0]) if product.outputs else 0
+    factors = [size for size in map(elements, product.inputs) if 1 < size < whole]
+    if is_batched(product) or len(factors) != 2:
+        return False
+    return factors[0] * factors[1] <= whole * _MOST_RANK**2
+
+
+def _first_products(table: Table, low: Launch) -> list[Launch]:
+    """The products behind a factor, where nothing but sums and moves stands between."""
+    found, new = [], [low]
+    for _ in range(_FAR):
+        new = [maker for launch in new for maker in table.makers(launch)]
+        found += [maker for maker in new if is_product(maker)]
+        new = [maker for maker in new if not is_product(maker) and {opcode for opcode, _ in maker.opcodes} <= LINEAR]
+    return found
+
+
+def _sums(reader: Launch, low: Launch, other: Launch) -> bool:
+    """Whether a launch adds what two others made, or what one made to a product of its own."""
+    outer, inner = (other, low) if low is reader else (low, other)
+    shown = {outer.name} if inner is reader else {outer.name, inner.name}
+    return any(
+        {outer.name} in sides and outer.name not in set.intersection(*sides) and set.union(*sides) & shown == shown
+        for sides in _added(reader)
+        if len(sides) == 2
+    )
+
+
+def _added(launch: Launch) -> list[list[set[str]]]:
+    """For each sum inside, what its two sides are made of, by the names of the launches outside."""
+    outside = re.search(r" fusion\((.*?)\), kind", launch.hlo)
+    operands = _names(outside[1]) if outside else []
+    made: dict[str, set[str]] = {}
+    sums: list[list[set[str]]] = []
+    for name, opcode, text in re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\((.*?)\)(?:,|\n|$)", launch.hlo):
+        if opcode == "fusion":
+            continue
+        if opcode == "parameter" and text.isdigit() and int(text) < len(operands):
+            made[name] = {operands[int(text)]}
+            continue
+        sides = [made.get(operand, set() if opcode == "constant" else {operand}) for operand in _names(text)]
+        made[name] = set().union(*sides)
+        if opcode == "add":
+            sums.append(sides)
+    return sums
+
+
+def _names(text: str) -> list[str]:
+    return [name.partition("#")[0] for name in re.findall(r"%([\w.\-#]+)", text)]
