@@ -6,7 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hlo_analysis.ends import accumulates, adds_gradients, adds_parts, expands_groups, is_one_hot, normalizes_sum
+from hlo_analysis.ends import (
+    accumulates,
+    adds_gradients,
+    adds_parts,
+    expands_groups,
+    is_one_hot,
+    normalizes_sum,
+    sets_values,
+)
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
@@ -50,6 +58,8 @@ def _before_product(table: Table, producer: Launch, readers: Sequence[Launch]) -
         return texts.INDEXED
     if dequantizes(producer):
         return texts.QUANTIZED
+    if has(producer, "scatter") and not sets_values(producer):
+        return texts.SUMMED_ROWS
     if repeats_rows(producer) and not any(map(is_batched, readers)):
         return texts.GATHERED_AFTER
     # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.

@@ -10,6 +10,7 @@ from hlo_analysis.records import Launch
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import SUMS, Table
 from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.scores import elements
 from hlo_analysis.traits import has, is_closed, is_softmax, normalizes, shifts, sums_columns
 
 
@@ -23,7 +24,20 @@ def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category:
     if has(producer, "reduce") and not is_small and _keeps_sums(producer, ends):
         ends.remove(producer)
     rows = rows_remedy(table, ends)
+    if rows in (texts.RMS_NORM, texts.LAYER_NORM) and producer.phase == "forward" and _drops(producer):
+        return texts.DROPOUT_NORM
     return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
+
+
+def _drops(launch: Launch) -> bool:
+    """Whether it keeps or drops elements of an array by random bits, and adds what is left to another array.
+
+    Normally distributed numbers are made of random bits, too, by a logarithm.
+    """
+    draws = {"xor", "shift-right-logical", "select", "add"} <= {opcode for opcode, _ in launch.opcodes}
+    whole = elements(launch.outputs[0])
+    arrays = sum(elements(value) == whole for value in launch.inputs)
+    return draws and not has(launch, "log-plus-one") and arrays > 1
 
 
 def _keeps_sums(producer: Launch, ends: Sequence[Launch]) -> bool:

@@ -64,6 +64,11 @@ QUANTIZED = Remedy(
     "well go behind the product, (x @ w.astype(x.dtype)) * scale: XLA then loads the integers, too",
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
+SUMMED_ROWS = Remedy(
+    kind="kernel",
+    text="one kernel that sums the rows of a block of results and multiplies the sums: sort the updates by index "
+    "(once, where a graph stays as it is), so that those of a block lie together",
+)
 CHAINED = Remedy(
     kind="kernel",
     text="both products in one kernel, which keeps a block of rows of the first on the chip; it pays where those rows "
@@ -83,6 +88,11 @@ RMS_NORM = Remedy(
 )
 LAYER_NORM = Remedy(
     kind="kernel", text="layer_norm: mean, variance and all that follows in one kernel, the row read once"
+)
+DROPOUT_NORM = Remedy(
+    kind="kernel",
+    text="dropout_residual_norm: dropout, residual and norm in one kernel, the row read once, which draws a mask of "
+    "its own (another than jax.random's)",
 )
 BATCH_NORM = Remedy(
     kind="kernel",

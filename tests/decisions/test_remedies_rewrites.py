@@ -239,3 +239,30 @@ def test_gradients_of_parts_are_not_kept_in_one_array() -> None:
     program.launch("dw", {"j": 100, "x": 50}, 10, "triton_gemm", opcodes=("dot",), phase="backward")
     remedies = {missed.value: missed.remedy for missed in program.rank()}
     assert (remedies["j"], remedies["q"]) == (texts.LINEAR_PROLOGUE.text, texts.ONE_KERNEL.text)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "remedy"), [("jit(f)/scatter-add", texts.SUMMED_ROWS), ("jit(f)/scatter", texts.LINEAR_PROLOGUE)]
+)
+def test_no_product_adds_up_rows_as_it_loads_them(op_name: str, remedy: texts.Remedy) -> None:
+    """The messages of a graph's edges, summed for each node."""
+    program = Program().launch("s", {"m": 800, "zeros": 50}, 50, "scatter", opcodes=("scatter",), op_name=op_name)
+    missed = next(found for found in program.launch("y", {"s": 50, "w": 1}, 50, "triton_gemm").rank())
+    assert (missed.value, missed.remedy) == ("s", remedy.text)
+
+
+@pytest.mark.parametrize(
+    ("reads", "more", "remedy"),
+    [
+        ({"x": 100, "residual": 100}, (), texts.DROPOUT_NORM),
+        ({"x": 100}, (), texts.RMS_NORM),  # no residual
+        ({"mean": 100, "scale": 100}, ("log-plus-one",), texts.RMS_NORM),  # numbers of a normal distribution
+    ],
+)
+def test_a_dropout_before_a_norm_is_one_kernel_with_it(
+    reads: dict[str, int], more: tuple[str, ...], remedy: texts.Remedy
+) -> None:
+    opcodes = ("add", "xor", "shift-right-logical", "select", *more)
+    program = Program().launch("h", reads, 100, opcodes=opcodes)
+    program.launch("y", {"h": 100}, 100, "triton", opcodes=("reduce", "rsqrt", "multiply"))
+    assert [missed.remedy for missed in program.rank() if missed.value == "h"] == [remedy.text]
