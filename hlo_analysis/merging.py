@@ -52,8 +52,26 @@ def _role(product: Launch, shared: str) -> tuple[int, str] | None:
         return None
     operands = re.findall(_NAME, fused[1])
     for side, axes in ((1, "lhs_contracting_dims"), (2, "rhs_contracting_dims")):
-        number = re.search(rf"%{re.escape(dot[side])} = \S+ parameter\((\d+)\)", product.hlo)
-        if number and operands[int(number[1])] == shared:
+        if shared in {operands[number] for number in _parameters(product, dot[side])}:
             summed = re.search(rf"{axes}={{([\d,]*)}}", dot[3])
             return side, summed[1] if summed else ""
     return None
+
+
+def _parameters(product: Launch, factor: str) -> set[int]:
+    """Numbers of the parameters that a factor is made of, where each step keeps its shape."""
+    made = {name: (shape, text) for name, shape, text in re.findall(rf"{_NAME} = (\S+) \S*\((.*)", product.hlo)}
+    found, queue, seen = set[int](), [factor], {factor}
+    while queue:
+        shape, text = made.get(queue.pop(), ("", ""))
+        if number := re.match(r"(\d+)\)", text):
+            found.add(int(number[1]))
+        alike = {name for name in re.findall(_NAME, text.partition(")")[0]) if _axes(made.get(name)) == _axes((shape,))}
+        queue += alike - seen
+        seen |= alike
+    return found
+
+
+def _axes(made: tuple[str, ...] | None) -> str:
+    """Sizes of an array, whatever its type; '' where it is not known."""
+    return made[0].partition("[")[2] if made else ""
