@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from hlo_analysis.ends import (
     accumulates,
@@ -22,6 +23,7 @@ from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.scores import elements
 from hlo_analysis.traits import (
     PRODUCTS,
     dequantizes,
@@ -143,9 +145,15 @@ def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
     made = {value.producer for value in launch.inputs if value.producer is not None}
     products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
     shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
-    # The key of random numbers, as a dropout's, is cut in two as well.
-    halves = dict(launch.opcodes).get("slice", 0) - len(re.findall(r" = u32\[\S* slice\(", launch.hlo))
-    is_pair = shared if len(products) > 1 else products and halves in (1, 2)
+    is_pair = shared if len(products) > 1 else products and _cuts_in_halves(launch, products[0])
     activates = any(has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
     is_elementwise = launch.phase == "forward" and not has(launch, "reduce")
     return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")
+
+
+def _cuts_in_halves(launch: Launch, product: Launch) -> bool:
+    """Whether a launch cuts a product in two. It may cut other things: a column, the key of random numbers."""
+    shapes = re.findall(r" = \w+\[([\d,]*)\]\S* slice\(", launch.hlo)
+    cuts = [prod(map(int, re.findall(r"\d+", sizes))) for sizes in shapes]
+    halves = [cut for cut in cuts if 2 * cut == elements(product.outputs[0])]
+    return len(halves) in (1, 2) if cuts else dict(launch.opcodes).get("slice", 0) in (1, 2)

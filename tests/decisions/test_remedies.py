@@ -351,6 +351,10 @@ def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -
     assert remedy("multiply", "tanh", "add").startswith("linear:")
     key = "%first = u32[1]{0} slice(%key), slice={[0:1]}"  # of an activation's dropout
     assert remedy("multiply", "tanh", "slice", hlo=key).startswith("linear:")
+    column = "%last = f32[100]{0} slice(%g), slice={[0:1]}"  # of 400: what a radiance field gives beside three colours
+    assert remedy("multiply", "exponential", "slice", hlo=column).startswith("linear:")
+    half = "%gate = f32[200]{0} slice(%g), slice={[0:200]}"
+    assert remedy("multiply", "exponential", "slice", hlo=half).startswith("gated_linear:")
 
 
 def test_products_with_a_shared_input_can_be_merged_by_an_option() -> None:
@@ -380,7 +384,8 @@ def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> 
 
 def test_products_merge_if_they_sum_over_the_same_axis_of_the_same_factor() -> None:
     def rank_two(first: str, second: str) -> list[str]:
-        hlo = "%p = fusion(%h, %{w})\n%a = f32[8,8]{{1,0}} parameter(0)\n%b = f32[8,8]{{1,0}} parameter(1)\n dot({dot}"
+        hlo = "%p = fusion(%h, %{w})\n%a = f32[8,8]{{1,0}} parameter(0)\n%b = f32[8,8]{{1,0}} parameter(1)\n"
+        hlo += "%c = f32[8,8]{{1,0}} divide(%a, %t)\n dot({dot}"
         program = Program().launch("h", {"x": 100}, 100)
         for name, dot in (("p", first), ("q", second)):
             reads = {"h": 100, f"w{name}": 50}
@@ -392,7 +397,9 @@ def test_products_merge_if_they_sum_over_the_same_axis_of_the_same_factor() -> N
     rows = "%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     columns = "%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     other_side = "%b, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
-    assert rank_two(rows, rows) == ["h"]
+    scaled = "%c, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+    assert rank_two(rows, rows) == rank_two(columns, scaled) == ["h"]
+    assert rank_two(rows, scaled) == []  # both gradients of scores that a temperature divides
     assert rank_two(rows, columns) == rank_two(rows, other_side) == []
 
 
