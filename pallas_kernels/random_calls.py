@@ -85,7 +85,7 @@ def _length(rng: random.Random, most: int) -> int:
 def _attention(rng: random.Random, limits: Limits) -> ArgSpec:
     batch, queries = rng.choice((1, 1, 2, 3, 8, 16)), _length(rng, limits.length)
     keys = queries if rng.random() < 0.6 else _length(rng, limits.length)
-    (heads, key_heads), size = rng.choice(_HEADS), rng.choice(_HEAD_SIZES)
+    (heads, key_heads), size = rng.choice(_HEADS), rng.choice((*_HEAD_SIZES, 72, 80))
     dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
     given: dict[str, Any] = {}
     if rng.random() < 0.4:

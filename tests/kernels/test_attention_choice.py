@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels import testing
+from pallas_kernels import recorded_choices, testing
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.backward.choice import (
@@ -25,6 +26,7 @@ from pallas_kernels.ops.attention.backward.choice import (
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import can_fold, folds_in_place
 from pallas_kernels.ops.attention.forward.config import default_forward, preferred
+from pallas_kernels.ops.attention.head_sizes import widened
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
@@ -264,3 +266,26 @@ def test_one_warpgroup_gives_what_all_scores_give(seed):
 def test_padding_is_worth_measuring_for_lengths_that_are_no_whole_groups(queries, is_padded):
     candidates = backward_candidates(described(**{**LLAMA, "queries": queries, "keys": queries, "size": 96}))
     assert any(config.fused is not None and config.fused.pads for config in candidates.values()) == is_padded
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "taken"),
+    [(80, 512, "mosaic"), (72, 256, "mosaic"), (40, 4096, "mosaic"), (80, 128, "xla"), (16, 4096, "xla"),
+     (264, 4096, "xla"), (64, 128, "mosaic")],
+)  # fmt: skip
+def test_heads_of_other_sizes_take_the_kernels_where_zeros_are_expected_to_pay(size, length, taken):
+    heads = jax.ShapeDtypeStruct((2, length, 4, size), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(MESH), recorded_choices() as choices:
+        jax.eval_shape(partial(attention, is_causal=True), heads, heads, heads)
+    (choice,) = choices
+    assert choice.taken == taken
+
+
+def test_wider_heads_keep_their_scale():
+    narrow = described(batch=1, queries=16, heads=2, key_heads=1, size=80)
+    array = jnp.ones((1, 16, 2, 80), jnp.bfloat16)
+    wide, (widest,) = widened(narrow, array)
+    assert (wide.head_size, wide.scale) == (96, narrow.scale)
+    assert widest.shape == (1, 16, 2, 96)
+    assert not widest[..., 80:].any()
+    assert widened(wide, widest) == (wide, (widest,))

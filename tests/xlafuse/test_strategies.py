@@ -85,7 +85,7 @@ def test_plan_keeps_the_sites_that_fit():
     assert note == " No kernel here for rope: gpt2-medium has no rotary embedding."
     assert fit_plan(both, get_preset("llama3-8b")) == (both, "")
     narrow = dataclasses.replace(
-        get_preset("gpt2-medium"), hidden_size=64, mlp_size=96, num_heads=1, num_kv_heads=1, head_dim=32
+        get_preset("gpt2-medium"), hidden_size=64, mlp_size=96, num_heads=1, num_kv_heads=1, head_dim=288
     )
     with pytest.raises(InapplicablePlanError, match=r"rows have 64 features.* it would be 'xla' under another name"):
         fit_plan(get_strategy("pallas"), narrow)

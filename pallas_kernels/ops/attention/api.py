@@ -15,7 +15,8 @@ from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupporte
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.folded import folded_forward, folds_forward
 from pallas_kernels.ops.attention.forward.config import preferred
-from pallas_kernels.ops.attention.mosaic_gpu import HEAD_SIZES, attention_forward
+from pallas_kernels.ops.attention.head_sizes import HEAD_SIZES, size_taken, widened
+from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -75,13 +76,15 @@ def attention(
             of a `jax.vmap` and devices of a shard_map that share a key have the same mask.
         return_residuals: whether to return the scores' log-sum-exp too.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 and
-            float16, head sizes 64, 96, 128, 192 and 256), "cudnn" (through `jax.nn.dot_product_attention`; NVIDIA GPUs;
-            no mask, segments, softcap, dropout or residuals), "xla", a sequence of them in order of preference, or
-            None: "mosaic" where it runs, else "xla"; "xla" too for one token that sees itself. Where no gradient is
-            asked for, "mosaic" computes a few queries that see all keys by `decode_attention`'s kernel. Its gradient
-            gives the same bits each time; at 4096 queries it took 11 % less time than cuDNN's under a causal mask and
-            3 % less without. Where there are few keys, it rounds the gradients of key and value once for each query
-            head, as cuDNN does, before they are summed over the heads of a group.
+            float16, head sizes 64, 96, 128, 192 and 256, and others with zeros up to the next of them), "cudnn"
+            (through `jax.nn.dot_product_attention`; NVIDIA GPUs; no mask, segments, softcap, dropout or residuals),
+            "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla"; "xla" too for
+            one token that sees itself, and for heads of other sizes with few features or scores, whose zeros are
+            expected to take longer than they save. Where no gradient is asked for, "mosaic" computes a few queries that
+            see all keys by `decode_attention`'s kernel. Its gradient gives the same bits each time; at 4096 queries it
+            took 11 % less time than cuDNN's under a causal mask and 3 % less without. Where there are few keys, it
+            rounds the gradients of key and value once for each query head, as cuDNN does, before they are summed over
+            the heads of a group.
 
     Returns:
         out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,
@@ -114,6 +117,8 @@ def attention(
         return attention_reference(query, key, value, **masked, return_residuals=return_residuals)
     if chosen == "cudnn":
         return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
+    size = problem.head_size
+    problem, (query, key, value) = widened(problem, query, key, value)
     operands = jax.tree.leaves((query, key, value, extras))
     # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
     query, key, value = (varying_like(array, *operands) for array in (query, key, value))
@@ -122,6 +127,7 @@ def attention(
     out, lse = _mosaic(  # pyright: ignore[reportGeneralTypeIssues]: custom_vjp hides what it returns
         problem, return_residuals, query, key, value, dense, others
     )
+    out = out if out.shape[3] == size else out[..., :size]
     return (out, lse) if return_residuals else out
 
 
@@ -130,8 +136,8 @@ def mosaic_unsupported(query: jax.Array, key: jax.Array) -> str | None:
     del key
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
-    if query.shape[3] not in HEAD_SIZES:
-        return f"the head size is {query.shape[3]}, the kernels take {', '.join(map(str, HEAD_SIZES))}"
+    if size_taken(query.shape[3]) is None:
+        return f"the head size is {query.shape[3]}, the kernels take {max(HEAD_SIZES)} at most"
     return mosaic_gpu_unsupported()
 
 

@@ -65,6 +65,7 @@ ARG_SPECS = (
     _call(1, 72, 136, 1, 1, 64, is_causal=True, window=(60, 0), softcap=5.0),
     _call(1, 24, 24, 1, 1, 64, dtype="float16", bias=(24, 24), documents=2, dropout_rate=0.25),
     _call(1, 24, 24, 2, 2, 80, is_causal=True, tags=("test", "ragged")),
+    _call(1, 16, 16, 1, 1, 288, tags=("test", "ragged")),
     _call(0, 16, 16, 2, 1, 64, tags=("test", "empty")),
     _call(2, 0, 16, 2, 1, 64, tags=("test", "empty")),
     _call(1, 2048, 2048, 8, 2, 128, tags=_GPU),  # backward blocks share a group's heads
@@ -113,6 +114,9 @@ ARG_SPECS = (
     _call(2, 300, 300, 8, 2, 128, is_causal=True, window=(100, 0), tags=_GPU),
     _call(1, 301, 301, 2, 1, 128, is_causal=True, documents=3, tags=_GPU),
     _call(1, 203, 301, 4, 2, 64, bias=(1, 4, 203, 301), tags=_GPU),
+    # Heads that are no tile's size.
+    _call(1, 640, 640, 4, 2, 80, is_causal=True, tags=_GPU),
+    _call(2, 300, 300, 4, 4, 72, tags=_GPU),
     # One round or a little more: how many queries and keys a block has.
     _call(1, 512, 512, 16, 16, 128, tags=_GPU),  # one warpgroup computes, on 128 multiprocessors
     _call(1, 300, 300, 32, 8, 64, is_causal=True, tags=_GPU),  # two blocks a multiprocessor

@@ -33,8 +33,6 @@ from pallas_kernels.ops.attention.tiles.row_tiles import TileForm, is_ragged
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
 
-HEAD_SIZES = (64, 96, 128, 192, 256)
-
 
 def attention_forward(
     query: jax.Array,

@@ -17,6 +17,7 @@ from pallas_kernels.ops.attention.backward.choice import backward_candidates, of
 from pallas_kernels.ops.attention.calls import ARG_SPECS
 from pallas_kernels.ops.attention.counts import backward_traffic, flops, forward_traffic
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
+from pallas_kernels.ops.attention.head_sizes import widened
 from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
 from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
 from pallas_kernels.ops.attention.problem import Problem
@@ -52,7 +53,9 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 def _forward(*, query, key, value, config=None, **others):
     problem, extras = _problem({"query": query, "key": key, **others})
-    return (attention_forward(query, key, value, extras, problem=problem, config=config)[0],)
+    wide, (query, key, value) = widened(problem, query, key, value)
+    out, _ = attention_forward(query, key, value, extras, problem=wide, config=config)
+    return (out[..., : problem.head_size],)
 
 
 def _gradients(*, cotangents, config=None, **arguments):
@@ -61,8 +64,10 @@ def _gradients(*, cotangents, config=None, **arguments):
     problem, extras = _problem(arguments)
     # query stands for the output. The work is the same.
     lse = _lse(query, key)
-    gradients = attention_backward(query, key, value, query, lse, dout, extras, problem=problem, config=config)
-    return tuple(gradient for gradient in gradients if gradient is not None)
+    wide, (query, key, value, dout) = widened(problem, query, key, value, dout)
+    dq, dk, dv, ddense = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
+    gradients = tuple(gradient[..., : problem.head_size] for gradient in (dq, dk, dv))
+    return gradients if ddense is None else (*gradients, ddense)
 
 
 def _lse(query: jax.Array, key: jax.Array) -> jax.Array:

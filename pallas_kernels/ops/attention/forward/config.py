@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
+from pallas_kernels.ops.attention.head_sizes import pays
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
@@ -222,4 +223,5 @@ def preferred(problem: Problem) -> tuple[str, ...]:
     One token that sees itself alone has weights of one: XLA makes two short kernels of it.
     """
     is_alone = problem.masking.queries == problem.masking.keys == 1
-    return tuple(tuning.implementations("attention", known(problem), untuned=() if is_alone else ("mosaic",)))
+    untuned = () if is_alone or not pays(problem) else ("mosaic",)
+    return tuple(tuning.implementations("attention", known(problem), untuned=untuned))
