@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +100,16 @@ def main_module(folder: Path, preferred: str | None = None) -> tuple[str, list[s
 
     candidates = [module for module in found if preferred in (None, module, module.partition(".")[2])]
     if not candidates:
-        names = [module.partition(".")[2] for module in found]
-        raise DumpError(f"{folder} holds no module {preferred!r}; it has {', '.join(names)}")
+        raise DumpError(f"{folder} holds no module {preferred!r}; it has {', '.join(_told_apart(found))}")
     chosen = max(candidates, key=weight)
     return chosen, found[chosen]
+
+
+def _told_apart(modules: Iterable[str]) -> list[str]:
+    """The names that JAX gave, with XLA's number where two have one, as two lambdas do."""
+    names = {module: module.partition(".")[2] for module in modules}
+    alone = Counter(names.values())
+    return [name if alone[name] == 1 else module for module, name in names.items()]
 
 
 def index(module: str, names: Iterable[str]) -> dict[str, str]:

@@ -312,6 +312,9 @@ def test_the_module_of_a_dump_is_named_and_can_be_chosen(invoke, tmp_path: Path)
     result = invoke("report", "--capture", dump, "--module", "jit_nothing")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "it has jit_step, jit_init" in result.stderr
+    (dump / "module_0002.jit_init.cpu_after_optimizations.txt").write_text("HloModule jit_init")
+    result = invoke("report", "--capture", dump, "--module", "jit_nothing")
+    assert "it has jit_step, module_0001.jit_init, module_0002.jit_init" in result.stderr
 
 
 @pytest.mark.parametrize(
