@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 from hlo_analysis.records import Launch
 
@@ -65,9 +66,25 @@ def spreads(launch: Launch) -> bool:
 
 
 def repeats_rows(launch: Launch) -> bool:
-    """Whether it takes rows by indices, each several times, and does nothing to them but to join them."""
+    """Whether it takes rows by indices, each several times, and does nothing to most of them but to join them."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
-    return "gather" in opcodes and opcodes <= _MOVES | _OF_INDICES and launch.bytes_written >= 2 * launch.bytes_read
+    plain = opcodes <= _MOVES | _OF_INDICES or _joins_rows(launch.hlo)
+    return "gather" in opcodes and plain and launch.bytes_written >= 2 * launch.bytes_read
+
+
+def _joins_rows(hlo: str) -> bool:
+    """Whether at least half of what is joined in the end are rows as they were taken."""
+    made = {name: found for name, *found in re.findall(rf"{_NAME} = \w+\[([\d,]*)\]\S* ([\w\-]+)\((.*?)\)", hlo)}
+    joined = re.search(r"ROOT .* concatenate\((.*?)\)", hlo)
+    rows = whole = 0
+    for name in re.findall(_NAME, joined[1]) if joined else ():
+        sizes, opcode, operands = made.get(name, ("", "", ""))
+        size = prod(map(int, sizes.split(","))) if sizes else 0
+        while opcode in ("bitcast", "reshape", "convert"):
+            _, opcode, operands = made.get(operands.strip("%"), ("", "", ""))
+        whole += size
+        rows += size if opcode == "gather" else 0
+    return 0 < whole <= 2 * rows
 
 
 def dequantizes(launch: Launch) -> bool:

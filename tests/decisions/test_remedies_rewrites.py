@@ -28,6 +28,20 @@ def test_rows_that_are_taken_several_times_are_better_taken_of_the_product(read:
     assert (missed.remedy == texts.GATHERED_AFTER.text) == is_first
 
 
+@pytest.mark.parametrize(("size", "is_first"), [(1, True), (64, True), (129, False)])
+def test_what_is_made_beside_rows_may_be_multiplied_apart(size: int, is_first: bool) -> None:
+    """Two nodes of an edge and their distance, as in EGNN: 153 to 57 MB; most must be rows as they were taken."""
+    hlo = f"""  %g = f32[800,1,64]{{2,1,0}} gather(%x, %i), offset_dims={{1,2}}
+  %a = f32[800,64]{{1,0}} bitcast(%g)
+  %b = f32[800,64]{{1,0}} gather(%x, %j), offset_dims={{1}}
+  %r = f32[800,{size}]{{1,0}} multiply(%s, %s)
+  ROOT %c = f32[800,{128 + size}]{{1,0}} concatenate(%a, %b, %r), dimensions={{1}}"""
+    opcodes = ("gather", "concatenate", "multiply")
+    program = reading(Program().launch("e", {"x": 25}, 200, "concatenate", opcodes=opcodes, hlo=hlo), 25)
+    (missed,) = program.launch("y", {"e": 200, "w": 1}, 200, "triton_gemm", opcodes=("dot",)).rank()
+    assert (missed.remedy == texts.GATHERED_AFTER.text) == is_first
+
+
 def test_a_grouped_product_of_gathered_rows_cannot_come_first() -> None:
     program = reading(Program().launch("e", {"x": 25}, 200, opcodes=("gather",)), 25)
     hlo = "%d = f32[8,9,9] dot(%a, %b), lhs_batch_dims={0}, rhs_batch_dims={0}"
