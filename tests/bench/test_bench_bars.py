@@ -12,7 +12,7 @@ from test_bench_results import day, measured, results, shape
 from pallas_kernels import get_op
 from xlafuse.bench import limits
 from xlafuse.bench.bars import BARS
-from xlafuse.bench.results import Results, ResultsError, merge
+from xlafuse.bench.results import Problem, Results, ResultsError, merge
 from xlafuse.bench.rows import rows
 from xlafuse.bench.sampling import Activity, Spread
 from xlafuse.bench.small import slow_small_calls
@@ -223,6 +223,12 @@ def test_the_choice_is_held_to_the_fastest_implementation_and_configuration():
     (verdict,) = choice(cudnn=120.0, variants={"two kernels": 97.0})
     assert (verdict.than, verdict.is_met) == ("two kernels", False)
     assert choice()[0].absent == ("cuDNN",)
+    for error, absent in (("NotImplementedError: no such length", ()), ("ImportError: no cuDNN", ("cuDNN",))):
+        problem = Problem(candidate="cudnn", message=error, kind="unsupported")
+        (verdict,) = [
+            v for v in speeds(replace(attention(CAUSAL, ours=100.0, xla=900.0), problems=(problem,))) if v.is_choice
+        ]
+        assert verdict.absent == absent
     assert limits.missed(results(attention(CAUSAL, variants={"a": 9.0}, cudnn=900.0, jla=900.0))) == []
 
 

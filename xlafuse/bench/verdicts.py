@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -85,7 +85,7 @@ class SpeedVerdict:
     least: the bar, None where the ratio is only told.
     shapes: what was measured of ours, a phase each, all of one visit.
     ratio: times as fast as `than`, the fastest that counts; of another run than the shapes where `than` says so.
-    absent: what the bar names and no run had beside ours.
+    absent: what the bar names and no run had beside ours, though it did not refuse the shape.
     is_choice: whether `than` is another choice of ours, whose own counters tell nothing about the miss.
     """
 
@@ -254,8 +254,16 @@ def _beside_rivals(bar: SpeedBar, rows: Sequence[Row]) -> SpeedVerdict | None:
         ours=ours,
         ratio=ratio(best),
         than=rival_label(best) + (f", run {elsewhere[0]}" if elsewhere else ""),
-        absent=tuple(rival_label(name) for name in bar.rivals if name not in sources),
+        absent=_absent_rivals(bar, sources, [shape for row in rows for shape in row.runs.values()]),
     )
+
+
+def _absent_rivals(bar: SpeedBar | ChoiceBar, timed: Container[str], shapes: Iterable[ShapeResult]) -> tuple[str, ...]:
+    """The bar's rivals that were not timed, without those that said that they cannot run these shapes."""
+    problems = [problem for shape in shapes for problem in shape.problems]
+    # A library that is not there is "unsupported" too.
+    refused = {problem.candidate for problem in problems if problem.message.startswith(NotImplementedError.__name__)}
+    return tuple(rival_label(name) for name in bar.rivals if name not in timed and name not in refused)
 
 
 def _beside_itself(bar: DropoutBar, row: Row, without: Row) -> SpeedVerdict | None:
@@ -277,7 +285,7 @@ def _choice(bar: ChoiceBar, row: Row) -> SpeedVerdict | None:
     if not others:
         return None
     best = min(others, key=shape.microseconds)
-    absent = tuple(rival_label(name) for name in bar.rivals if name not in (*others, taken))
+    absent = _absent_rivals(bar, (*others, taken), [shape])
     return SpeedVerdict(
         bar=bar,
         shapes=(shape,),
