@@ -132,6 +132,8 @@ def _hands_on_all(table: Table, product: Launch, readers: Sequence[Launch]) -> b
 
 def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
     """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
+    if shared.startswith("constant") and all(reader.kind == "copy" for reader in readers):
+        return texts.UNCHANGED
     if not all(map(is_product, readers)):
         return texts.MERGE_LOOPS
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None

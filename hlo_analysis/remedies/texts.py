@@ -231,6 +231,11 @@ KEPT = Remedy(
     text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
     "is needed twice",
 )
+UNCHANGED = Remedy(
+    kind="rewrite",
+    text="return nothing that is the same after each run, as the placeholders in an optimizer's state: each constant "
+    "among the results is copied into an array of its own",
+)
 TYPED = Remedy(
     kind="rewrite",
     text="have the product write this type (preferred_element_type= of jnp.matmul, jnp.einsum, lax.dot_general), so "

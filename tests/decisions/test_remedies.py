@@ -372,6 +372,16 @@ def test_products_with_a_shared_input_can_be_merged_by_an_option() -> None:
     assert shared.remedy.startswith("xla_gpu_dot_merger_threshold_mb=")
 
 
+@pytest.mark.parametrize(("kind", "remedy"), [("copy", texts.UNCHANGED), ("loop", texts.MERGE_LOOPS)])
+def test_constants_that_are_returned_are_copied(kind: Any, remedy: Any) -> None:
+    """Adafactor keeps one zero in place of what a weight has no use for."""
+    program = Program()
+    for name in ("a", "b", "c"):
+        program.launch(name, {"constant_26_0": 1}, 1, kind, opcodes=("copy",))
+    (shared,) = program.rank(outputs=("a", "b", "c"))
+    assert shared.remedy == remedy.text
+
+
 def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> None:
     """dx = dy wᵀ sums over the columns of dy, dw = xᵀ dy over its rows: no one product makes both."""
     program = (
