@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -349,6 +350,15 @@ def test_errors_say_what_is_wrong(changed, error, words):
     query, key, value = operands(0)
     with pytest.raises(error, match=words):
         attention(query, key, value, **changed)
+
+
+def test_cudnn_is_not_asked_for_queries_that_see_no_key():
+    query, key, value = (jnp.ones((1, length, 2, 64), jnp.bfloat16) for length in (20, 8, 8))
+    windowed = partial(attention, query, key, value, is_causal=True, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="see no key"):
+        windowed(window=(11, 0))
+    with pytest.raises(NotImplementedError, match="NVIDIA"):
+        windowed(window=(12, 0))
 
 
 def test_shapes_that_do_not_belong_together():

@@ -80,11 +80,11 @@ def attention(
             (through `jax.nn.dot_product_attention`; NVIDIA GPUs; no mask, segments, softcap, dropout or residuals),
             "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla"; "xla" too for
             one token that sees itself, and for heads of other sizes with few features or scores, whose zeros are
-            expected to take longer than they save. Where no gradient is asked for, "mosaic" computes a few queries that
-            see all keys by `decode_attention`'s kernel. Its gradient gives the same bits each time; at 4096 queries it
-            took 11 % less time than cuDNN's under a causal mask and 3 % less without. Where there are few keys, it
-            rounds the gradients of key and value once for each query head, as cuDNN does, before they are summed over
-            the heads of a group.
+            expected to take longer than they save. For NVIDIA's other GPUs name ("mosaic", "cudnn", "xla"). Where no
+            gradient is asked for, "mosaic" computes a few queries that see all keys by `decode_attention`'s kernel. Its
+            gradient gives the same bits each time, which cuDNN's does not; at 4096 queries it took 11 % less time than
+            that under a causal mask and 3 % less without. Where there are few keys, it rounds the gradients of key and
+            value once for each query head, as cuDNN does, before they are summed over the heads of a group.
 
     Returns:
         out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,

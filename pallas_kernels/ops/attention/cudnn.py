@@ -70,6 +70,8 @@ def cudnn_unsupported(
         return "it has no window that bounds the keys ahead alone"
     if left is not None and not (is_causal or right == 0):
         return "it has windows for causal attention only"
+    if left is not None and query.shape[1] - left > key.shape[1]:
+        return "the last queries see no key, and it says nothing of what they get"
     if target_device().platform != "cuda":
         return f"it is for NVIDIA GPUs and this trace is for {target_device().kind!r}"
     call = partial(cudnn_attention, is_causal=is_causal, scale=scale, window=window)
