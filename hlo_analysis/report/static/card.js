@@ -12,7 +12,7 @@ function valueTable(values, heading, strategy, column) {
   const rows = values.map(([name, shape, bytes, producer]) =>
     el("tr", {},
       el("td", { className: "m" }, producer !== null && column ? launchLink(strategy, producer, name) : name),
-      el("td", { className: "m" }, shape),
+      el("td", { className: "m shape" }, shape),
       el("td", { className: "n" }, formatBytes(bytes)),
       column ? el("td", {}, producer === null ? "argument or constant" : `#${producer}`) : null));
   return el("div", {}, el("h3", { textContent: heading }),

@@ -47,7 +47,7 @@ function decisionTable(name, edges) {
     el("td", { className: "m" }, end(name, edge.producer, edge.from), el("span", { className: "arrow" }, " → "), end(name, edge.consumer, edge.to),
       el("small", { textContent: edge.scope })),
     el("td", { className: "why" }, edge.reason, el("small", { textContent: edge.pass })),
-    el("td", { className: "m" }, edge.shape),
+    el("td", { className: "m shape" }, edge.shape),
     el("td", { className: "n" }, edge.bytes ? formatBytes(edge.bytes) : "–"),
     gains ? el("td", { className: "n" }, edge.gain === null ? "–" : edge.gain.toFixed(1).replace("-", "−")) : null);
   const body = el("tbody", {}, ...edges.slice(0, ROWS_AT_ONCE).map(row));
