@@ -163,3 +163,13 @@ def test_the_page_is_the_same_every_time(comparison: Comparison):
 def test_hostile_text_is_hostile():
     assert "</script>" in HOSTILE
     assert "onerror" in HOSTILE
+
+
+def test_a_program_without_scopes_is_told_how_to_have_them(comparison: Comparison):
+    result = comparison.strategies[0]
+    assert result.analysis is not None
+    launches = tuple(replace(launch, scope="") for launch in result.analysis.launches)
+    nameless = replace(result, analysis=replace(result.analysis, launches=launches))
+    hint = "jax.named_scope("
+    assert hint in render_html(compare_analyses("f", (nameless,), nameless.name))
+    assert hint not in render_html(comparison)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison
+from hlo_analysis.report import render_html
 from tests.report.browser import Browser, Page
 from tests.report.examples import HOSTILE
 
@@ -88,6 +91,17 @@ def test_scopes_of_the_graph_open_and_close(page: Page):
     assert page.count("#graph-view .node") == 13
     page.click("#fold-all")
     assert page.count("#graph-view .node") == 0
+
+
+def test_a_single_box_of_the_graph_is_open(browser: Browser, comparison: Comparison, tmp_path: Path):
+    result = comparison.strategies[0]
+    assert result.analysis is not None
+    launches = tuple(replace(launch, scope="", phase="forward") for launch in result.analysis.launches)
+    nameless = replace(result, analysis=replace(result.analysis, launches=launches))
+    file = tmp_path / "report.html"
+    file.write_text(render_html(compare_analyses("f", (nameless,), nameless.name)), encoding="utf-8")
+    page = Page(browser, file)
+    assert (page.count("#graph-view .cluster"), page.count("#graph-view .node")) == (1, len(launches))
 
 
 def test_boxes_of_the_graph_do_not_overlap(page: Page):

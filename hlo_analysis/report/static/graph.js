@@ -205,7 +205,7 @@ function showGraph(name) {
   if (!launches.length) { view.replaceChildren(el("p", { className: "empty", textContent: "This program launches nothing." })); return; }
   const isNew = view.dataset.shows !== name;
   view.dataset.shows = name;
-  if (!opened.has(name)) opened.set(name, new Set());
+  if (!opened.has(name)) opened.set(name, new Set(graph.clusters.length === 1 ? [0] : [])); // one box alone says nothing
   const plan = arrange(graph, launches, opened.get(name));
   const drawing = svg("svg", { width: Math.ceil(plan.width), height: Math.ceil(plan.height), viewBox: `0 0 ${Math.ceil(plan.width)} ${Math.ceil(plan.height)}`, role: "group", "aria-label": `Launches of ${name}` },
     svg("g", {}, ...graph.clusters.map((cluster, number) => frame(cluster, plan.boxes[number]))),
