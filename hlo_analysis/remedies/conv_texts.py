@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from hlo_analysis.remedies.texts import Remedy
 
+NUMBERS = "('NHWC', 'OHWI', 'NHWC')"
+"""Where a launch does not say how its own lie."""
+
 FILTER_LAYOUT = Remedy(
     kind="rewrite",
-    text="keep images and filters as cuDNN takes them (dimension_numbers=('NHWC', 'OHWI', 'NHWC') of "
-    "lax.conv_general_dilated), so that none is transposed",
+    text=f"keep images and filters as cuDNN takes them (dimension_numbers={NUMBERS} of lax.conv_general_dilated), so "
+    "that none is transposed",
 )
 PADDED = Remedy(
     kind="rewrite",

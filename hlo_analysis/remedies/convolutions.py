@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import conv_texts
@@ -28,6 +29,17 @@ def of_convolutions(producer: Launch, readers: Sequence[Launch]) -> Remedy | Non
     if has(producer, "pad") and producer.phase == "forward" and _BETWEEN.search(producer.hlo):
         return conv_texts.SPREAD
     return conv_texts.PADDED if has(producer, "pad") and only_moves(producer) else None
+
+
+def filter_layout(ends: Sequence[Launch]) -> Remedy:
+    """The remedy for images or filters that are transposed: in the order that XLA chose for this type and this GPU."""
+    labels = next((found for end in ends if (found := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", end.hlo))), None)
+    if labels is None:
+        return conv_texts.FILTER_LAYOUT
+    axes = "DHW"[-sum(label.isdecimal() for label in labels[1]) :]
+    names = str.maketrans({"b": "N", "f": "C", "o": "O", "i": "I", **{str(at): axis for at, axis in enumerate(axes)}})
+    numbers = str(tuple(label.translate(names) for label in labels.groups()))
+    return replace(conv_texts.FILTER_LAYOUT, text=conv_texts.FILTER_LAYOUT.text.replace(conv_texts.NUMBERS, numbers))
 
 
 def _cut(producer: Launch, readers: Sequence[Launch]) -> Remedy | None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hlo_analysis.ends import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
 from hlo_analysis.records import Launch
-from hlo_analysis.remedies import conv_texts, loop_texts, texts
+from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.convolutions import filter_layout
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 from hlo_analysis.traits import (
@@ -72,7 +73,8 @@ def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> R
 def _of_moves(table: Table, producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
     if any(map(relays, moves)):
-        return conv_texts.FILTER_LAYOUT if any(map(convolves, (producer, *readers))) else texts.LAYOUT
+        convolutions = [end for end in (producer, *readers) if convolves(end)]
+        return filter_layout(convolutions) if convolutions else texts.LAYOUT
     if not moves:
         return None
     if has(moves[0], "concatenate"):  # parts of a gradient came from one array

@@ -64,3 +64,19 @@ def test_a_gradient_is_cut_where_the_image_was_padded_on_one_side(phase: Any, re
     program.launch("dx", {"c": 100}, 90, opcodes=("slice",), phase=phase)
     (missed,) = program.rank()
     assert missed.remedy == remedy.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers"),
+    [
+        ("b01f_o01i->b01f", "('NHWC', 'OHWI', 'NHWC')"),
+        ("bf01_oi01->bf01", "('NCHW', 'OIHW', 'NCHW')"),  # float32 on Ampere
+        ("bf012_oi012->bf012", "('NCDHW', 'OIDHW', 'NCDHW')"),
+        ("b0f_o0i->b0f", "('NWC', 'OWI', 'NWC')"),
+    ],
+)
+def test_images_are_to_lie_as_they_are_taken_here(labels: str, numbers: str) -> None:
+    """Three dimensions in 5 launches, transposed before and after, or in 2."""
+    program = Program().launch("t", {"x": 100}, 100, "transpose", opcodes=("transpose",))
+    (missed,) = conv(program, {"t": 100, "w": 1}, f"{FORWARD}, dim_labels={labels}").rank()
+    assert f"dimension_numbers={numbers} of" in missed.remedy
