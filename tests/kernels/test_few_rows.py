@@ -8,6 +8,7 @@ import draws
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import assert_close, normal, wide
 
 from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import candidates
@@ -34,20 +35,6 @@ CUTS = {
 
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-def normal(seed, *shape, dtype=jnp.bfloat16):
-    return draws.normal(seed, shape, dtype)
-
-
-def wide(array):
-    return np.asarray(array, np.float64)
-
-
-def assert_close(got, exact, dtype=jnp.bfloat16):
-    """To the rounding of the result, and of float32 sums."""
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(wide(got), exact, rtol=eps, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("name", CUTS)

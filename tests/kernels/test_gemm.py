@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import draws
 import interpreter_semaphores
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import assert_close, normal, wide
 
 from pallas_kernels.primitives import platform
 from pallas_kernels.primitives.activations import get_activation
@@ -41,20 +41,6 @@ CUTS = {
 }
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-def normal(seed, *shape, dtype=jnp.bfloat16):
-    return draws.normal(seed, shape, dtype)
-
-
-def wide(array):
-    return np.asarray(array, np.float64)
-
-
-def assert_close(got, exact, dtype=jnp.bfloat16):
-    """To the rounding of the result, and of float32 sums."""
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(wide(got), exact, rtol=eps, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("name", CUTS)
