@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from hlo_analysis.inside import instructions_inside
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.scores import elements
@@ -67,31 +67,8 @@ def _sums(reader: Launch, low: Launch, other: Launch) -> bool:
     """Whether a launch adds what two others made, or what one made to a product of its own."""
     outer, inner = (other, low) if low is reader else (low, other)
     shown = {outer.name} if inner is reader else {outer.name, inner.name}
+    sums = [found.sides for found in instructions_inside(reader) if found.opcode == "add" and len(found.sides) == 2]
     return any(
-        {outer.name} in sides and outer.name not in set.intersection(*sides) and set.union(*sides) & shown == shown
-        for sides in _added(reader)
-        if len(sides) == 2
+        {outer.name} in sides and outer.name not in (sides[0] & sides[1]) and shown <= sides[0] | sides[1]
+        for sides in sums
     )
-
-
-def _added(launch: Launch) -> list[list[set[str]]]:
-    """For each sum inside, what its two sides are made of, by the names of the launches outside."""
-    outside = re.search(r" fusion\((.*?)\), kind", launch.hlo)
-    operands = _names(outside[1]) if outside else []
-    made: dict[str, set[str]] = {}
-    sums: list[list[set[str]]] = []
-    for name, opcode, text in re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\((.*?)\)(?:,|\n|$)", launch.hlo):
-        if opcode == "fusion":
-            continue
-        if opcode == "parameter" and text.isdigit() and int(text) < len(operands):
-            made[name] = {operands[int(text)]}
-            continue
-        sides = [made.get(operand, set() if opcode == "constant" else {operand}) for operand in _names(text)]
-        made[name] = set().union(*sides)
-        if opcode == "add":
-            sums.append(sides)
-    return sums
-
-
-def _names(text: str) -> list[str]:
-    return [name.partition("#")[0] for name in re.findall(r"%([\w.\-#]+)", text)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,6 +16,7 @@ from hlo_analysis.ends import (
     normalizes_sum,
     sets_values,
 )
+from hlo_analysis.inside import instructions_inside
 from hlo_analysis.merging import can_merge
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
@@ -148,9 +149,18 @@ def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
     products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
     shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
     is_pair = shared if len(products) > 1 else products and _cuts_in_halves(launch, products[0])
-    activates = any(has(launch, opcode) for opcode in ("logistic", "exponential", "tanh", "erf"))
+    activates = _activates(launch, {found.name for found in products})
     is_elementwise = launch.phase == "forward" and not has(launch, "reduce")
     return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")
+
+
+def _activates(launch: Launch, products: Collection[str]) -> bool:
+    """Whether an activation is of what products made, and not of a decay that they are scaled by."""
+    opcodes = {"logistic", "exponential", "tanh", "erf"}
+    inside = [found for found in instructions_inside(launch) if found.opcode in opcodes]
+    if not inside:
+        return any(has(launch, opcode) for opcode in opcodes)
+    return any(side & set(products) for found in inside for side in found.sides)
 
 
 def _cuts_in_halves(launch: Launch, product: Launch) -> bool:

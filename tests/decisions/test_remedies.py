@@ -353,6 +353,10 @@ def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -
     assert remedy("multiply", "tanh", "slice", hlo=key).startswith("linear:")
     column = "%last = f32[100]{0} slice(%g), slice={[0:1]}"  # of 400: what a radiance field gives beside three colours
     assert remedy("multiply", "exponential", "slice", hlo=column).startswith("linear:")
+    decay = "%m = fusion(%g, %r), kind=kLoop\n%a = f32[400]{0} parameter(0)\n%b = f32[400]{0} parameter(1)\n"
+    for name, remedied in (("%a", "gated_linear:"), ("%b", "linear:")):  # what is activated: the product, or a decay
+        hlo = f"{decay}%half = f32[200]{{0}} slice(%a), slice={{[0:200]}}\n%e = f32[400]{{0}} exponential({name})\n"
+        assert remedy("multiply", "exponential", "slice", hlo=hlo).startswith(remedied)
     half = "%gate = f32[200]{0} slice(%g), slice={[0:200]}"
     assert remedy("multiply", "exponential", "slice", hlo=half).startswith("gated_linear:")
 
