@@ -59,7 +59,7 @@ def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> 
 def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
     """The remedy for launches of which some may reduce rows: by what they make of the sums."""
     if sums := [end for end in ends if has(end, "reduce")]:
-        if any(map(normalizes, ends)):
+        if any(map(normalizes, ends)) and not _clips(ends):
             centred = any(has(end, "subtract") for end in ends)
             if _sums_groups(table, sums):
                 return texts.GROUP_NORM
@@ -71,6 +71,12 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
         if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
+
+
+def _clips(ends: Sequence[Launch]) -> bool:
+    """Whether the smaller of a norm's inverse and one is taken, as where gradients are clipped: that is no norm."""
+    largest = max(end.bytes_read for end in ends)
+    return any(has(end, "minimum") and end.bytes_written * SUMS <= largest for end in ends)
 
 
 def takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:

@@ -98,3 +98,11 @@ def test_what_needs_a_sorted_array_is_no_one_launch_with_the_sorts_first_pass() 
     program.launch("cut", {"sort": 100}, 1, "reduction", opcodes=("reduce",))
     program.launch("y", {"x": 100, "cut": 1}, 100, opcodes=("select",))
     assert all(missed.value != "x" for missed in program.rank())
+
+
+def test_the_clipping_of_a_norm_is_no_norm_of_rows() -> None:
+    """The gradients of each example, scaled to a norm of one at most."""
+    program = Program().launch("sum", {"g": 100}, 1, "reduction", opcodes=("reduce", "rsqrt"))
+    program.launch("clip", {"sum": 1}, 1, opcodes=("minimum",))
+    program.launch("mean", {"g": 100, "clip": 1}, 2, "reduction", opcodes=("multiply", "reduce"))
+    assert not any(missed.remedy.startswith("rms_norm") for missed in program.rank())
