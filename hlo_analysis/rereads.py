@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hlo_analysis.records import Launch, Value
 from hlo_analysis.scores import elements
-from hlo_analysis.traits import has, sums_columns
+from hlo_analysis.traits import has, is_product, sums_columns
 
 _KINDS = frozenset({"loop", "reduction", "transpose", "triton"})
 
@@ -69,6 +69,8 @@ def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
             path = _path(launches, ancestors, first, launch)
             alike = (launch.computation, launch.phase) == (first.computation, first.phase)
             if path is None or not alike or _needs_others(launches, path, first, launch, name):
+                continue
+            if any(map(is_product, path)):  # which puts together the sums of all features
                 continue
             if any(ancestors[launch.index] >> other.index & 1 for other in found if _crosses(first, other)):
                 continue

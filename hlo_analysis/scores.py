@@ -39,7 +39,7 @@ def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Interme
             is_score = grown and _softmax_meets_a_product(launches, values, value)
             if grown and launch.phase == "backward" and not is_score:
                 parted = any(adds_parts(launch, launches[index]) for index in value.consumers)
-                is_score = (elements(value), _last_size(value)) in forms and not parted
+                is_score = (elements(value), last_size(value)) in forms and not parted
             if is_score:
                 forms |= {(elements(value), size) for size in _last_sizes(value)}
         else:
@@ -63,7 +63,7 @@ def _last_sizes(value: Intermediate) -> tuple[int, ...]:
     return _sizes(value.shape)[-2:]
 
 
-def _last_size(value: Intermediate | Value) -> int:
+def last_size(value: Intermediate | Value) -> int:
     """The last dimension, 1 where there is none."""
     return (1, *_sizes(value.shape))[-1]
 

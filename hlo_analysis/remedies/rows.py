@@ -10,7 +10,7 @@ from hlo_analysis.records import Launch
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import SUMS, Table
 from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.scores import elements
+from hlo_analysis.scores import elements, last_size
 from hlo_analysis.traits import has, is_closed, is_softmax, normalizes, shifts, sums_columns
 
 
@@ -64,6 +64,8 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
             if _sums_groups(table, sums):
                 return texts.GROUP_NORM
             if all(map(sums_columns, sums)):
+                if _sums_instances(ends):
+                    return texts.GROUP_NORM
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
             return texts.LAYER_NORM if centred else texts.RMS_NORM
         around = [*ends, *(maker for end in sums for maker in table.makers(end))]
@@ -71,6 +73,15 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
         if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
+
+
+def _sums_instances(ends: Sequence[Launch]) -> bool:
+    """Whether the roots of variances are more than one for each feature: those of each image, not of a batch."""
+    largest = max(end.bytes_read for end in ends)
+    roots = [
+        value for end in ends if has(end, "rsqrt") and end.bytes_written * SUMS <= largest for value in end.outputs
+    ]
+    return any(elements(value) > last_size(value) for value in roots)
 
 
 def _clips(ends: Sequence[Launch]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from launch_programs import MIB, Program
@@ -106,3 +107,21 @@ def test_the_clipping_of_a_norm_is_no_norm_of_rows() -> None:
     program.launch("clip", {"sum": 1}, 1, opcodes=("minimum",))
     program.launch("mean", {"g": 100, "clip": 1}, 2, "reduction", opcodes=("multiply", "reduce"))
     assert not any(missed.remedy.startswith("rms_norm") for missed in program.rank())
+
+
+@pytest.mark.parametrize(("kind", "is_missed"), [("loop", True), ("triton_gemm", False)])
+def test_sums_that_a_product_puts_together_are_of_no_single_row(kind: Any, is_missed: bool) -> None:
+    """Squeeze and excitation: an image's channels are scaled by what two layers make of their means."""
+    program = norm(100, "f32[100,512]")
+    program.launches[1] = replace(program.launches[1], kind=kind)
+    assert any(missed.value == "x" for missed in program.rank()) == is_missed
+
+
+@pytest.mark.parametrize(("roots", "is_batch"), [("f32[64]", True), ("f32[1,1,1,64]", True), ("f32[16,64]", False)])
+def test_the_variances_of_each_image_are_no_batch_normalizations(roots: str, is_batch: bool) -> None:
+    sums = "%x = f32[16,9,64]{2,1,0} parameter(0)\n%s = f32[16,64]{1,0} reduce(%x, %z), dimensions={1}"
+    program = Program().launch("var", {"x": 30}, 1, "reduction", opcodes=("reduce", "subtract"), hlo=sums)
+    program.launch("root", {"var": 1}, 1, opcodes=("rsqrt",), shape=roots)
+    program.launch("y", {"x": 30, "root": 1}, 30, opcodes=("multiply", "subtract"))
+    (remedy,) = {missed.remedy for missed in program.rank() if missed.value == "root"}
+    assert remedy.startswith("batch_norm:" if is_batch else "one kernel a group")
