@@ -212,8 +212,9 @@ def _origin(module: Module, instruction: Instruction) -> tuple[str, SourceFrame 
 
 
 def _is_installed(file: str) -> bool:
+    """Whether a file is no user's: of an installed package, or of the operations that a clone brings along."""
     parts = PurePosixPath(file.replace("\\", "/")).parts
-    return "site-packages" in parts or "dist-packages" in parts
+    return not {"site-packages", "dist-packages", "pallas_kernels"}.isdisjoint(parts)
 
 
 def _snippet(module: Module, instruction: Instruction) -> str:

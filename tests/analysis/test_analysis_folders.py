@@ -92,3 +92,42 @@ def test_of_a_folder_with_hlo_alone_the_choice_of_products_is_not_known(tmp_path
 def test_hlo_that_was_cut_off_is_told_with_its_folder(tmp_path):
     with pytest.raises(HloParseError, match=f"line .* {tmp_path}; was the dump cut off"):
         between(tmp_path, LOOP[:400])
+
+
+FRAMES = """HloModule jit_f
+
+FileNames
+1 "/home/me/train.py"
+2 "FILE"
+
+FunctionNames
+1 "step"
+2 "kernel"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=53 end_line=53 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%a), metadata={op_name="jit(f)/neg" stack_frame_id=2}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("/home/me/layers.py", "layers.py:53"),
+        ("/home/me/.venv/lib/site-packages/optax/base.py", "train.py:7"),
+        ("/home/me/xlafuse/pallas_kernels/primitives/settings.py", "train.py:7"),  # of a clone, not installed
+    ],
+)
+def test_a_launch_is_told_by_the_users_own_line(tmp_path: Path, file: str, source: str) -> None:
+    (tmp_path / "module_0001.jit_f.sm_9.0_gpu_after_optimizations.txt").write_text(FRAMES.replace("FILE", file))
+    (launch,) = analyze(Capture.load(tmp_path)).launches
+    assert launch.source == source
