@@ -5,8 +5,12 @@ Of a fusion, what its results need: what stands before a slice is done for the s
 A product counts 2·M·N·K a batch, four times that of complex; an elementwise operation one for each element of its
 result, transcendental ones included; a reduction one for each element that it reads; a Fourier transform 5·N·log2(N),
 half of it between real and complex; a triangular solve one for each row of the triangle and element of its result;
-copies, conversions, slices and shapes none. cuDNN attention counts its two products forward and five backward, at half
-where a causal mask lets it skip half of the scores.
+copies, conversions, slices and shapes none. cuDNN attention counts its two products forward and five backward, of the
+scores that a causal mask leaves.
+
+Nobody can look into a kernel of Pallas: it counts what the program states beside it, as does
+`set_xla_metadata(matrix_flops="bf16 FLOPS / ELEMENTS")` of `jax.experimental.xla_metadata`. ELEMENTS are those of its
+results, which `jax.vmap` makes more of.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from typing import Any
 from hlo_analysis.dataflow import leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.needs import needed_elements
+
+_STATED = re.compile(r'matrix_flops="(\w+) (\d+) / (\d+)"')
 
 _ELEMENTWISE = frozenset(
     {
@@ -229,6 +235,10 @@ def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
         return _convolution(instruction, operands[0], results[0], operands[1])
     if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
         return _convolution(instruction, operands[0], operands[1], results[0])
+    if stated := _STATED.search(instruction.attributes.get("frontend_attributes", "")):
+        element_type, count, elements = stated[1], int(stated[2]), int(stated[3])
+        made = sum(shape.element_count for shape in results)
+        return Flops(matrix=((element_type, count * made // elements if elements else count),))
     if cost := settings.get("cost_estimate"):
         return Flops(vector=int(cost.get("flops", 0)))
     return Flops()
@@ -242,7 +252,9 @@ def _attention(config: dict[str, Any], target: str, operands: list[Shape]) -> Fl
     query = operands[0]
     head = query.dimensions[-1]
     products = 5 if "Backward" in target else 2
-    count = products * 2 * prod(scores) * head
+    pairs = prod(scores)
     if "CAUSAL" in config.get("mask_type", ""):
-        count //= 2
-    return Flops(matrix=((query.element_type, count),))
+        queries, keys = scores[-2:]
+        square = min(queries, keys)
+        pairs = prod(scores[:-2]) * (square * (square + 1) // 2 + (queries - square) * keys)
+    return Flops(matrix=((query.element_type, products * 2 * pairs * head),))

@@ -73,8 +73,8 @@ def _opaque_kernels(launches: Sequence[Launch]) -> Iterator[str]:
     if opaque:
         names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
         yield (
-            f"What happens inside {' and '.join(names)} kernels is not known: no FLOPs are counted for them, and "
-            "their traffic unfused is that of the kernel."
+            f"What happens inside {' and '.join(names)} kernels is not known, but for products that a program states "
+            "beside them: no other FLOPs are counted, and their traffic unfused is that of the kernel."
         )
 
 

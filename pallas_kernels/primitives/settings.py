@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.primitives.stated import Products, references
+
 
 def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`function`, in which arrays are promoted and broadcast as they are by default.
@@ -24,11 +27,13 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     return promoting
 
 
-def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def kernel(body: Callable[..., Any], *, products: Products | None = None, **options: Any) -> Callable[..., Any]:
     """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64, and
     with its loops, also where `jax_disable_jit` unrolls them.
 
     The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
+
+    products: what it multiplies, stated in the program; None where that is next to nothing, or not known.
 
     Calls raise NotImplementedError where they are differentiated, as in a second derivative.
     """
@@ -42,7 +47,10 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return launch(*args, **kwargs)
+            if products is None or is_interpreted():
+                return launch(*args, **kwargs)
+            with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
+                return launch(*args, **kwargs)
         except NotImplementedError as error:
             if "Differentiation rule" not in str(error):  # JAX's words, which name a primitive of its own
                 raise

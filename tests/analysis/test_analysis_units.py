@@ -60,6 +60,16 @@ def test_a_float32_product_at_highest_precision_is_vector_work():
     assert flops(*operands, line + ", algorithm=dot_bf16_bf16_f32_x3") == Flops(matrix=(("bf16", 3 * count),))
 
 
+def test_a_kernel_counts_the_products_that_the_program_states_beside_it():
+    """Of 100 elements of its results; `jax.vmap` over four makes 400."""
+    call = 'ROOT %c = (f32[4,25]{1,0}, f32[300]{0}) custom-call(%a), custom_call_target="mosaic_gpu_v2"'
+    stated = """, frontend_attributes={matrix_flops="bf16 7000 / 100"}"""
+    operand = "%a = bf16[8]{0} parameter(0)"
+    assert flops(operand, call + stated) == Flops(matrix=(("bf16", 28000),))
+    assert flops(operand, call) == Flops()
+    assert flops(operand, call + """, frontend_attributes={matrix_flops="bf16 many"}""") == Flops()
+
+
 def test_complex_products_solves_and_fourier_transforms():
     line = "ROOT %d = c64[8,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     found = flops("%a = c64[8,16]{1,0} parameter(0)", "%b = c64[16,32]{1,0} parameter(1)", line)

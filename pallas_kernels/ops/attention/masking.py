@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Side = Literal["left", "right"]
 
@@ -57,6 +58,16 @@ class Masking:
     def has_band(self) -> bool:
         """Whether diagonals bound what is seen."""
         return self.left is not None or self.right is not None
+
+    @property
+    def pairs(self) -> int | None:
+        """Pairs of query and key that are seen; None where segments decide, too."""
+        if self.has_segments:
+            return None
+        row = np.arange(self.queries, dtype=np.int64)
+        first = 0 if self.left is None else np.maximum(row - self.left, 0)
+        last = self.keys if self.right is None else np.clip(row + self.right + 1, 0, self.keys)
+        return int(np.broadcast_to(np.maximum(last - first, 0), row.shape).sum())
 
     @property
     def masks_before(self) -> bool:

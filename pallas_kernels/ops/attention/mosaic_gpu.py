@@ -176,4 +176,5 @@ def _launch(
         thread_name="warpgroup",
         scratch_types=(buffers, barriers),
         compiler_params=compiler_params(),
+        products=problem.product and problem.product.times(2),
     )(*operands, arrays)

@@ -92,7 +92,7 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     if group > 1 or dlse is not None:
         lse = lse[:, :, : problem.masking.queries]
     made = None if dlse is None else rows_of(out, lse, dout, dlse, whole, group=group)
-    folds, numbers = None, None
+    folds, numbers, product = None, None, problem.product
     if group > 1:
         folds = folds_in_place(problem, config.queries.rows)
         numbers = problem.masking.queries if problem.masking.is_causal else None
@@ -106,7 +106,7 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     by_keys, by_queries = _extras(extras, problem, config, whole)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     arrays = (query, key, value, dout)
-    shared = {"problem": problem, "form": form, "folds": folds}
+    shared = {"problem": problem, "form": form, "folds": folds, "product": product}
     dq, made_rows, dscores = query_gradients(
         *arrays,
         rows,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.attention.masking import Masking
+from pallas_kernels.primitives.stated import Products, product
 
 LOG2_E = 1.4426950408889634
 
@@ -39,6 +40,12 @@ class Problem:
     dropout_rate: float = 0.0
     dense: str | None = None
     bounds_weights: bool = False
+
+    @property
+    def product(self) -> Products | None:
+        """One product of head size by pairs of query and key that are seen; None where their number is not known."""
+        pairs = self.masking.pairs
+        return None if pairs is None else product(self.batch * self.heads * pairs, 1, self.head_size, self.dtype)
 
     @property
     def group(self) -> int:

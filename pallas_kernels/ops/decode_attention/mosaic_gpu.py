@@ -24,6 +24,7 @@ from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
 from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.stated import product
 
 _LOWEST = -1e30
 """Below all scores, and where maxima begin."""
@@ -94,6 +95,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
     sums of weights (parts, 2, B, K, 64 times row blocks)."""
     config = plan.config
     blocks = min(cores, plan.items) if config.is_persistent else plan.items
+    rows = plan.batch * plan.kv_heads * plan.group * plan.tokens
 
     def decode_attention(query_ref, keys_ref, values_ref, index_refs, *refs):
         lengths_ref, page_table_ref = index_refs if plan.pages is not None else (*index_refs, None)
@@ -127,6 +129,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         thread_name="warpgroup",
         scratch_types=(ring_types(plan), finish_types(plan)),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        products=product(rows, plan.keys, plan.head_size, plan.dtype).times(2),
     )(query, key_cache, value_cache, list(indices))
 
 

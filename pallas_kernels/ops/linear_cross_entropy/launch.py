@@ -114,6 +114,7 @@ def product_kernel(
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+        products=problem.stated,
     )
     if not changed:
         return tuple(kernel(a, b, dict(extras)))

@@ -24,6 +24,7 @@ from pallas_kernels.primitives.gemm.problem import ONE, Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.stated import product
 
 
 def lora_linear_ahead(
@@ -107,7 +108,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
 
         return partial(loop.produce, x_ref, w_ref, a_ref, b_ref, low_ref, given, ring, buffers, emptied), multiply
 
-    slots = cut.warpgroups * pieces.slots
+    slots, rank = cut.warpgroups * pieces.slots, b.shape[0]
     kernel = launcher(
         problem,
         roles,
@@ -121,6 +122,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
             plgpu.Barrier(num_arrivals=cut.warpgroups),
             plgpu.Barrier(num_barriers=slots),
         ),
+        products=product(rows, outputs, features + rank, dtype) + product(rows, rank, features, dtype),
     )
     extras = {} if bias is None else {"bias": padded_vector(bias, strip)}
     return kernel(x, w, a, b, extras)[0][:asked]

@@ -28,6 +28,7 @@ from pallas_kernels.primitives.gemm.problem import ONE, Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.stated import product
 
 
 @partial(jax.jit, static_argnames=("alpha", "config"))
@@ -129,6 +130,7 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
     if joint:
         ring_scratch["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=cut.stages)
     low_scratch = [shared((cut.stages, rank, cut.tile_k), dtype, swizzle=problem.swizzle)] if joint else []
+    products = product(rows, outputs, features + rank, dtype)
     kernel = launcher(
         problem,
         roles,
@@ -140,6 +142,7 @@ def _launch(x, w, low, b, bias, *, alpha, config, name, transpose_b=False):
             shared((cut.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype),
             plgpu.Barrier(num_barriers=cut.warpgroups * pieces.slots),
         ),
+        products=products + product(rows, rank, features, dtype) if joint else products,
     )
     extras = {} if bias is None else {"bias": padded_vector(bias, cut.tile_n)}
     return kernel(x, w, low, b, extras)

@@ -29,6 +29,7 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import is_interpreted, target_device, varying_like
+from pallas_kernels.primitives.stated import product
 
 MOST_ROWS = 2 * TOKENS
 _RESERVED_BYTES = 3072
@@ -128,6 +129,7 @@ def product_by_warps(
             },
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        products=product(rows, sum(widths), features, x.dtype),
     )
     results = kernel(whole_groups(x), list(weights), extras)
     return tuple(varying_like(result, x, *weights, *extras.values()) for result in results)

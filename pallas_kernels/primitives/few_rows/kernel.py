@@ -29,6 +29,7 @@ from pallas_kernels.primitives.few_rows.weights import multiply_groups, multiply
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.stated import product
 
 
 def few_rows_product(
@@ -279,6 +280,7 @@ def _launch(
             {} if norm is None else norm.scratch_types(problem),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        products=product(x.shape[0], sum(problem.widths), x.shape[1], x.dtype).times(problem.products),
     )
     return kernel(x, weights, extras)
 

@@ -15,6 +15,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.sharing import Sharing
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.stated import Products
 
 Roles = tuple[Callable[[], None], Callable[[jax.Array], None]]
 """What the warpgroup does that brings operands, and what the one of a number does that computes."""
@@ -69,11 +70,12 @@ def launcher(
     out_type: Any,
     scratch_types: Any,
     blocks: int | None = None,
+    products: Products | None = None,
 ) -> Callable[..., Any]:
     """From the operands to the outputs of `out_type`.
 
     roles: called with the references of operands, outputs and scratch. blocks: or clusters, where they are not as many
-        as `blocks_of` has.
+        as `blocks_of` has. products: what is multiplied, where that is not what the problem says.
     """
     config, size = problem.config, problem.cluster_size
 
@@ -104,4 +106,5 @@ def launcher(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+        products=products or problem.stated,
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.stated import Products, product
 
 Product = tuple[int, int, int]
 """The number of the left operand, of the right operand, and of the accumulator."""
@@ -41,6 +42,11 @@ class Problem:
     def accumulators(self) -> int:
         """Their number."""
         return 1 + max(product[2] for product in self.products)
+
+    @property
+    def stated(self) -> Products:
+        """What is multiplied."""
+        return product(self.m, sum(self.widths), self.k, self.dtype).times(len(self.products))
 
     @property
     def columns(self) -> int:

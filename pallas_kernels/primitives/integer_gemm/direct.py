@@ -36,6 +36,7 @@ from pallas_kernels.primitives.integer_gemm.direct_sums import (
 )
 from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, unit
 from pallas_kernels.primitives.platform import is_interpreted, varying_like
+from pallas_kernels.primitives.stated import product
 
 MOST_ROWS = 2 * TOKENS
 COLUMNS = TILE
@@ -104,6 +105,7 @@ def direct_product(
         thread_name="warpgroup",
         scratch_types=(plgpu.SMEM((share.warps, tokens, PITCH), jnp.float32),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        products=product(rows, outputs, features, x.dtype),
     )
     return varying_like(kernel(x, values, extras), x, values, *extras.values())
 

@@ -25,6 +25,7 @@ from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
 from pallas_kernels.primitives.integer_gemm.steps import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.integer_gemm.store import Store
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.stated import product
 
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = {2: 232, 3: 152}
@@ -121,5 +122,6 @@ def _launch(job: Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtyp
             plgpu.Barrier(num_barriers=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        products=product(job.m, job.n, job.k, job.dtype),
     )
     return kernel(x, values, extras)

@@ -101,6 +101,7 @@ def _run(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+        products=problem.product and problem.product.times(5),
     )
     dquery, *gradients, _ = kernel(query, key, value, dout, rows, dict(extras))
     dkey, dvalue = gradients if config.all_parts == 1 else map(added, gradients[0])

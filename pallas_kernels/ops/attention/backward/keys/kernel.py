@@ -27,6 +27,7 @@ from pallas_kernels.ops.attention.folded import Folds
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.stated import Products
 
 
 def key_value_gradients(
@@ -41,6 +42,7 @@ def key_value_gradients(
     form: TileForm,
     config: KeysConfig,
     folds: Folds | None = None,
+    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
@@ -51,6 +53,7 @@ def key_value_gradients(
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
         form: of their tiles.
         folds: how rows of the problem, which is folded, lie in query and dout; None: as they are.
+        product: what one of the kernel's products is, by which the program states them.
     """
     launch = Launch(problem=problem, form=form, config=config, batch=query.shape[0], folds=folds)
 
@@ -104,6 +107,7 @@ def key_value_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
+        products=product and product.times(4),
     )
     made = kernel(query, key, value, dout, rows, dict(extras))
     return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)

@@ -29,6 +29,7 @@ from pallas_kernels.ops.attention.folded import Folds
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.stated import Products
 
 
 def query_gradients(
@@ -45,6 +46,7 @@ def query_gradients(
     makes_dbias: bool = False,
     numbers: int | None = None,
     folds: Folds | None = None,
+    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
@@ -60,6 +62,7 @@ def query_gradients(
         numbers: after so many queries their numbers begin anew, and these say what is seen under a causal mask. None:
             they are the queries' places.
         folds: how rows of the problem, which is folded, lie in query, dout and output; None: as they are.
+        product: what one of the kernel's products is, by which the program states them.
     """
     makes_rows = isinstance(rows, tuple)
     launch = Launch(
@@ -111,6 +114,7 @@ def query_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=params,
+        products=product and product.times(3),
     )
     dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
     dquery = dquery if config.parts == 1 else added(dquery)
