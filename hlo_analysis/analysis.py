@@ -29,9 +29,15 @@ def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
       label: a name for reports; the capture's own by default.
 
     Raises:
+      TypeError: it is no Capture.
       DumpError: the capture has no final module, or its thunk list is cut off.
       HloParseError: its HLO text is not well formed.
     """
+    if not isinstance(capture, Capture):
+        raise TypeError(
+            f"analyze takes a Capture, as capture(fn, *shapes) makes it or Capture.load(path) reads it; got "
+            f"{type(capture).__name__}."
+        )
     try:
         module, notes = _final_module(capture)
         table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))

@@ -131,3 +131,8 @@ def test_a_launch_is_told_by_the_users_own_line(tmp_path: Path, file: str, sourc
     (tmp_path / "module_0001.jit_f.sm_9.0_gpu_after_optimizations.txt").write_text(FRAMES.replace("FILE", file))
     (launch,) = analyze(Capture.load(tmp_path)).launches
     assert launch.source == source
+
+
+def test_a_path_is_told_how_to_be_read(tmp_path):
+    with pytest.raises(TypeError, match=r"Capture\.load\(path\) reads it; got PosixPath"):
+        analyze(tmp_path)
