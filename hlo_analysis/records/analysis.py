@@ -114,6 +114,11 @@ class Analysis:
         return sum(launch.roofline_us * launch.repeat for launch in self.launches)
 
     @property
+    def has_custom_kernels(self) -> bool:
+        """Whether there are kernels that are not XLA's, whose traffic unfused nobody knows."""
+        return any(launch.kind in OPAQUE_KINDS for launch in self.launches)
+
+    @property
     def has_opaque_kernels(self) -> bool:
         """Whether there are kernels that are not XLA's and of whose work nothing is known."""
         return any(launch.kind in OPAQUE_KINDS and not launch.flops for launch in self.launches)

@@ -81,7 +81,6 @@ def _environment() -> Environment:
     environment.filters.update(
         bytes=words.format_bytes,
         us=words.format_us,
-        percent=lambda share: f"{share:.0%}",
         family=kinds.family_of,
         breakable=_breakable,
     )
@@ -112,7 +111,7 @@ def _strategy(result: StrategyResult, base: Analysis | None, units: Units) -> di
         return made
     return made | {
         "totals": totals(result, analysis),
-        "saved_share": words.saved_share(analysis),
+        "saved_share": words.saved_words(analysis),
         "roofline": words.roofline_words(analysis, base, units.time),
         "is_lower_bound": words.is_lower_bound(analysis, base),
         "gemm": words.gemm_words(analysis.provenance),
@@ -132,7 +131,7 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
     return [
         ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
         ("HBM traffic", words.format_bytes(traffic.bytes), f"of {unfused} unfused", "counted"),
-        ("Saved by fusion", f"{words.saved_share(analysis):.0%}", words.format_bytes(traffic.saved_bytes), "counted"),
+        ("Saved by fusion", words.saved_words(analysis), words.format_bytes(traffic.saved_bytes), "counted"),
         ("Between launches", between, "written by one, read by others", "counted"),
         (
             "Roofline time",

@@ -99,7 +99,7 @@ def _cells(result: StrategyResult, base: Analysis | None, units: Units, *, kinds
         str(analysis.launch_count),
         *([_kinds(analysis)] if kinds else []),
         _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
-        f"{words.saved_share(analysis):.0%}",
+        words.saved_words(analysis),
         words.roofline_words(analysis, base, units.time)
         if words.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),

@@ -8,6 +8,8 @@ from hlo_analysis.records import Analysis, Comparison, Memory, MissedFusion, Num
 from hlo_analysis.report.alike import without_numbers
 from hlo_analysis.report.units import Unit
 
+AT_LEAST = "≥\N{NO-BREAK SPACE}"
+
 TARGET_NAMES = {
     "h200": "an H200",
     "h100": "an H100",
@@ -108,6 +110,11 @@ def saved_share(analysis: Analysis) -> float:
     return analysis.traffic.saved_bytes / analysis.traffic.unfused_bytes if analysis.traffic.unfused_bytes else 0.0
 
 
+def saved_words(analysis: Analysis) -> str:
+    """That part in percent, "≥" before one that leaves out what custom kernels save inside."""
+    return f"{AT_LEAST if analysis.has_custom_kernels else ''}{saved_share(analysis):.0%}"
+
+
 def peak_bytes(analysis: Analysis) -> int | None:
     """Peak memory; None where there was no buffer assignment to count it from."""
     return None if analysis.memory == Memory() else analysis.memory.peak_bytes
@@ -175,7 +182,8 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
         f"of this program"
     ]
     if analysis.traffic.unfused_bytes:
-        parts.append(f"fusion saves {saved_share(analysis):.0%} of the unfused HBM traffic")
+        least = "at least " if analysis.has_custom_kernels else ""
+        parts.append(f"fusion saves {least}{saved_share(analysis):.0%} of the unfused HBM traffic")
     moved = analysis.traffic.intermediate_bytes
     if not moved:
         parts.append("nothing goes through HBM between launches")
@@ -199,7 +207,7 @@ def is_lower_bound(analysis: Analysis, base: Analysis | None) -> bool:
 
 def roofline_words(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
     """The roofline time in `unit`, "≥" before one that does not hold all of the work."""
-    return ("≥\N{NO-BREAK SPACE}" if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
+    return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
 
 
 def _best_sentence(comparison: Comparison) -> str:

@@ -94,9 +94,14 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
     hidden = replace(comparison, strategies=tuple(strategies))
     assert "Of pallas the roofline is a lower bound" in verdict(hidden)
     assert words._partial_sentence(["a", "b", "c"]).startswith("Of a, b and c the")
-    rows = {line.split()[0]: line for line in _printed(hidden, 140).splitlines() if line.strip()}
-    assert ["≥" in rows[name] for name in ("unfused", "xla_cudnn", "pallas")] == [False, False, True]
-    assert "≥" not in _printed(comparison, 140)
+
+    def bounds(shown: Comparison) -> list[int]:
+        rows = {line.split()[0]: line for line in _printed(shown, 140).splitlines() if line.strip()}
+        return [rows[name].count("≥") for name in ("unfused", "xla_cudnn", "pallas")]
+
+    # What fusion saves inside a kernel of one's own is not known either way.
+    assert bounds(comparison) == [0, 0, 1]
+    assert bounds(hidden) == [0, 0, 2]
 
 
 def test_one_other_program_without_a_lower_roofline_is_named(comparison: Comparison):
