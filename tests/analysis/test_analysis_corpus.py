@@ -186,7 +186,7 @@ def test_library_scratch_is_no_traffic(analyses):
 def test_cudnn_attention(analyses):
     forward, backward = analyses["cudnn_attention"].launches
     assert (forward.phase, backward.phase) == ("forward", "backward")
-    pair = 2 * 2 * 8 * 512 * 512 * 64 // 2  # one product, causal: half of the scores
+    pair = 2 * 2 * 8 * (512 * 513 // 2) * 64  # one product, causal: the scores below the diagonal and on it
     assert (forward.flops, backward.flops) == (2 * pair, 5 * pair)
     query, key, rows = 2 * 512 * 8 * 64 * 2, 2 * 512 * 2 * 64 * 2, 2 * 8 * 512 * 4
     assert forward.bytes_read == query + 2 * key
