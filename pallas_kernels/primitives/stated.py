@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.state import AbstractRef  # JAX has no public name of it
 from jax.experimental.xla_metadata import set_xla_metadata
 
 _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "s8"}
@@ -51,4 +52,4 @@ def product(m: int, n: int, k: int, dtype: Any) -> Products:
 
 def references(arguments: Any) -> list[Any]:
     """What among arguments the launch changes in its place, and returns."""
-    return [leaf for leaf in jax.tree.leaves(arguments) if jax.typeof(leaf).__class__.__name__ == "AbstractRef"]
+    return [leaf for leaf in jax.tree.leaves(arguments) if isinstance(jax.typeof(leaf), AbstractRef)]

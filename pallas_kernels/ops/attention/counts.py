@@ -44,11 +44,8 @@ def flops(arguments: Arguments, phase: str) -> int:
     if segments is not None and documents == 1:
         pairs = _segment_pairs(segments, masking)
     else:
-        row = np.arange(masking.queries)
-        first = row - masking.left if masking.left is not None else 0
-        last = row + masking.right + 1 if masking.right is not None else masking.keys
-        seen = np.minimum(last, masking.keys) - np.maximum(first, 0)
-        pairs = batch * documents * int(np.broadcast_to(np.maximum(seen, 0), row.shape).sum())
+        assert masking.pairs is not None  # it has no segments
+        pairs = batch * documents * masking.pairs
     return (4 if phase == "forward" else 10) * heads * size * pairs
 
 
