@@ -9,6 +9,7 @@ Importing it does not import JAX; the first capture does.
 
 from hlo_analysis.analysis import analyze
 from hlo_analysis.capture import Capture, capture
+from hlo_analysis.capture.plugin_log import silence_missing_gpu
 from hlo_analysis.diff import compare_analyses
 from hlo_analysis.errors import (
     CaptureError,
@@ -19,7 +20,6 @@ from hlo_analysis.errors import (
     UnknownTargetError,
 )
 from hlo_analysis.hlo import parse_module
-from hlo_analysis.quiet import silence_missing_gpu
 from hlo_analysis.records import Analysis, Comparison, Launch
 from hlo_analysis.schema import from_json, json_schema, to_json
 from hlo_analysis.targets import load_target, target_names

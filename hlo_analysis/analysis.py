@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hlo_analysis.capture import Capture
-from hlo_analysis.dataflow import Dataflow, leaves
+from hlo_analysis.caveats import kernels_elsewhere, notes_of
+from hlo_analysis.costs.memory import parse_buffer_assignment
+from hlo_analysis.costs.resources import read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
-from hlo_analysis.intermediates import find_intermediates
-from hlo_analysis.launches import LaunchTable, find_launches, silent_instructions
-from hlo_analysis.memory import parse_buffer_assignment
 from hlo_analysis.missed import rank
-from hlo_analysis.notes import kernels_elsewhere, notes_of
+from hlo_analysis.program.dataflow import Dataflow, leaves
+from hlo_analysis.program.intermediates import find_intermediates
+from hlo_analysis.program.launch_rows import Context, launch_row
+from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
-from hlo_analysis.resources import read_resources, resources_of
-from hlo_analysis.rows import Context, launch_row
 
 
 def analyze(capture: Capture, *, label: str | None = None) -> Analysis:

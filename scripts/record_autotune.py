@@ -67,8 +67,8 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     """Compiles one case on the GPU, adds its choices to `recording` and returns its row of LAUNCHES."""
     from hlo_analysis.capture import capture, merge_autotune
     from hlo_analysis.hlo import parse_module
-    from hlo_analysis.kinds import kind_of
-    from hlo_analysis.launches import find_launches
+    from hlo_analysis.program.launch_kinds import kind_of
+    from hlo_analysis.program.launch_sites import find_launches
     from xlafuse.models import block_function, get_preset
     from xlafuse.strategies import get_strategy
 

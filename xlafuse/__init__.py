@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hlo_analysis.quiet import silence_missing_gpu
+from hlo_analysis.capture.plugin_log import silence_missing_gpu
 
 if TYPE_CHECKING:
     from xlafuse.comparison import compare

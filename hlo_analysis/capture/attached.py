@@ -8,9 +8,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from hlo_analysis.capture.plugin_log import has_nvidia_gpu
 from hlo_analysis.capture.process import Worker
 from hlo_analysis.errors import DumpError, UnknownTargetError
-from hlo_analysis.quiet import has_nvidia_gpu
 from hlo_analysis.targets import Target, load_target, target_from_config
 
 # The parent may hold most of the GPU's memory: take what the tuning needs, when it needs it.

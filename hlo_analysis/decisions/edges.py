@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import CONTROL_FLOW, Dataflow, Path, Source, leaf_shape, leaves
 from hlo_analysis.hlo import Computation, Module, Shape
+from hlo_analysis.program.dataflow import CONTROL_FLOW, Dataflow, Path, Source, leaf_shape, leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

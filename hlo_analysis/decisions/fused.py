@@ -11,7 +11,7 @@ from hlo_analysis.decisions.align import contents
 from hlo_analysis.decisions.fold import Folded
 from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS, LogWords
 from hlo_analysis.decisions.roles import generator_of
-from hlo_analysis.decisions.survivors import PRIORITY_PASS
+from hlo_analysis.decisions.unfused_edges import PRIORITY_PASS
 from hlo_analysis.hlo import Instruction, Module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision

@@ -12,7 +12,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import fold
 from hlo_analysis.decisions.fused import edges_inside, fused_edges
 from hlo_analysis.decisions.log import read_log
-from hlo_analysis.decisions.survivors import Survivors
+from hlo_analysis.decisions.unfused_edges import Survivors
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision

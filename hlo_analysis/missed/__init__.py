@@ -16,11 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.handed import between_launches, filled_for_loops, through_updates
-from hlo_analysis.missed.shared import read_again, read_at_once
-from hlo_analysis.missed.turned import find_turned, turned_for_updates
+from hlo_analysis.missed.layout_roundtrip import find_turned, turned_for_updates
+from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
+from hlo_analysis.missed.shared_reads import read_again, read_at_once
+from hlo_analysis.patterns.attention_scores import attention_scores
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
-from hlo_analysis.scores import attention_scores
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05

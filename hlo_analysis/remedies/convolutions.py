@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hlo_analysis.patterns.attention_scores import elements
+from hlo_analysis.patterns.launch_patterns import convolves, has, only_moves
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import conv_texts
 from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.scores import elements
-from hlo_analysis.traits import convolves, has, only_moves
 
 # XLA takes so many shifted arrays into one launch; Mamba's and Hyena's convolutions have three or four.
 _MOST_TAPS = 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hlo_analysis.inside import instructions_inside
+from hlo_analysis.patterns.attention_scores import elements
+from hlo_analysis.patterns.fused_instructions import instructions_inside
+from hlo_analysis.patterns.launch_patterns import LINEAR, has, is_batched, is_product
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies.table import Table
-from hlo_analysis.scores import elements
-from hlo_analysis.traits import LINEAR, has, is_batched, is_product
 
 _MOST_RANK = 128
 """What `lora_linear` takes at most."""

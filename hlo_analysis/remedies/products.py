@@ -7,25 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
-from hlo_analysis.ends import (
-    accumulates,
-    adds_gradients,
-    adds_parts,
-    expands_groups,
-    is_one_hot,
-    normalizes_sum,
-    sets_values,
-)
-from hlo_analysis.inside import instructions_inside
-from hlo_analysis.merging import can_merge
-from hlo_analysis.records import Launch
-from hlo_analysis.remedies import loop_texts, texts
-from hlo_analysis.remedies.low_rank import corrects
-from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
-from hlo_analysis.remedies.table import Table
-from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.scores import elements
-from hlo_analysis.traits import (
+from hlo_analysis.patterns.attention_scores import elements
+from hlo_analysis.patterns.dot_merger import can_merge
+from hlo_analysis.patterns.fused_instructions import instructions_inside
+from hlo_analysis.patterns.launch_patterns import (
     PRODUCTS,
     dequantizes,
     has,
@@ -36,6 +21,21 @@ from hlo_analysis.traits import (
     repeats_rows,
     takes_sixteen_bits,
 )
+from hlo_analysis.patterns.pair_patterns import (
+    accumulates,
+    adds_gradients,
+    adds_parts,
+    expands_groups,
+    is_one_hot,
+    normalizes_sum,
+    sets_values,
+)
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.low_rank import corrects
+from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.remedies.texts import Remedy
 
 
 def of_products(

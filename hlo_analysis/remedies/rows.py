@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.ends import continues_reduction, scatters_all
+from hlo_analysis.patterns.attention_scores import elements, last_size
+from hlo_analysis.patterns.launch_patterns import has, is_closed, is_softmax, normalizes, shifts, sums_columns
+from hlo_analysis.patterns.pair_patterns import continues_reduction, scatters_all
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import SUMS, Table
 from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.scores import elements, last_size
-from hlo_analysis.traits import has, is_closed, is_softmax, normalizes, shifts, sums_columns
 
 
 def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:

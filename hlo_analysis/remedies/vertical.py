@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.ends import is_next_state, searches_in_a_loop
+from hlo_analysis.patterns.launch_patterns import has, only_moves, relays
+from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loop
 from hlo_analysis.records import Launch
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import of_convolutions
-from hlo_analysis.remedies.places import of_places
+from hlo_analysis.remedies.data_movement import of_places
 from hlo_analysis.remedies.products import of_products, summed_in_a_loop
 from hlo_analysis.remedies.rows import of_rows
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.traits import has, only_moves, relays
 
 
 def vertical_remedy(

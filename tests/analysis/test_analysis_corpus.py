@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from hlo_analysis import Capture, DumpError, analyze
-from hlo_analysis.dataflow import Dataflow
 from hlo_analysis.hlo import parse_module
-from hlo_analysis.launches import find_launches
+from hlo_analysis.program.dataflow import Dataflow
+from hlo_analysis.program.launch_sites import find_launches
+from hlo_analysis.program.thunks import WAITS, parse_thunk_sequence
 from hlo_analysis.records import Memory
-from hlo_analysis.thunks import WAITS, parse_thunk_sequence
 
 CONTAINERS = ("kSequential", "kWhile", "kConditional", "kAsyncStart", "kDynamicSliceFusion")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hlo_analysis import DumpError
-from hlo_analysis.thunks import parse_thunk_metadata, parse_thunk_sequence
+from hlo_analysis.program.thunks import parse_thunk_metadata, parse_thunk_sequence
 
 NESTED = """\
 001: kCopy  [source       | next=003 (2)] kCopy

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlo_analysis.flops import flops_of
+from hlo_analysis.costs.flops import flops_of
+from hlo_analysis.costs.traffic import pass_usage, usage_of
 from hlo_analysis.hlo import parse_module
-from hlo_analysis.host import without_host
-from hlo_analysis.traffic import pass_usage, usage_of
+from hlo_analysis.program.host_memory import without_host
 
 
 def usage(entry: str, *computations: str):

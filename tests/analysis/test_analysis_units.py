@@ -7,18 +7,18 @@ import json
 import pytest
 
 from hlo_analysis import DumpError
-from hlo_analysis.dataflow import Dataflow
-from hlo_analysis.flops import Flops, flops_of
+from hlo_analysis.costs.flops import Flops, flops_of
+from hlo_analysis.costs.memory import parse_buffer_assignment
+from hlo_analysis.costs.resources import Resources, read_resources
+from hlo_analysis.costs.roofline import bound, xla_estimate
+from hlo_analysis.costs.traffic import usage_of
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.hlo.scope import scope_of
-from hlo_analysis.kinds import kind_of
-from hlo_analysis.launches import find_launches
-from hlo_analysis.memory import parse_buffer_assignment
+from hlo_analysis.program.dataflow import Dataflow
+from hlo_analysis.program.launch_kinds import kind_of
+from hlo_analysis.program.launch_sites import find_launches
 from hlo_analysis.records import Device, Memory
-from hlo_analysis.resources import Resources, read_resources
-from hlo_analysis.roofline import bound, xla_estimate
 from hlo_analysis.targets import load_target
-from hlo_analysis.traffic import usage_of
 
 DEVICE = Device(
     name="made-up",

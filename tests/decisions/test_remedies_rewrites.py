@@ -9,8 +9,8 @@ import pytest
 from launch_programs import MIB, Program
 
 from hlo_analysis.decisions import categories
+from hlo_analysis.patterns.launch_patterns import dequantizes, is_batched, repeats_rows, spreads, takes_sixteen_bits
 from hlo_analysis.remedies import conv_texts, loop_texts, texts
-from hlo_analysis.traits import dequantizes, is_batched, repeats_rows, spreads, takes_sixteen_bits
 
 
 def reading(program: Program, read: int) -> Program:

@@ -9,7 +9,7 @@ from compile_deviceless import kernel_calls
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from hlo_analysis.flops import _STATED
+from hlo_analysis.costs.flops import _STATED
 from pallas_kernels import REGISTRY, attention, linear, testing
 from pallas_kernels.specs import plain
 

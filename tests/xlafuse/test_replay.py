@@ -17,8 +17,8 @@ import pytest
 from hlo_analysis import Analysis, Capture, analyze
 from hlo_analysis.capture import capture
 from hlo_analysis.hlo import parse_module
-from hlo_analysis.kinds import kind_of
-from hlo_analysis.launches import find_launches
+from hlo_analysis.program.launch_kinds import kind_of
+from hlo_analysis.program.launch_sites import find_launches
 from xlafuse.models import block_function, get_preset
 from xlafuse.strategies import get_strategy
 

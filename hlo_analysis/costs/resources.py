@@ -10,7 +10,7 @@ from typing import Any
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Instruction
-from hlo_analysis.launches import Site
+from hlo_analysis.program.launch_sites import Site
 
 _MOSAIC_ENDING = "_mosaic_gpu_kernel"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hlo_analysis.dataflow import VIEWS, Path
 from hlo_analysis.hlo import Computation, Instruction, Module
+from hlo_analysis.program.dataflow import VIEWS, Path
 
 
 def scatter_inputs(instruction: Instruction) -> int:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hlo_analysis.ends import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
-from hlo_analysis.records import Launch
-from hlo_analysis.remedies import loop_texts, texts
-from hlo_analysis.remedies.convolutions import filter_layout
-from hlo_analysis.remedies.table import Table
-from hlo_analysis.remedies.texts import Remedy
-from hlo_analysis.traits import (
+from hlo_analysis.patterns.launch_patterns import (
     LIBRARIES,
     convolves,
     fills,
@@ -22,6 +16,12 @@ from hlo_analysis.traits import (
     spreads,
     takes_every_other,
 )
+from hlo_analysis.patterns.pair_patterns import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
+from hlo_analysis.records import Launch
+from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.convolutions import filter_layout
+from hlo_analysis.remedies.table import Table
+from hlo_analysis.remedies.texts import Remedy
 
 _OF_INDEX = 8
 """FLOPs of an index that is counted down, as in a backward pass, and kept within bounds: no more than these."""

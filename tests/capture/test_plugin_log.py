@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hlo_analysis import quiet
+from hlo_analysis.capture import plugin_log
 
 NO_GPU = not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))
 MESSAGE = "Jax plugin configuration error: Exception when calling %s.initialize()"
@@ -50,15 +50,15 @@ def record(message: str, *arguments: object) -> logging.LogRecord:
 def test_only_that_message_is_dropped_and_only_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     (installed,) = [entry for entry in logging.getLogger("jax._src.xla_bridge").filters if "MissingGpu" in repr(entry)]
     assert isinstance(installed, logging.Filter)
-    monkeypatch.setattr(quiet, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(plugin_log, "has_nvidia_gpu", lambda: False)
     assert not installed.filter(record(MESSAGE, "jax_plugins.xla_cuda13"))
     assert installed.filter(record(MESSAGE, "jax_plugins.some_tpu"))
     assert installed.filter(record("Unable to initialize backend %s", "cuda"))
-    monkeypatch.setattr(quiet, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(plugin_log, "has_nvidia_gpu", lambda: True)
     assert installed.filter(record(MESSAGE, "jax_plugins.xla_cuda13"))
 
 
 def test_installed_once() -> None:
     before = list(logging.getLogger("jax._src.xla_bridge").filters)
-    quiet.silence_missing_gpu()
+    plugin_log.silence_missing_gpu()
     assert logging.getLogger("jax._src.xla_bridge").filters == before

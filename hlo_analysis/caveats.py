@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from hlo_analysis.kinds import EMITTERS
+from hlo_analysis.patterns.launch_patterns import calls_python
+from hlo_analysis.program.launch_kinds import EMITTERS
 from hlo_analysis.records import OPAQUE_KINDS, Launch, MissedFusion
-from hlo_analysis.traits import calls_python
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""

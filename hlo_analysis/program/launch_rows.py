@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from hlo_analysis.dataflow import Dataflow, Path, Source, leaf_shape
-from hlo_analysis.flops import Flops, flops_of
+from hlo_analysis.costs.flops import Flops, flops_of
+from hlo_analysis.costs.resources import Resources
+from hlo_analysis.costs.roofline import bound, xla_estimate
+from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
-from hlo_analysis.host import without_host
-from hlo_analysis.inplace import updated_operand
-from hlo_analysis.intermediates import Access
-from hlo_analysis.kinds import EMITTERS, kind_of, opcode_counts
-from hlo_analysis.launches import Site
+from hlo_analysis.program.dataflow import Dataflow, Path, Source, leaf_shape
+from hlo_analysis.program.host_memory import without_host
+from hlo_analysis.program.inplace_updates import updated_operand
+from hlo_analysis.program.intermediates import Access
+from hlo_analysis.program.launch_kinds import EMITTERS, kind_of, opcode_counts
+from hlo_analysis.program.launch_sites import Site
 from hlo_analysis.records import Device, Launch, LaunchKind, Value
-from hlo_analysis.resources import Resources
-from hlo_analysis.roofline import bound, xla_estimate
-from hlo_analysis.traffic import Usage, pass_usage, usage_of
 
 # A Mosaic kernel's backend_config holds its whole module, some 75 KB: nothing that a reader of the HLO needs.
 _LONGEST_ATTRIBUTE = 4000

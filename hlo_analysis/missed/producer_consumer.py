@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.ends import scatters_rows
-from hlo_analysis.missed.stakes import missed, read_by_each, updates_in_place, waits, written
+from hlo_analysis.missed.cost import missed, read_by_each, updates_in_place, waits, written
+from hlo_analysis.patterns.attention_scores import attention_products
+from hlo_analysis.patterns.launch_patterns import calls_python, fills, has
+from hlo_analysis.patterns.pair_patterns import scatters_rows
 from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
 from hlo_analysis.remedies.loop_texts import APART
 from hlo_analysis.remedies.texts import MASKED, PICKED
-from hlo_analysis.scores import attention_products
-from hlo_analysis.traits import calls_python, fills, has
 
 # A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
 _BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')

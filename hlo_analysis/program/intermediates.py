@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hlo_analysis.dataflow import Source
+from hlo_analysis.program.dataflow import Source
 from hlo_analysis.records import Intermediate
 
 

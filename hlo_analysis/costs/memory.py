@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hlo_analysis.host import HOST_SPACE
+from hlo_analysis.program.host_memory import HOST_SPACE
 from hlo_analysis.records import Memory
 
 _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+), (?P<flags>[^\n]*)")

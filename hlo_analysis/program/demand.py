@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from hlo_analysis.dataflow import VIEWS
 from hlo_analysis.hlo import Computation, Instruction, Module
-from hlo_analysis.inplace import in_place_chain
+from hlo_analysis.program.dataflow import VIEWS
+from hlo_analysis.program.inplace_updates import in_place_chain
 
 Way = tuple[str, ...]
 """The slices between a value and the results, the nearest to the value first."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hlo_analysis.patterns.launch_patterns import LINEAR, has, is_product, only_moves
 from hlo_analysis.records import Launch
-from hlo_analysis.traits import LINEAR, has, is_product, only_moves
 
 # What is taken of a sorted array, or handed on of a reduced one, is at most this part of it.
 _SMALL_PART = 8

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.stakes import missed, read_by_each, waits
+from hlo_analysis.missed.cost import missed, read_by_each, waits
+from hlo_analysis.patterns.launch_patterns import PRODUCTS
+from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
 from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion, Value
 from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
-from hlo_analysis.rereads import find_ancestors, find_rereads
-from hlo_analysis.traits import PRODUCTS
 
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
 

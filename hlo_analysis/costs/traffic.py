@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
-from hlo_analysis.inplace import in_place_base, roots, scatter_inputs
-from hlo_analysis.needs import needed_elements
+from hlo_analysis.program.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves
+from hlo_analysis.program.demand import needed_elements
+from hlo_analysis.program.inplace_updates import in_place_base, roots, scatter_inputs
 from hlo_analysis.records import LaunchKind
 
 _FREE = frozenset({"parameter", "constant", "iota", "tuple", "get-tuple-element", "broadcast"})

@@ -14,7 +14,7 @@ from hlo_analysis.decisions.fold import Folded, Word
 from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
 from hlo_analysis.decisions.roles import TAKE_NONE, Role, origin_of_kernel, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
-from hlo_analysis.kinds import COLLECTIVE_OPCODES
+from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES
 
 PRIORITY_PASS = "priority-fusion"
 _CONFIG_PASS = "config-assigner"

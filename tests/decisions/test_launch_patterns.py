@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from launch_programs import Program
 
-from hlo_analysis.traits import fills, only_moves, takes_every_other
+from hlo_analysis.patterns.launch_patterns import fills, only_moves, takes_every_other
 
 EVERY_OTHER = "%s = f32[8] slice(%x), slice={[0:4:1], [1:2048:2]}"
 

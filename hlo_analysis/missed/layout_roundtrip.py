@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.stakes import missed, updates_in_place, waits
+from hlo_analysis.missed.cost import missed, updates_in_place, waits
+from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
 from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion
 from hlo_analysis.remedies.texts import TURNED, TURNED_KEPT
-from hlo_analysis.traits import has, is_product, only_moves
 
 
 @dataclass(kw_only=True)

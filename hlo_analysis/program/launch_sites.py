@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hlo_analysis.dataflow import CONTROL_FLOW, trip_count
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Computation, Instruction, Module
-from hlo_analysis.thunks import Thunk, parse_thunk_metadata, parse_thunk_sequence
+from hlo_analysis.program.dataflow import CONTROL_FLOW, trip_count
+from hlo_analysis.program.thunks import Thunk, parse_thunk_metadata, parse_thunk_sequence
 
 _SILENT_OPCODES: dict[str, str] = {
     "parameter": "an argument of the program",

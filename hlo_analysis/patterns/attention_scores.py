@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
-from hlo_analysis.ends import adds_parts
+from hlo_analysis.patterns.launch_patterns import has, is_product
+from hlo_analysis.patterns.pair_patterns import adds_parts
 from hlo_analysis.records import Intermediate, Launch, Value
-from hlo_analysis.traits import has, is_product
 
 # Scores of T queries and keys of D features are T / 2D times as large as what they are made from: those of short
 # sequences (197 patches, heads of 64) hardly larger, those of a router (8 experts of 1024 features) far smaller.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hlo_analysis.dataflow import leaf_shape
+from hlo_analysis.costs.traffic import Usage
 from hlo_analysis.hlo import Computation, Instruction, Shape
-from hlo_analysis.traffic import Usage
+from hlo_analysis.program.dataflow import leaf_shape
 
 HOST_SPACE = 5
 """The memory space of the host's pinned memory in XLA's layouts (`S(5)`)."""

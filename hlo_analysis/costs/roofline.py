@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hlo_analysis.flops import Flops
+from hlo_analysis.costs.flops import Flops
 from hlo_analysis.hlo import Instruction
 from hlo_analysis.records import Device, LaunchKind
 

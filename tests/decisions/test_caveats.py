@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch_programs import Program
 
-from hlo_analysis.notes import kernels_elsewhere, notes_of
+from hlo_analysis.caveats import kernels_elsewhere, notes_of
 
 
 def optimizer(count: int, **fields: str) -> Program:

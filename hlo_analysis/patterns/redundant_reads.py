@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hlo_analysis.patterns.attention_scores import elements
+from hlo_analysis.patterns.launch_patterns import has, is_product, sums_columns
 from hlo_analysis.records import Launch, Value
-from hlo_analysis.scores import elements
-from hlo_analysis.traits import has, is_product, sums_columns
 
 _KINDS = frozenset({"loop", "reduction", "transpose", "triton"})
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from math import log2, prod
 from typing import Any
 
-from hlo_analysis.dataflow import leaves
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
-from hlo_analysis.needs import needed_elements
+from hlo_analysis.program.dataflow import leaves
+from hlo_analysis.program.demand import needed_elements
 
 _STATED = re.compile(r'matrix_flops="(\w+) (\d+) / (\d+)"')
 

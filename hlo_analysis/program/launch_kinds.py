@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hlo_analysis.dataflow import returned_by
 from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.program.dataflow import returned_by
 from hlo_analysis.records import LaunchKind
 
 EMITTERS: frozenset[LaunchKind] = frozenset({"loop", "reduction", "transpose", "concatenate", "scatter"})
