@@ -1,4 +1,4 @@
-"""Kept benchmark results: merged, shown, and written into README and docs/results.md between their markers.
+"""Kept benchmark results: merged, shown, and written into README and docs/ between markers.
 
 scripts/write_results.py                        # the tables, from notebooks/results and the dispatch rules
 scripts/write_results.py --check                # exits with 1 where they are not current
@@ -19,10 +19,11 @@ from pathlib import Path
 from xlafuse.bench import block_lines, checks, coverage, limits, memory
 from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
-from xlafuse.bench.table import details, overview, place
+from xlafuse.bench.table import details, overview, place, summary
 
 ROOT = Path(__file__).resolve().parents[1]
-README, DETAILS = ROOT / "README.md", ROOT / "docs/results.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
 BLOCK, COUNTERS, TESTS, SANITIZER, MEMORY = (
     KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer", "memory")
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pages(*, check_only: bool) -> int:
-    old = {path: path.read_text(encoding="utf-8") for path in (README, DETAILS)}
+    old = {path: path.read_text(encoding="utf-8") for path in PAGES}
     stale = {path: text for path, text in placed(old).items() if text != old[path]}
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if check_only:
@@ -81,22 +82,18 @@ def _pages(*, check_only: bool) -> int:
 
 
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
-    """The texts of README and docs/results.md with what is between their markers made anew."""
+    """The pages with what is between their markers made anew."""
     results, counters = load(KEPT), limits.load_counters(COUNTERS)
     block = load(BLOCK) if BLOCK.is_file() else None
     tables = {
-        README: {
-            "results": overview(results),
-            "block": block_lines.overview(block) if block else "Not measured yet.",
-            "limits": limits.summary(results),
-            "checks": checks.markdown(checks.load(TESTS), checks.load(SANITIZER)),
-            "coverage": coverage.markdown(),
-        },
-        DETAILS: {
-            "results": details(results),
+        README: {"summary": summary(results)},
+        DOCS / "results.md": {
+            "results": f"{overview(results)}\n\n{details(results)}",
             "limits": f"{limits.markdown(results, counters)}\n\n{memory.markdown(memory.load(MEMORY))}",
-            "block": block_lines.details(block) if block else "Not measured yet.",
+            "block": f"{block_lines.overview(block)}\n\n{block_lines.details(block)}" if block else "Not measured yet.",
         },
+        DOCS / "correctness.md": {"checks": checks.markdown(checks.load(TESTS), checks.load(SANITIZER))},
+        DOCS / "kernels.md": {"coverage": coverage.markdown()},
     }
     made = dict(pages)
     for path, of_page in tables.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from xlafuse.bench.lines import clock_and_power, short_spec
 from xlafuse.bench.products import is_bound_by_products, teraflops_per_second
-from xlafuse.bench.results import Results, ResultsError, Run, geometric_mean
+from xlafuse.bench.results import PHASES, Results, ResultsError, Run, geometric_mean
 from xlafuse.bench.rows import RIVALS, Row, grouped, rival_names, rows
 
 _ASIDE = ("cudnn_dense_mask",)
@@ -30,6 +30,43 @@ def overview(results: Results) -> str:
     if multiplied:
         parts.append(_product_means_table(multiplied))
     return "\n\n".join(parts)
+
+
+_CLASSES = {
+    "row-wise operations": ("rms_norm", "layer_norm", "dropout_residual_norm", "gated_activation", "bias_activation",
+                            "softmax", "rope", "cross_entropy", "batch_norm"),
+    "matrix products": ("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm",
+                        "quantized_linear", "lora_linear"),
+    "linear + cross-entropy": ("linear_cross_entropy",),
+    "attention": ("attention",),
+    "attention with a cache": ("decode_attention",),
+}  # fmt: skip
+
+
+def summary(results: Results) -> str:
+    """README's table: geometric means over classes of operations, against XLA and the fastest other library."""
+    streamed, _, multiplied = _parts(results)
+    lines = [
+        _line(["", "", "shapes", "share of the ceiling", "TFLOP/s", "× XLA", "× fastest other library"]),
+        _line(["---", "---", *["---:"] * 5]),
+    ]
+    for name, operations in _CLASSES.items():
+        for phase in PHASES:
+            memory = [row for row in streamed if row.main.op in operations and row.main.phase == phase]
+            compute = [row for row in multiplied if row.main.op in operations and row.main.phase == phase]
+            table = memory + compute
+            if not table:
+                continue
+            share = geometric_mean([row.main.ceiling_share(row.ours) for row in memory])
+            rate = geometric_mean([teraflops_per_second(row.main, row.ours) or math.nan for row in compute])
+            others = [[row.speed_up(rival) for rival in rival_names([row]) if rival not in _ASIDE] for row in table]
+            fastest = [min(found) for ratios in others if (found := [x for x in ratios if math.isfinite(x)])]
+            by_memory = len(memory) > len(compute)
+            cells = [str(len(table)), _percent(share) if by_memory else "–", "–" if by_memory else _number(rate, 0)]
+            cells += [_number(geometric_mean([row.speed_up("xla") for row in table]), 2)]
+            cells += [_number(geometric_mean(fastest), 2)]
+            lines.append(_line([name, phase, *cells]))
+    return "\n\n".join((_caption(results), "\n".join(lines)))
 
 
 def details(results: Results) -> str:
