@@ -31,7 +31,7 @@ _PACKAGES = ("pallas_kernels", "jax", "functools", "contextlib")
 Implementation = str | Sequence[str] | None
 """What callers pass: one name, several in order of preference, or None for the best known.
 
-Kernels have first derivatives, backward. Second ones, and `jax.jvp`, are those of "xla" alone: on a GPU ask for it.
+Operations have first derivatives in reverse mode. Second ones and forward mode need "xla"; without it they raise.
 A kernel sees one device: arrays spread over several belong into `jax.shard_map`. Outside it None takes "xla" where the
 mesh's axes are explicit; of automatic ones a trace knows nothing, and XLA brings whole arrays to every device.
 """
@@ -206,7 +206,7 @@ def _arguments(support: Support) -> list[Any]:
 def _check_known(operation: str, name: str, support: Mapping[str, Support]) -> None:
     if name in IMPLEMENTATIONS:
         return
-    close = difflib.get_close_matches(str(name).lower(), IMPLEMENTATIONS, n=2)
+    close = difflib.get_close_matches(str(name).lower(), support, n=2)
     hint = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(f"{operation}: unknown implementation {name!r}. {hint}It has {_listed(support)}.")
 

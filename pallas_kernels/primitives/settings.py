@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.stated import Products, references
 
@@ -17,10 +19,14 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`function`, in which arrays are promoted and broadcast as they are by default.
 
     `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` are for the caller's own expressions.
+    Of an operation, which has an `implementation`, all but "xla" refuse what its kernels cannot differentiate.
     """
+    is_operation = "implementation" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_operation and kwargs.get("implementation") not in ("xla", ("xla",), ["xla"]):
+            args, kwargs = first_order(function.__name__, (args, kwargs))
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return function(*args, **kwargs)
 
@@ -34,8 +40,6 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
     The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
 
     products: what it multiplies, stated in the program; None where that is next to nothing, or not known.
-
-    Calls raise NotImplementedError where they are differentiated, as in a second derivative.
     """
 
     @functools.wraps(body)
@@ -46,17 +50,9 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
     launch = plgpu.kernel(narrow, **options)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if products is None or is_interpreted():
-                return launch(*args, **kwargs)
-            with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
-                return launch(*args, **kwargs)
-        except NotImplementedError as error:
-            if "Differentiation rule" not in str(error):  # JAX's words, which name a primitive of its own
-                raise
-            raise NotImplementedError(
-                "A kernel is differentiated once more. Operations by kernels have first derivatives, backward; for "
-                "second ones, or forward ones of a gradient, pass implementation='xla'."
-            ) from error
+        if products is None or is_interpreted():
+            return launch(*args, **kwargs)
+        with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
+            return launch(*args, **kwargs)
 
     return called

@@ -122,6 +122,11 @@ def test_unknown_names_get_the_nearest():
         get_op("rmsnorm")
 
 
+def test_only_implementations_of_the_operation_are_suggested():
+    with pytest.raises(ValueError, match=r"unknown implementation 'cuda'\. It has 'mosaic', 'triton', 'xla'"):
+        rms_norm(X, SCALE, implementation="cuda")
+
+
 def test_mosaic_is_refused_on_a_cpu_and_none_is_xla():
     with pytest.raises(NotImplementedError, match=r"for Hopper GPUs .*force_gpu_interpret_mode"):
         rms_norm(X, SCALE, implementation="mosaic")

@@ -79,14 +79,6 @@ def test_kernels_keep_their_loops_where_jit_is_disabled():
     assert kernels(unrolled) == kernels(usual) != []
 
 
-def test_second_derivatives_are_refused():
-    def function(x):
-        return jnp.sum(rms_norm(x, jnp.ones(128), implementation="mosaic"))
-
-    with jax.sharding.use_abstract_mesh(HOPPER), pytest.raises(NotImplementedError, match="implementation='xla'"):
-        jax.eval_shape(jax.hessian(function), jnp.ones((1, 128)))
-
-
 def test_strict_promotion_does_not_reach_gradients():
     query, cache = jnp.ones((1, 1, 2, 64), "bfloat16"), jnp.ones((1, 8, 1, 64), "bfloat16")
 

@@ -119,11 +119,11 @@ def _candidates(
     baseline: Sequence[jax.Array] = ()
     for name, implementation in (*named, (f"{_NONE}{taken}", None)):
         try:
-            traced = jax.jit(callable_of(op, mode, implementation)).trace(*inputs[0])
-            text = str(traced.jaxpr)
+            lowered = jax.jit(callable_of(op, mode, implementation)).lower(*inputs[0])
+            text = lowered.as_text()
             same = programs.get(taken) if implementation is None else None
             # Compiled once where None's program is that of what it takes.
-            run = same[1] if same and same[0] == text else traced.lower().compile()
+            run = same[1] if same and same[0] == text else lowered.compile()
             if name == "xla" and name != taken:
                 _check_memory(run)
             programs[name] = (text, run)

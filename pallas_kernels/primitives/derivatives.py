@@ -1,0 +1,67 @@
+"""The derivatives that operations have: first ones, in reverse mode. All others raise, on every platform alike.
+
+A kernel has a backward pass and no more, while XLA could differentiate its own program once more or forward. Code that
+relied on that would run on a laptop and fail on a GPU, so both refuse it. `implementation="xla"` has all derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def first_order(operation: str, arguments: Any) -> Any:
+    """The arguments, whose traced floating-point arrays can be differentiated once, in reverse mode."""
+
+    def marked(leaf: Any) -> Any:
+        if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return _differentiable_once.bind(leaf, operation=operation)
+        return leaf
+
+    return jax.tree.map(marked, arguments)
+
+
+def _refuse(*_: Any, operation: str) -> Any:
+    raise NotImplementedError(
+        f"{operation} has first derivatives in reverse mode (jax.grad, jax.vjp). Forward mode (jax.jvp, jax.jacfwd, "
+        "jax.linearize) and second derivatives need implementation='xla'."
+    )
+
+
+def _identity(name: str) -> Primitive:
+    """A primitive that gives its operand and leaves nothing in the program."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, operation: x)
+    primitive.def_abstract_eval(lambda x, operation: x)
+    mlir.register_lowering(primitive, lambda _, x, operation: [x])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+_differentiable_once = _identity("differentiable_once")
+_not_differentiable = _identity("not_differentiable")
+_tangent = _identity("reverse_mode_tangent")
+"""Only transposed: to evaluate it is forward mode."""
+
+
+def _once_jvp(primals: Any, tangents: Any, *, operation: str) -> Any:
+    (x,), (tangent,) = primals, tangents
+    return _not_differentiable.bind(x, operation=operation), _tangent.bind(tangent, operation=operation)
+
+
+def _transpose_tangent(cotangent: Any, _: Any, *, operation: str) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [cotangent]
+    return [_not_differentiable.bind(cotangent, operation=operation)]
+
+
+ad.primitive_jvps[_differentiable_once] = _once_jvp
+ad.primitive_jvps[_not_differentiable] = _refuse
+ad.primitive_jvps[_tangent] = _refuse
+ad.primitive_transposes[_tangent] = _transpose_tangent
+_tangent.def_impl(_refuse)
+mlir.register_lowering(_tangent, _refuse)
