@@ -18,7 +18,9 @@ _SILENT_OPCODES = (
 )  # fmt: skip
 
 
-def compare_analyses(title: str, results: Sequence[StrategyResult], baseline: str) -> Comparison:
+def compare_analyses(
+    title: str, results: Sequence[StrategyResult], baseline: str, *, unfused: str | None = None
+) -> Comparison:
     """Aligns the strategies' launches by (scope, phase), in program order.
 
     A launch counts under its own scope. Where its fused instructions also belong to another scope (a residual add
@@ -28,6 +30,7 @@ def compare_analyses(title: str, results: Sequence[StrategyResult], baseline: st
         title: what was compared, for people.
         results: one entry a strategy; those without an analysis take no part in the rows.
         baseline: the strategy that differences are taken against.
+        unfused: the strategy that fuses nothing, which savings are counted against where it has an analysis.
 
     Raises:
         ValueError: `baseline` is none of `results`, or two of them have one name.
@@ -51,7 +54,13 @@ def compare_analyses(title: str, results: Sequence[StrategyResult], baseline: st
         )
         for scope, phase in _program_order(own, guests)
     )
-    return Comparison(title=title, baseline=baseline, strategies=tuple(results), rows=rows)
+    return Comparison(
+        title=title,
+        baseline=baseline,
+        strategies=tuple(results),
+        rows=rows,
+        unfused=unfused if unfused in analyses else None,
+    )
 
 
 def scopes_within(launch: Launch) -> tuple[Key, ...]:

@@ -90,7 +90,8 @@ def compare(
     if not analysed:
         raise ComparisonError({result.name: result.error or "" for result in results})
     reference = baseline if baseline in analysed else analysed[0]
-    return diff.compare_analyses(_title(block_or_fn, config, shapes, mode, target), results, reference)
+    title = _title(block_or_fn, config, shapes, mode, target)
+    return diff.compare_analyses(title, results, reference, unfused="unfused")
 
 
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:

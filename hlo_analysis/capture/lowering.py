@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import linecache
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import jax
@@ -31,6 +33,8 @@ Mode = Literal["forward", "grad"]
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
+_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "functools", "contextlib", "hlo_analysis", "xlafuse", "pallas_kernels")
+"""Packages whose frames are not the user's."""
 _HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
@@ -124,21 +128,30 @@ def lower(
         raise
     except (Exception, SystemExit) as error:
         reason = str(error).strip().split("\n\n")[0]
-        if not reason or isinstance(error, SystemExit):  # an assertion, or exit(3): the place says more than nothing
-            reason = f"{reason} at {_where(error)}".strip()
         if type(error).__name__ == "TraceContextError":  # of flax.nnx: a module in train mode, say
             reason += "; pass what changes its state as an argument: capture(lambda model, x: model(x), model, x)"
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
-            f"mode {mode!r}: {type(error).__name__}: {reason}"
+            f"mode {mode!r}: {type(error).__name__}{reason and f': {reason}'}"
+            f"{_user_line(error)}"
         ) from error
     return Lowered(bytecode=bytecode, function=name, arguments=described, devices=devices)
 
 
-def _where(error: BaseException) -> str:
-    """'file.py:line, in function' of what raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+def _user_line(error: BaseException) -> str:
+    """A line '  at file.py:3, in function: code' for the innermost frame of the user's; '' where there is none."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    file = Path(frame.f_code.co_filename)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    code = linecache.getline(str(file), line).strip()
+    return f"\n  at {shown}:{line}, in {frame.f_code.co_name}{code and f': {code}'}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES
 
 
 def _module_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 GemmChoice = Literal["attached", "replayed", "default", "none"]
 """Where matrix-product kernels came from: autotuned on a GPU, a recorded autotuning, XLA's default, or no choice."""
@@ -103,6 +103,13 @@ class Analysis:
     silent: tuple[tuple[str, str], ...] = ()
     """Entry instructions that launch nothing, with the reason (parameter, constant, bitcast, tuple, ...)."""
 
+    def __repr__(self) -> str:
+        return (
+            f"Analysis({self.label!r} on {self.provenance.target}: {self.launch_count} launches, "
+            f"{self.traffic.bytes:,} bytes of HBM traffic, roofline {self.roofline_us:.1f} us, "
+            f"{len(self.decisions)} decisions, {len(self.missed)} missed fusions)"
+        )
+
     @property
     def launch_count(self) -> int:
         """Launches of one run, loops counted as often as they run."""
@@ -112,11 +119,6 @@ class Analysis:
     def roofline_us(self) -> float:
         """Estimated time of one run: the launches' rooflines, one after another."""
         return sum(launch.roofline_us * launch.repeat for launch in self.launches)
-
-    @property
-    def has_custom_kernels(self) -> bool:
-        """Whether there are kernels that are not XLA's, whose traffic unfused nobody knows."""
-        return any(launch.kind in OPAQUE_KINDS for launch in self.launches)
 
     @property
     def has_opaque_kernels(self) -> bool:

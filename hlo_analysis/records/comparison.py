@@ -64,6 +64,24 @@ class Comparison:
     baseline: str
     strategies: tuple[StrategyResult, ...]
     rows: tuple[ScopeRow, ...] = field(default=())
+    unfused: str | None = None
+    """The strategy that fuses nothing, where it has an analysis. What fusion saves is counted against its traffic."""
+
+    def saved_bytes(self, name: str) -> int | None:
+        """HBM traffic of `unfused` less that of a strategy; None where one of them has no analysis."""
+        ours = self[name].analysis
+        unfused = None if self.unfused is None else self[self.unfused].analysis
+        return None if ours is None or unfused is None else unfused.traffic.bytes - ours.traffic.bytes
+
+    def saved_share(self, name: str) -> float | None:
+        """`saved_bytes` over the traffic of `unfused`."""
+        saved = self.saved_bytes(name)
+        ours = self[name].analysis
+        return None if saved is None or ours is None else saved / max(1, saved + ours.traffic.bytes)
+
+    def __repr__(self) -> str:
+        names = ", ".join(s.name if s.analysis else f"{s.name} (no analysis)" for s in self.strategies)
+        return f"Comparison({self.title!r}, baseline {self.baseline}: {names}; {len(self.rows)} scopes)"
 
     def __getitem__(self, name: str) -> StrategyResult:
         for strategy in self.strategies:

@@ -92,3 +92,11 @@ class Launch:
     spill_bytes: int | None = None
     hlo: str = ""
     """The instruction's text, and its fused computation's."""
+
+    def __repr__(self) -> str:
+        where = self.scope or self.source or "no scope"
+        times = f", {self.repeat} times" if self.repeat > 1 else ""
+        return (
+            f"Launch(#{self.index} {self.name!r}, {self.kind}, {where}{times}: {self.bytes_read:,} bytes read, "
+            f"{self.bytes_written:,} written, {self.flops:,} FLOPs, roofline {self.roofline_us:.1f} us)"
+        )

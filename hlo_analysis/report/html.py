@@ -51,8 +51,8 @@ def render_html(comparison: Comparison) -> str:
             is_alone=sum(result.analysis is not None for result in comparison.strategies) < 2,
             units=units,
             verdict=words.verdict_sentences(comparison),
-            strategies=[_strategy(result, base.analysis, units) for result in comparison.strategies],
-            tiles=_tiles(base.analysis) if base.analysis else [],
+            strategies=[_strategy(comparison, result, base.analysis, units) for result in comparison.strategies],
+            tiles=_tiles(comparison, base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
             provenance=_provenance(comparison),
@@ -104,14 +104,15 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _strategy(result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, Any]:
+def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, Any]:
     analysis = result.analysis
     made: dict[str, Any] = {"result": result, "analysis": analysis, "numerics": words.numerics_words(result.numerics)}
     if analysis is None:
         return made
     return made | {
         "totals": totals(result, analysis),
-        "saved_share": words.saved_words(analysis),
+        "saved_bytes": comparison.saved_bytes(result.name),
+        "saved_percent": words.saved_percent(comparison, result.name),
         "roofline": words.roofline_words(analysis, base, units.time),
         "is_lower_bound": words.is_lower_bound(analysis, base),
         "gemm": words.gemm_words(analysis.provenance),
@@ -123,15 +124,22 @@ def _family_place(kind: str) -> int:
     return list(kinds.FAMILIES).index(kinds.family_of(kind))
 
 
-def _tiles(analysis: Analysis) -> list[tuple[str, str, str, str]]:
+def _tiles(comparison: Comparison, analysis: Analysis) -> list[tuple[str, str, str, str]]:
     """(label, number, remark, counted or estimated) of the baseline."""
     traffic, memory = analysis.traffic, analysis.memory
-    unfused, work = words.format_bytes(traffic.unfused_bytes), words.format_flops(traffic.flops)
-    between = words.format_bytes(traffic.intermediate_bytes)
+    work, between = words.format_flops(traffic.flops), words.format_bytes(traffic.intermediate_bytes)
+    saved = comparison.saved_bytes(comparison.baseline)
+    saved_tile: list[tuple[str, str, str, str]] = []
+    if saved is not None:
+        percent, unfused = (
+            words.saved_percent(comparison, comparison.baseline),
+            words.format_bytes(saved + traffic.bytes),
+        )
+        saved_tile = [("Saved by fusion", percent, f"{words.format_bytes(saved)} of {unfused} unfused", "counted")]
     return [
         ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
-        ("HBM traffic", words.format_bytes(traffic.bytes), f"of {unfused} unfused", "counted"),
-        ("Saved by fusion", words.saved_words(analysis), words.format_bytes(traffic.saved_bytes), "counted"),
+        ("HBM traffic", words.format_bytes(traffic.bytes), "read and written", "counted"),
+        *saved_tile,
         ("Between launches", between, "written by one, read by others", "counted"),
         (
             "Roofline time",

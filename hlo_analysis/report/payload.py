@@ -110,7 +110,6 @@ def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None
     return {
         "launches": analysis.launch_count,
         "bytes": analysis.traffic.bytes,
-        "saved": analysis.traffic.saved_bytes,
         "between": analysis.traffic.intermediate_bytes,
         "roofline": round(analysis.roofline_us, 3),
         "peak": words.peak_bytes(analysis),

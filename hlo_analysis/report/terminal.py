@@ -72,7 +72,7 @@ def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool =
     measured = any(result.measured_us is not None for result in comparison.strategies)
     for heading in (
         f"HBM {units.traffic.name}\ncounted",
-        "saved\ncounted",
+        *(["saved\ncounted"] if comparison.unfused else []),
         f"roofline {units.time.name}\nestimated",
         f"peak {units.memory.name}\ncounted",
         *([f"time {units.time.name}\nmeasured"] if measured else []),
@@ -83,23 +83,25 @@ def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool =
         name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)
         table.add_row(
             name,
-            *_cells(result, base, units, kinds=kinds),
+            *_cells(comparison, result, base, units, kinds=kinds),
             *([units.time.show(result.measured_us)] if measured else []),
         )
     return table
 
 
-def _cells(result: StrategyResult, base: Analysis | None, units: Units, *, kinds: bool) -> list[str]:
-    analysis = result.analysis
+def _cells(
+    comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units, *, kinds: bool
+) -> list[str]:
+    analysis, has_saved = result.analysis, comparison.unfused is not None
     if analysis is None:
-        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * 4]
+        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * (3 + has_saved)]
     against = base if base is not None and base is not analysis else None
     bytes_moved, roofline = analysis.traffic.bytes, analysis.roofline_us
     return [
         str(analysis.launch_count),
         *([_kinds(analysis)] if kinds else []),
         _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
-        words.saved_words(analysis),
+        *([words.saved_percent(comparison, result.name)] if has_saved else []),
         words.roofline_words(analysis, base, units.time)
         if words.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
@@ -122,7 +124,8 @@ def _with_change(text: str, value: float, base: float | None) -> str:
 def _footnotes(comparison: Comparison) -> list[str]:
     """What the numbers rest on: the baseline mark, GEMM choices, numerics, what the captures could not know."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
-    lines = ["* baseline of the differences. HBM: bytes read and written; saved: of the same program unfused."]
+    saved = f" Saved: of the HBM traffic of {comparison.unfused}." if comparison.unfused else ""
+    lines = [f"* baseline of the differences. HBM: bytes read and written.{saved}"]
     choices: dict[str, list[str]] = {}
     for result, analysis in done:
         choices.setdefault(words.gemm_words(analysis.provenance), []).append(result.name)

@@ -105,14 +105,10 @@ def scope_words(scope: str) -> str:
     return last if scope else "launches without a scope"
 
 
-def saved_share(analysis: Analysis) -> float:
-    """The part of the unfused HBM traffic that fusion saved, 0 to 1."""
-    return analysis.traffic.saved_bytes / analysis.traffic.unfused_bytes if analysis.traffic.unfused_bytes else 0.0
-
-
-def saved_words(analysis: Analysis) -> str:
-    """That part in percent, "≥" before one that leaves out what custom kernels save inside."""
-    return f"{AT_LEAST if analysis.has_custom_kernels else ''}{saved_share(analysis):.0%}"
+def saved_percent(comparison: Comparison, name: str) -> str:
+    """The share of the unfused strategy's HBM traffic that a strategy saves, in percent."""
+    share = comparison.saved_share(name)
+    return "–" if share is None else f"{share:.0%}"
 
 
 def peak_bytes(analysis: Analysis) -> int | None:
@@ -181,9 +177,8 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
         f"On {target_words(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
         f"of this program"
     ]
-    if analysis.traffic.unfused_bytes:
-        least = "at least " if analysis.has_custom_kernels else ""
-        parts.append(f"fusion saves {least}{saved_share(analysis):.0%} of the unfused HBM traffic")
+    if comparison.unfused not in (None, comparison.baseline):
+        parts.append(f"fusion saves {saved_percent(comparison, comparison.baseline)} of the unfused HBM traffic")
     moved = analysis.traffic.intermediate_bytes
     if not moved:
         parts.append("nothing goes through HBM between launches")

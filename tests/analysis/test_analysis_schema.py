@@ -65,7 +65,7 @@ def test_numbers_that_json_lacks_are_kept(comparison):
 def test_the_schema_refuses_what_is_missing_or_wrong(analyses):
     data = json.loads(to_json(analyses["softmax"]))
     schema = json.loads(schema_path(Analysis).read_text())
-    for change in ({"launches": None}, {"schema_version": 2}):
+    for change in ({"launches": None}, {"schema_version": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(data | change, schema)
     del data["traffic"]
@@ -79,9 +79,9 @@ def test_the_schema_refuses_what_is_missing_or_wrong(analyses):
         ("", "expected Analysis JSON: "),
         ('{"schema_version": 1,', "expected Analysis JSON: "),
         ("[1]", "an object; got a list"),
-        ("{}", "of schema version 1, got None"),
-        ('{"schema_version": 2}', "of schema version 1, got 2; make the report again"),
-        ('{"schema_version": 1, "label": 3}', "label: Input should be a valid string"),
+        ("{}", "of schema version 2, got None"),
+        ('{"schema_version": 1}', "of schema version 2, got 1; make the report again"),
+        ('{"schema_version": 2, "label": 3}', "label: Input should be a valid string"),
     ],
 )
 def test_other_json_is_refused(text, words):

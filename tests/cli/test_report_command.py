@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ import pytest
 
 from hlo_analysis.records import Comparison
 from hlo_analysis.schema import from_json
+from tests.report.examples import llama_comparison
 from xlafuse.errors import ComparisonError
 
 
@@ -254,6 +256,32 @@ def test_options_are_one_strategy_more(invoke, compared):
     assert "expected --option NAME=VALUE" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--strategies", "xla,xla_gemm_v2"), "xla_gemm_v2"),
+        (("--strategies", "xla", "--option", "xla_gpu_no_such=1"), "xla_options"),
+    ],
+)
+def test_a_strategy_asked_for_without_an_analysis_is_an_error(invoke, monkeypatch, tmp_path: Path, words, name):
+    def compare(*_, progress, **__):
+        progress(name, "failed")
+        made = llama_comparison()
+        failed = dataclasses.replace(made.strategies[-1], name=name, error="XLA has no compiler option 'x'")
+        return dataclasses.replace(made, strategies=(*made.strategies[:-1], failed))
+
+    monkeypatch.setattr(import_module("xlafuse.comparison"), "compare", compare)
+    result = invoke("report", *words, "-o", "out")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"xlafuse: {name} has no analysis: XLA has no compiler option 'x'\n")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.json"]
+
+
+def test_a_strategy_that_does_not_apply_is_an_error_only_where_it_was_asked_for(invoke, compared):
+    assert invoke("report").exit_code == 0
+    assert invoke("report", "--strategies", "xla,xla_gemm_v2").exit_code == 1
+
+
 def test_keyword_arguments_need_a_function_around(invoke, compared, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def f(x, *, y): return x + y\n")
     result = invoke("report", "--fn", "mine.py:f", "--shape", "f32[8]")
@@ -261,7 +289,7 @@ def test_keyword_arguments_need_a_function_around(invoke, compared, tmp_path: Pa
     assert "Name a function that gives y by keyword" in result.stderr
 
 
-def test_a_module_that_fails_on_import_is_told_in_one_line(invoke, tmp_path: Path):
+def test_a_module_that_fails_on_import_is_cli_errors(invoke, tmp_path: Path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     result = invoke("report", "--fn", "broken.py:f")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

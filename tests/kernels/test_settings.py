@@ -20,7 +20,6 @@ from pallas_kernels import (
     decode_attention,
     gated_activation,
     linear_cross_entropy,
-    rms_norm,
 )
 from pallas_kernels.specs import plain
 

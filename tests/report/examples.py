@@ -461,7 +461,7 @@ def llama_comparison() -> Comparison:
         analysis=None,
         error="XLA said: INTERNAL: no such thing",
     )
-    return compare_analyses("llama3-8b block, forward, B2 S4096", [*results, failed], baseline="xla")
+    return compare_analyses("llama3-8b block, forward, B2 S4096", [*results, failed], baseline="xla", unfused="unfused")
 
 
 def hostile_comparison() -> Comparison:

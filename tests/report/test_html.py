@@ -145,7 +145,7 @@ def test_the_table_of_scopes_counts_what_a_loop_launches(comparison: Comparison)
 
 
 def test_a_program_by_itself_is_compared_with_nothing(comparison: Comparison):
-    alone = replace(comparison, strategies=(comparison[comparison.baseline],), rows=())
+    alone = replace(comparison, unfused=None, strategies=(comparison[comparison.baseline],), rows=())
     for text, hidden in ((render_html(comparison), False), (render_html(alone), True)):
         assert ('<div class="choices" hidden>' in text) == hidden
         assert ("compiled in different ways" in text) != hidden

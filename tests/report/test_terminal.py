@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from hlo_analysis.records import Comparison, Memory
-from hlo_analysis.report import render_terminal, verdict, words
+from hlo_analysis.report import render_html, render_notebook, render_terminal, verdict, words
 from tests.report.examples import XLA_STEPS, Step, analysis_of
 
 
@@ -29,7 +29,7 @@ def test_it_says_what_a_reader_must_know(comparison: Comparison, width: int):
     assert "Use cuDNN attention" in flat
     assert max(map(len, text.splitlines())) <= width
     row = next(line for line in text.splitlines() if line.strip().startswith("xla_cudnn"))
-    for cell in ("11", "3.32", "−72%", "53%", "4.49", "−22%", "6.44"):
+    for cell in ("11", "3.32", "−72%", "90%", "4.49", "−22%", "6.44"):
         assert cell in row
 
 
@@ -99,14 +99,13 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
         rows = {line.split()[0]: line for line in _printed(shown, 140).splitlines() if line.strip()}
         return [rows[name].count("≥") for name in ("unfused", "xla_cudnn", "pallas")]
 
-    # What fusion saves inside a kernel of one's own is not known either way.
-    assert bounds(comparison) == [0, 0, 1]
-    assert bounds(hidden) == [0, 0, 2]
+    assert bounds(comparison) == [0, 0, 0]
+    assert bounds(hidden) == [0, 0, 1]
 
 
 def test_one_other_program_without_a_lower_roofline_is_named(comparison: Comparison):
     base, best = comparison["xla"], comparison["xla_cudnn"]
-    two = replace(comparison, strategies=(base, best), baseline="xla_cudnn")
+    two = replace(comparison, unfused=None, strategies=(base, best), baseline="xla_cudnn")
     assert verdict(two).endswith("xla has no lower roofline time (estimated).")
 
 
@@ -114,7 +113,7 @@ def test_memory_that_nothing_was_said_of_is_no_zero(comparison: Comparison):
     base = comparison["xla"]
     assert base.analysis is not None
     silent = replace(base, analysis=replace(base.analysis, memory=Memory()))
-    text = _printed(replace(comparison, strategies=(silent,)), 140)
+    text = _printed(replace(comparison, unfused=None, strategies=(silent,)), 140)
     row = next(line for line in text.splitlines() if line.strip().startswith("xla"))
     assert row.split()[-1] == "–"
 
@@ -125,7 +124,7 @@ def test_a_shared_argument_is_named_in_place_of_a_producer(comparison: Compariso
     (first, *_) = base.analysis.missed
     shared = replace(first, value="x.1", producer=1, consumers=(1, 2))
     shown = replace(base, analysis=replace(base.analysis, missed=(shared,)))
-    assert "argument x.1 → #1" in _printed(replace(comparison, strategies=(shown,)), 140)
+    assert "argument x.1 → #1" in _printed(replace(comparison, unfused=None, strategies=(shown,)), 140)
 
 
 def test_what_xla_put_in_is_found_by_who_reads_it_and_many_readers_are_counted(comparison: Comparison):
@@ -135,7 +134,7 @@ def test_what_xla_put_in_is_found_by_who_reads_it_and_many_readers_are_counted(c
     launches = (replace(first, scope="", source=None), *(replace(other, source="model.py:7") for other in others))
     found = replace(base.analysis.missed[0], scope="", producer=0, consumers=(1, 2, 3, 4, 5))
     shown = replace(base, analysis=replace(base.analysis, launches=launches, missed=(found,)))
-    text = _printed(replace(comparison, strategies=(shown,)), 160)
+    text = _printed(replace(comparison, unfused=None, strategies=(shown,)), 160)
     assert "estimated  model.py:7" in text
     ends = next(line for line in text.splitlines() if "→" in line)
     assert "#3" in ends
@@ -150,10 +149,7 @@ def test_verdict_of_one_launch_with_nothing_between():
     step = Step(name="add", kind="loop", scope="", shape="f32[4]", size=16, reads=("x",))
     result = StrategyResult(name="xla", description="", analysis=analysis_of((step,), "xla"))
     said = verdict(compare_analyses("add", [result], "xla"))
-    assert said == (
-        "On an H200, XLA makes 1 launch of this program; fusion saves 0% of the unfused HBM traffic; "
-        "nothing goes through HBM between launches."
-    )
+    assert said == ("On an H200, XLA makes 1 launch of this program; nothing goes through HBM between launches.")
 
 
 def test_verdict_of_a_program_without_scopes_points_to_none():
@@ -210,4 +206,39 @@ def test_small_programs_get_small_units():
     assert "HBM MB" in text
     assert "roofline µs" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("f *"))
-    assert row.split()[-4:] == ["67.14", "80%", "15.99", "6.44"]
+    assert row.split()[-4:] == ["reduction", "67.14", "15.99", "6.44"]
+
+
+def test_savings_of_all_strategies_have_one_baseline(comparison: Comparison):
+    unfused = comparison["unfused"].analysis
+    assert unfused is not None
+    for result in comparison.strategies:
+        moved = result.analysis and result.analysis.traffic.bytes
+        saved = None if moved is None else unfused.traffic.bytes - moved
+        assert comparison.saved_bytes(result.name) == saved
+    text = _printed(comparison, 140)
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert [rows[name].count(share) for name, share in (("unfused", " 0%"), ("xla", " 62%"), ("pallas", " 62%"))] == [
+        1
+    ] * 3
+    assert "of the HBM traffic of unfused" in text
+
+
+def test_without_an_unfused_strategy_nothing_is_said_of_savings(comparison: Comparison):
+    kept = tuple(result for result in comparison.strategies if result.name != "unfused")
+    without = replace(comparison, strategies=kept, rows=(), unfused=None)
+    for text in (_printed(without, 140), render_html(without), render_notebook(without)):
+        assert "saved" not in text.lower().replace('class="saved"', "")
+        assert "fusion saves" not in text
+
+
+def test_records_are_shown_in_a_line_or_two(comparison: Comparison):
+    analysis = comparison["xla"].analysis
+    assert analysis is not None
+    for record, said in (
+        (analysis, "Analysis('xla' on h200: 13 launches"),
+        (analysis.launches[5], "Launch(#5 "),
+        (comparison, "xla_gemm_v2 (no analysis)"),
+    ):
+        assert said in repr(record)
+        assert len(repr(record)) < 240

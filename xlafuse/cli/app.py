@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from xlafuse.cli.bench_app import bench, names
-from xlafuse.cli.failures import told_in_one_line
+from xlafuse.cli.errors import cli_errors
 
 app = typer.Typer(
     name="xlafuse",
@@ -122,9 +122,10 @@ def report(
 ) -> None:
     """Compile a program under several strategies and show what became of it.
 
-    Needs no GPU. Exits with 0 when there is a report, 1 when no strategy could be compiled, 2 on bad input.
+    Needs no GPU. Exits with 0 when every strategy asked for is in the report, 1 when one is not (the report of the
+    others is written), 2 on bad input.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.report import Request, run
 
         run(
@@ -152,7 +153,7 @@ def report(
 @app.command()
 def targets() -> None:
     """List the targets that can be compiled for, with the peaks that the roofline uses."""
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.lists import print_targets
 
         print_targets()
@@ -161,7 +162,7 @@ def targets() -> None:
 @app.command()
 def strategies() -> None:
     """List the fusion strategies."""
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.lists import print_strategies
 
         print_strategies()
@@ -184,7 +185,7 @@ def kernels(
 
     Needs no GPU.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.kernels import InputError, print_kernel, print_kernels
 
         if operation is not None:
@@ -230,7 +231,7 @@ def tune(
 
     Written after every shape: a run that was cut short goes on where it ended. Exits with 2 on bad input or no GPU.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.tune import TuneRequest, run_tune
 
         run_tune(

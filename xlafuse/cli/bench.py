@@ -136,7 +136,7 @@ def run_choice(request: ChoiceRequest) -> bool:
     """
     from pallas_kernels import REGISTRY
     from xlafuse.bench import choice, choice_lines, supervisor
-    from xlafuse.cli.failures import InputError
+    from xlafuse.cli.errors import InputError
     from xlafuse.errors import UnknownNameError
 
     for names, known, what in ((request.operations, REGISTRY, "operation"), (request.modes, choice.MODES, "mode")):

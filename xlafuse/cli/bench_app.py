@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli.failures import told_in_one_line
+from xlafuse.cli.errors import cli_errors
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on an attached NVIDIA GPU.")
 
@@ -49,7 +49,7 @@ def kernels(
 
     Needs an NVIDIA GPU. Exits with 0 when all of ours was measured, 1 when something failed, 2 on bad input or no GPU.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.bench import KernelRequest, run_kernels
 
         is_complete = run_kernels(
@@ -99,7 +99,7 @@ def block(
 
     Needs an NVIDIA GPU. Exits with 0 when every strategy was measured, 1 when one failed, 2 on bad input or no GPU.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.bench import BlockRequest, run_block
 
         is_complete = run_block(
@@ -144,7 +144,7 @@ def choice(
     Needs an NVIDIA GPU. Exits with 0 when none is more than 2 % behind the best of the operation's implementations, 1
     when one is or something failed, 2 on bad input or no GPU.
     """
-    with told_in_one_line():
+    with cli_errors():
         from xlafuse.cli.bench import ChoiceRequest, run_choice
 
         is_kept = run_choice(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xlafuse.cli.failures import InputError
+from xlafuse.cli.errors import InputError
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Comparison

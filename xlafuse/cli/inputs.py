@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from hlo_analysis.errors import nearest_names
-from xlafuse.cli.failures import InputError
+from xlafuse.cli.errors import InputError
 
 DTYPES = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xlafuse.cli.failures import InputError
+from xlafuse.cli.errors import InputError
 from xlafuse.cli.inputs import argument_shape
 
 if TYPE_CHECKING:

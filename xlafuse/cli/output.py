@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from xlafuse.cli.failures import InputError
+from xlafuse.cli.errors import InputError
 
 
 @contextmanager

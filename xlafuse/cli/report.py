@@ -6,13 +6,13 @@ import gc
 import os
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from xlafuse.cli.failures import InputError
+from xlafuse.cli.errors import InputError, StrategyFailedError
 from xlafuse.cli.output import output_folder, write_files
 from xlafuse.errors import ComparisonError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK = "llama3-8b"
 BASELINE = "xla"
 DEFAULT_TARGET = "h200"
+OPTIONS_STRATEGY = "xla_options"
 DEFAULT_FOLDER = Path("xlafuse-report")
 # The files by which JAX itself decides whether there is an NVIDIA GPU.
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -56,7 +57,8 @@ def run(request: Request) -> None:
     """Carries the request out.
 
     Raises:
-        InputError: and the other errors of `xlafuse` and `hlo_analysis`, all told in one line by the caller.
+        StrategyFailedError: a strategy that was asked for has no analysis; the files are written all the same.
+        InputError: and the other errors of `xlafuse` and `hlo_analysis`, which `cli_errors` turns into a message.
     """
     use_cpu_without_gpu()
     # A program of 200 layers is millions of objects, hardly any of them in cycles: a quarter of the time less.
@@ -64,24 +66,33 @@ def run(request: Request) -> None:
     _check(request)
     # What the function prints while it is imported and traced must not stand before the JSON.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
-        comparison, written = _made(request)
+        comparison, written, failed = _made(request)
     _show(comparison, written, as_json=request.json)
     if request.open_page and written:
         webbrowser.open(written[0].resolve().as_uri())
+    if missing := _missing(request, comparison, failed):
+        raise StrategyFailedError(missing)
 
 
-def _made(request: Request) -> tuple[Comparison, list[Path]]:
-    """The comparison, and the files that hold it."""
+def _missing(request: Request, comparison: Comparison, failed: Collection[str]) -> dict[str, str]:
+    """Strategies without an analysis that were asked for by name, or that failed, with the reason."""
+    asked = {*(request.strategies or ()), *([OPTIONS_STRATEGY] if request.options else []), *failed}
+    without = (result for result in comparison.strategies if result.analysis is None and result.name in asked)
+    return {result.name: result.error or "no reason given" for result in without}
+
+
+def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
+    """The comparison, the files that hold it, and the names of strategies that failed."""
     program, shapes = _program(request) if not request.captures else (None, ())
     folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
     with output_folder(folder) if folder else nullcontext():
         if request.captures:
             from xlafuse.cli.captures import compare_captures
 
-            comparison = compare_captures(request.captures, request.baseline, request.module)
+            comparison, failed = compare_captures(request.captures, request.baseline, request.module), []
         else:
-            comparison = _compare(request, program, shapes)
-        return comparison, _write(comparison, folder) if folder else []
+            comparison, failed = _compare(request, program, shapes)
+        return comparison, _write(comparison, folder) if folder else [], failed
 
 
 def use_cpu_without_gpu() -> None:
@@ -136,7 +147,7 @@ def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
     return function, inputs.function_arguments(function, request.shapes, arguments)
 
 
-def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Comparison:
+def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[Comparison, list[str]]:
     from rich.console import Console
 
     from xlafuse.cli.progress import progress_on
@@ -157,7 +168,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
             show(name, state)
 
         try:
-            return compare(
+            comparison = compare(
                 program,
                 shapes,
                 strategies=strategies,
@@ -169,9 +180,10 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> Compari
                 timeout=request.timeout,
             )
         except ComparisonError as error:
-            # That some strategies do not apply is no news where the others failed.
-            failed = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
-            raise ComparisonError(failed or error.reasons) from None
+            # Where the others failed, it does not matter that some strategies do not apply.
+            reasons = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
+            raise ComparisonError(reasons or error.reasons) from None
+    return comparison, [name for name, state in states.items() if state == "failed"]
 
 
 def _with_options(options: Sequence[str]) -> Strategy:
@@ -179,7 +191,7 @@ def _with_options(options: Sequence[str]) -> Strategy:
     from xlafuse.strategies import Strategy
 
     return Strategy(
-        name="xla_options",
+        name=OPTIONS_STRATEGY,
         description=f"XLA with {', '.join(options)}.",
         compiler_options=inputs.compiler_options(options),
     )

@@ -1,8 +1,8 @@
-"""Errors as one line on stderr and an exit code: 1 nothing compiled, 2 bad input, 130 interrupted."""
+"""Errors as a message on stderr and an exit code: 1 a strategy failed, 2 bad input, 130 interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
@@ -14,13 +14,21 @@ class InputError(XlafuseError, ValueError):
     """What was typed cannot be used; the message says what was expected and what came."""
 
 
-_LAST_WORDS = 15
-"""Lines of a compiler's complaint that are shown."""
+class StrategyFailedError(XlafuseError, RuntimeError):
+    """Strategies that the user asked for have no analysis; the report of the others is written."""
+
+    def __init__(self, reasons: Mapping[str, str]):
+        told = "\n".join(f"{name} has no analysis: {reason}" for name, reason in reasons.items())
+        super().__init__(told)
+
+
+_SHOWN_LINES = 15
+"""Lines of a compiler's message that are shown."""
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """Turns errors that the packages raise on purpose into a message and an exit code. Others are bugs, and pass."""
+def cli_errors() -> Iterator[None]:
+    """Turns errors that the packages raise on purpose into a message and an exit code; others are bugs and pass."""
     from hlo_analysis.errors import HloAnalysisError
 
     try:
@@ -30,6 +38,9 @@ def told_in_one_line() -> Iterator[None]:
         _say(_short(str(error)))
         # All alike: the program itself is at fault, and that is input.
         raise typer.Exit(2 if len(reasons) == 1 else 1) from None
+    except StrategyFailedError as error:
+        _say(_short(str(error)))
+        raise typer.Exit(1) from None
     except (XlafuseError, HloAnalysisError) as error:
         _say(_short(str(error)))
         raise typer.Exit(2) from None
@@ -44,6 +55,6 @@ def _say(message: str) -> None:
 
 def _short(message: str) -> str:
     lines = [line for line in message.splitlines() if line.strip()]
-    if len(lines) > _LAST_WORDS:
-        lines = [*lines[: _LAST_WORDS - 1], f"... and {len(lines) - _LAST_WORDS + 1} more lines"]
+    if len(lines) > _SHOWN_LINES:
+        lines = [*lines[: _SHOWN_LINES - 1], f"... and {len(lines) - _SHOWN_LINES + 1} more lines"]
     return "\n".join(lines)
