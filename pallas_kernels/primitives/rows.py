@@ -195,22 +195,6 @@ def to_float32(values: RowValues) -> RowValues:
     return tuple(v.astype(jnp.float32) for v in values)
 
 
-def widened_again(values: RowValues, seen: jax.Array) -> RowValues:
-    """16-bit values in float32, which the compiler takes for others than those widened before `seen` was known.
-
-    Else it widens a row once and keeps float32 values in twice as many registers. Costs an instruction for two values.
-
-    seen: a float32 scalar that hangs on the values. Where it is NaN, the values differ in their last bit.
-    """
-    flipped = jnp.where(seen != seen, jnp.int32(1), jnp.int32(0)).astype(jnp.uint16)
-
-    def widen(value):
-        bits = lax.bitcast_convert_type(value, jnp.uint16) ^ flipped
-        return lax.bitcast_convert_type(bits, value.dtype).astype(jnp.float32)
-
-    return map_row(widen, values)
-
-
 def zeros_row(segments: Sequence[Segment]) -> RowValues:
     """A row of float32 zeros, to accumulate into."""
     return tuple(plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), s.layout) for s in segments)

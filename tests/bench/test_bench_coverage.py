@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import REGISTRY
-from pallas_kernels.ops.rms_norm import api
+from pallas_kernels.ops._norms import apply
 from pallas_kernels.specs import plain
 from xlafuse.bench.coverage import DTYPES, FEATURES, implementations, markdown, resized, row_operations
 
@@ -19,7 +19,7 @@ def test_the_rule_of_the_operation_decides(monkeypatch):
     assert chosen("rms_norm", 127) == ("xla",)
     assert chosen("rms_norm", 4097) == ("mosaic", "xla", "triton")
     assert chosen("rms_norm", 262144) == ("mosaic", "xla")
-    monkeypatch.setattr(api, "mosaic_unsupported", lambda x, scale: "odd" if x.shape[-1] % 2 else None)
+    monkeypatch.setattr(apply, "mosaic_unsupported", lambda x, scale, bias: "odd" if x.shape[-1] % 2 else None)
     assert chosen("rms_norm", 4097) == ("xla", "triton")
 
 

@@ -9,10 +9,10 @@ import pytest
 from draws import normal
 
 from pallas_kernels import dropout_residual_norm, layer_norm, rms_norm
+from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.config import BackwardConfig, ForwardConfig
+from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu import dropout_residual_norm_forward
-from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu_vjp import dropout_residual_norm_backward
 from pallas_kernels.primitives.random import array_keep_mask, key_words
 
 KEY = jax.random.key(11)
@@ -68,16 +68,18 @@ def test_every_form_of_the_kernels_draws_the_same_mask(norm, seed):
     for features in (1024, 1027):
         x, residual, dy, dtotal = (rows(seed + i, 3, features) for i in range(4))
         chunked = ForwardConfig(register_columns=128, chunk=256)
-        y, total = dropout_residual_norm_forward(settings, x, None, None, residual, words, config=chunked)
-        whole = dropout_residual_norm_forward(settings, x, None, None, residual, words)
+        y, total = norm_forward(settings, x, residual=residual, words=words, config=chunked)
+        whole = norm_forward(settings, x, residual=residual, words=words)
+        assert total is not None
         np.testing.assert_array_equal(total, whole[1])
         np.testing.assert_allclose(y, whole[0], rtol=1e-5, atol=1e-5)
-        configs = [BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1), BackwardConfig(loads="direct")]
+        configs = [BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)]
         if features == 1024:
+            configs += [BackwardConfig()]
             configs += [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (1, 2)]
         keep = np.asarray(array_keep_mask(KEY, x.shape, rate=0.3))
         for config in configs:
-            got = dropout_residual_norm_backward(settings, total, None, None, words, dy, dtotal, config=config)
+            got = norm_backward(settings, total, dy, dtotal=dtotal, words=words, config=config)
             assert got.dx is not None
             expected = np.where(keep, np.asarray(got.dtotal) / 0.7, 0)
             np.testing.assert_allclose(got.dx, expected, rtol=1e-5, atol=1e-6, err_msg=f"{config} seed={seed}")
@@ -105,8 +107,8 @@ def test_all_forward_configurations_agree(seed, name):
     """However warps share a row, its mask, its sum and its norm are the same."""
     x, residual, scale = rows(seed, 3, 1024), rows(seed + 1, 3, 1024), 1 + 0.1 * rows(seed, 1, 1024)[0]
     norm = Norm(name=name, epsilon=1e-6, rate=0.25)
-    run = lambda config: dropout_residual_norm_forward(  # noqa: E731
-        norm, x, scale, None, residual, key_words(KEY), config=config
+    run = lambda config: norm_forward(  # noqa: E731
+        norm, x, scale=scale, residual=residual, words=key_words(KEY), config=config
     )
     y, total = run(ForwardConfig())
     np.testing.assert_array_equal(
@@ -114,9 +116,7 @@ def test_all_forward_configurations_agree(seed, name):
     )
     for config in (
         ForwardConfig(piece=1),
-        ForwardConfig(warpgroups=2),
-        ForwardConfig(warpgroups=4, piece=1),
-        ForwardConfig(holds="shared", warpgroups=2, piece=1),
+        ForwardConfig(register_columns=128, chunk=256),
     ):
         got_y, got_total = run(config)
         np.testing.assert_array_equal(got_total, total, err_msg=f"{config} seed={seed}")

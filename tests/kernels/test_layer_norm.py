@@ -9,10 +9,13 @@ import pytest
 from draws import normal
 
 from pallas_kernels import layer_norm
+from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
-from pallas_kernels.ops.layer_norm.mosaic_gpu import layer_norm_forward
-from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
+from pallas_kernels.ops._norms.forward import norm_forward
+from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+
+NORM = Norm(name="layer_norm", epsilon=1e-6)
 
 
 def rows(seed, count, features, dtype="float32"):
@@ -51,14 +54,13 @@ def test_long_rows_in_chunks(seed, features):
     """The path of rows beyond the registers, at sizes the interpreter can do."""
     x, dy, residual = rows(seed, 3, features), rows(seed + 1, 3, features), rows(seed + 2, 3, features)
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, features)
-    y, total = layer_norm_forward(
-        x, scale, bias, residual, epsilon=1e-6, config=ForwardConfig(register_columns=128, chunk=256)
-    )
+    chunked = ForwardConfig(register_columns=128, chunk=256)
+    y, total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=chunked)
     assert total is not None
     np.testing.assert_allclose(total, x + residual)
     np.testing.assert_allclose(y, layer_norm_reference(total, scale, bias), rtol=1e-5, atol=1e-5)
     config = BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)
-    got = layer_norm_backward(total, scale, bias, dy, residual, epsilon=1e-6, config=config)
+    got = norm_backward(NORM, total, dy, scale=scale, bias=bias, dtotal=residual, config=config)
     assert got.dscale is not None and got.dbias is not None
     dx, dscale, dbias = jax.vjp(layer_norm_reference, total, scale, bias)[1](dy)
     np.testing.assert_allclose(got.dtotal, dx + residual, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
@@ -72,13 +74,10 @@ def test_all_backward_configurations_agree(seed):
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, 512)
     expected = jax.vjp(layer_norm_reference, x, scale, bias)[1](dy)
     configs = [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
-    configs += [BackwardConfig(loads="shared", blocks_per_core=1, steps=3, gain="registers")]
-    configs += [BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, second_read="float32")]
-    configs += [BackwardConfig(loads="shared", warpgroups=4, blocks_per_core=1, steps=4, second_read="overlapped")]
+    configs += [BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, keeps_row=True)]
     configs += [BackwardConfig(loads="pipeline", blocks_per_core=1, steps=2)]
-    configs += [BackwardConfig(loads="direct", blocks_per_core=1, second_read="float32")]
     for config in configs:
-        got = layer_norm_backward(x, scale, bias, dy, None, epsilon=1e-6, config=config)
+        got = norm_backward(NORM, x, dy, scale=scale, bias=bias, config=config)
         assert got.dscale is not None and got.dbias is not None
         for a, b in zip((got.dtotal, got.dscale, got.dbias), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
@@ -95,13 +94,9 @@ def test_all_forward_configurations_agree(seed, has_residual):
     for config in (
         ForwardConfig(),
         ForwardConfig(piece=1),
-        ForwardConfig(holds="packed", piece=1),
-        ForwardConfig(holds="shared", piece=1),
-        ForwardConfig(holds="shared", warpgroups=2, piece=2),
-        ForwardConfig(warpgroups=2, piece=1),
-        ForwardConfig(holds="shared", warpgroups=4, piece=1),
+        ForwardConfig(register_columns=128, chunk=256),
     ):
-        y, got_total = layer_norm_forward(x, scale, bias, residual, epsilon=1e-6, config=config)
+        y, got_total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)
         # One step of bfloat16: sums in another order may round a value the other way.
         np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{config} {seed}")
         assert (got_total is None) == (residual is None)
@@ -110,8 +105,8 @@ def test_all_forward_configurations_agree(seed, has_residual):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("second_read", ["float32", "reload", "overlapped"])
-def test_rows_of_16_bits_far_from_their_first_value(seed, second_read):
+@pytest.mark.parametrize("keeps_row", [False, True])
+def test_rows_of_16_bits_far_from_their_first_value(seed, keeps_row):
     """The backward pass takes their first value off 16-bit rows: it may be far from the mean, or all there is."""
     x = rows(seed, 7, 512)
     x = x.at[0, 0].set(1e4)  # a shift far from everything else
@@ -127,8 +122,8 @@ def test_rows_of_16_bits_far_from_their_first_value(seed, second_read):
     normed, weighted = centered * inverse, exact[1] * exact[2]
     products = (normed * weighted).mean(-1, keepdims=True)
     dx = (weighted - weighted.mean(-1, keepdims=True) - normed * products) * inverse
-    config = BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=4, second_read=second_read)
-    got = layer_norm_backward(x, scale, bias, dy, None, epsilon=1e-6, config=config)
+    config = BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, keeps_row=keeps_row)
+    got = norm_backward(NORM, x, dy, scale=scale, bias=bias, config=config)
     assert got.dscale is not None and got.dbias is not None
     # Within half a step of bfloat16 and what float32 sums lose.
     norm_of_rows = np.abs(dx).max(-1, keepdims=True)

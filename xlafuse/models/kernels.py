@@ -16,10 +16,10 @@ from jax import Array, ShapeDtypeStruct
 
 import pallas_kernels
 from pallas_kernels import Norm
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.norm import Norm as RowNorm
 from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.forward.config import preferred
-from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
-from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.models.config import BlockConfig
 
@@ -52,10 +52,9 @@ def _norm_and_stream_fwd(norm, epsilon, x, scale, bias):
 def _norm_and_stream_bwd(norm, epsilon, saved, cotangents):
     x, scale, bias = saved
     dy, dstream = cotangents
-    if norm == "layer_norm":
-        gradients = layer_norm_backward(x, scale, bias, dy, dstream, epsilon=epsilon)
-        return gradients.dtotal, gradients.dscale, gradients.dbias
-    return *rms_norm_backward(x, scale, dy, dstream, epsilon=epsilon), None
+    row_norm = RowNorm(name=norm, epsilon=epsilon)
+    gradients = norm_backward(row_norm, x, dy, scale=scale, bias=bias, dtotal=dstream)
+    return gradients.dtotal, gradients.dscale, gradients.dbias
 
 
 _norm_and_stream.defvjp(_norm_and_stream_fwd, _norm_and_stream_bwd)

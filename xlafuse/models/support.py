@@ -10,16 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
 from pallas_kernels import Norm
+from pallas_kernels.ops._norms import apply as norms
 from pallas_kernels.ops._products.norm_inside import has_norm_inside
 from pallas_kernels.ops.attention import api as attention
 from pallas_kernels.ops.bias_activation import api as bias_activation
 from pallas_kernels.ops.gated_activation import api as gated_activation
 from pallas_kernels.ops.gated_linear import config as gated_linear
-from pallas_kernels.ops.layer_norm import api as layer_norm
 from pallas_kernels.ops.linear import api as linear
 from pallas_kernels.ops.qkv_projection import api as qkv_projection
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_norm_inside, chosen_config
-from pallas_kernels.ops.rms_norm import api as rms_norm
 from pallas_kernels.ops.rope import api as rope
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -68,9 +67,7 @@ def refusal(site: str, config: BlockConfig) -> str | None:
 
     if site in ("attention_norm", "mlp_norm"):
         x, scale = token(config.hidden_size), weight(config.hidden_size)
-        if config.norm == "layer_norm":
-            return layer_norm.mosaic_unsupported(x, scale, scale)
-        return rms_norm.mosaic_unsupported(x, scale)
+        return norms.mosaic_unsupported(x, scale)
     if site == "rope" and config.rope_theta is None:
         return f"{config.name} has no rotary embedding"
     if site == "rope":

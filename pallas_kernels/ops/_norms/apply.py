@@ -1,19 +1,23 @@
-"""What the public functions share: checks of arguments, and the norm of rows with its gradient."""
+"""What the public norms share: checks of arguments, dispatch, and the kernels with their gradient."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 """What the kernels take."""
@@ -49,6 +53,34 @@ def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | 
     if x.shape[-1] < LANES and x.size:
         return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
     return mosaic_gpu_unsupported()
+
+
+def dispatch_norm(
+    norm: Norm,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    reference: Callable[[], Any],
+    implementation: Implementation,
+) -> Any:
+    """`rms_norm` and `layer_norm` of checked arguments, by the chosen implementation. reference: that of "xla"."""
+    support = {
+        "mosaic": partial(mosaic_unsupported, x, scale, bias),
+        "triton": partial(triton_unsupported, x),
+        "xla": lambda: None,
+    }
+    chosen = choose(norm.name, implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0:
+        return reference()
+    if chosen == "triton":
+        from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
+
+        y, total = apply_norm_triton(norm, x, scale=scale, bias=bias, residual=residual)
+    else:
+        y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual)
+    return y if total is None else (y, total)
 
 
 def apply_norm(

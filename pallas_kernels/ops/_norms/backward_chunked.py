@@ -18,6 +18,7 @@ from pallas_kernels.ops._norms.norm import RowScalars, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
 from pallas_kernels.primitives.random import Words, mixed_words
 from pallas_kernels.primitives.rows import (
+    LANES,
     RowValues,
     Segment,
     load_row,
@@ -47,7 +48,7 @@ def chunked_rows(operands: BackwardOperands, block: jax.Array, refs: dict[str, A
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedRows:
-    """Rows as chunks of `config.chunk` columns and a tail; each is told by columns of the row and segments in them."""
+    """Rows as chunks of `config.chunk` columns and a tail, each given as columns of the row and segments in them."""
 
     operands: BackwardOperands
     refs: dict[str, Any]
@@ -56,8 +57,8 @@ class ChunkedRows:
 
     @property
     def chunk(self) -> int:
-        """Columns of a chunk."""
-        return min(self.operands.config.chunk, self.operands.features)
+        """Columns of a chunk: no segment of it repeats columns of another."""
+        return min(self.operands.config.chunk, self.operands.features // LANES * LANES)
 
     @property
     def chunks(self) -> int:

@@ -1,7 +1,7 @@
 """The backward kernels in which one warpgroup has a row to itself.
 
-A row's second pass reads it again, from shared memory or the L1 cache: 8192 columns would not fit in registers as
-float32. Rows that do not fit at all are for `backward_chunked`.
+A pipeline brings rows to shared memory. A row's second pass reads it there again: 8192 columns would not fit in
+registers as float32. `backward_chunked` takes rows that do not fit at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     config, inputs, out_types = operands.config, operands.inputs, operands.out_types()
     body = partial(chunked_rows, operands) if config.loads == "chunked" else _whole_row(operands)
     scratch = {}
-    if operands.scale is not None and config.gain == "shared" and config.loads != "chunked":
+    if operands.scale is not None and config.loads != "chunked":
         scratch["gain"] = plgpu.SMEM((operands.features,), operands.scale.dtype)
     names = (*inputs, *out_types, *scratch)
 
@@ -69,23 +69,22 @@ def _whole_row(operands):
         total_weight = row_sum(weighted, segments) if means else None
         squares = row_sum(map_row(jnp.square, value), segments)
         products = row_sum(map_row(jnp.multiply, value, weighted), segments)
-        return value, RowScalars.of_sums(
+        return RowScalars.of_sums(
             features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
         )
 
-    def differentiate(row, stream_rows, load_gain, refs, words, sums):
+    def differentiate(row, stream_rows, refs, words, sums):
         """One row; the references in `stream_rows` are (1, features). Returns the column sums with it."""
 
         def load(first):
             value, dy = (to_float32(load_row(ref.at[first], segments)) for ref in stream_rows[:2])
-            return value, dy, weigh(dy, load_gain())
+            return value, dy, weigh(dy, load_row(refs["gain"], segments) if "gain" in refs else None)
 
-        value, dy, weighted = load(0)
-        centered, scalars = scalars_of(value, weighted)
-        if config.second_read == "reload":
-            # A zero the compiler cannot see through; else it keeps the first read's values in registers.
-            value, dy, weighted = load(lax.optimization_barrier(jnp.int32(0)))
-            centered = scalars.center(value)
+        value, _, weighted = load(0)
+        scalars = scalars_of(value, weighted)
+        # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+        value, dy, weighted = load(lax.optimization_barrier(jnp.int32(0)))
+        centered = scalars.center(value)
         gradient = scalars.gradient(centered, weighted)
         if len(stream_rows) == 3:
             gradient = map_row(jnp.add, gradient, to_float32(load_row(stream_rows[2].at[0], segments)))
@@ -95,42 +94,30 @@ def _whole_row(operands):
     def body(block, refs):
         trips = (rows - block + blocks - 1) // blocks
         words = mixed_words(refs["words"]) if "words" in refs else None
-        gain = load_row(refs["scale"], segments) if "scale" in refs else None
-        if gain is not None and "gain" in refs:
-            store_row(refs["gain"], gain, segments)
+        if "gain" in refs:
+            store_row(refs["gain"], load_row(refs["scale"], segments), segments)
             plgpu.commit_smem()  # columns that a ragged row's last segment repeats are written by two threads
         streams = [refs[name] for name in ("total", "dy", "dtotal_in") if name in refs]
 
-        def load_gain():
-            return load_row(refs["gain"], segments) if "gain" in refs else gain
-
-        def pipeline_step(indices, *rows_and_sums):
+        def step(indices, *rows_and_sums):
             *stream_rows, sums = rows_and_sums
-            sums = differentiate(indices[0] * blocks + block, stream_rows, load_gain, refs, words, sums)
+            sums = differentiate(indices[0] * blocks + block, stream_rows, refs, words, sums)
             plgpu.commit_smem()  # all reads of this step are done before TMA fills its buffer again
             return sums
 
-        def direct_step(i, sums):
-            row = i * blocks + block
-            return differentiate(row, [ref.at[pl.ds(row, 1)] for ref in streams], load_gain, refs, words, sums)
-
-        sums = {name: zeros_row(segments) for name in operands.sums}
-        if config.loads == "pipeline":
-            # In bounds by construction; without the promise TMA would take at most 256 columns a copy.
-            spec = plgpu.BlockSpec(
-                (1, features),
-                lambda i: (i * blocks + block, 0),
-                oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
-            sums = plgpu.emit_pipeline(
-                pipeline_step,
-                grid=(trips,),
-                in_specs=[spec] * len(streams),
-                max_concurrent_steps=config.steps,
-                init_carry=sums,
-            )(*streams)
-        else:
-            sums = lax.fori_loop(0, trips, direct_step, sums)
+        # In bounds by construction; without the promise TMA would take at most 256 columns a copy.
+        spec = plgpu.BlockSpec(
+            (1, features),
+            lambda i: (i * blocks + block, 0),
+            oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+        sums = plgpu.emit_pipeline(
+            step,
+            grid=(trips,),
+            in_specs=[spec] * len(streams),
+            max_concurrent_steps=config.steps,
+            init_carry={name: zeros_row(segments) for name in operands.sums},
+        )(*streams)
         for name, values in sums.items():
             store_row(operands.sums_at(refs, block, name), values, segments)
 

@@ -1,13 +1,19 @@
 """The backward kernel in which several warpgroups of a block share each row.
 
-Rows arrive in a ring of shared memory by TMA. Each row has one barrier between the warpgroups, which serves twice: it
-carries the row's sums (`line_sums`), and whoever passes it knows that all have finished with the row before, so that
-its place in the ring can be filled again. Overlapped, a row's first pass runs between the arrival at the barrier of the
-row before and the wait there, so that no warp stands still at it.
+TMA brings rows to a ring in shared memory. Each row has one barrier between the warpgroups, which serves twice: it
+carries the row's sums, and whoever passes it knows that all have finished with the row before, so that its stage can be
+filled again.
+
+To take a row's mean off with one barrier, each warp first centres its own line of the row (a quarter of a warpgroup's
+part). The lines are then joined as Chan, Golub and LeVeque join samples: nothing is subtracted that is large against
+the result, as it would be in E[x**2] - E[x]**2. Source: "Updating formulae and a pairwise algorithm for computing
+sample variances", 1979. Deviations of 16-bit values are large enough beside their distance from the row's first value:
+with that taken off, plain sums over the row serve.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,22 +23,27 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.line_sums import LineSums
-from pallas_kernels.ops._norms.norm import SHARED_ROW_PARAMS, weigh
+from pallas_kernels.ops._norms.norm import Norm, RowScalars, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import Words, mixed_words
 from pallas_kernels.primitives.rows import (
     WARPS,
     RowValues,
+    Segment,
     WarpSegment,
+    line_sums,
     load_row,
     map_row,
+    over_lines,
     split_warp_row,
     store_row,
     to_float32,
     zeros_row,
 )
+
+# Every thread reads back only what it stored itself, or what a barrier of ours lies between; no sum crosses warps.
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True, reduction_scratch_bytes=512)
 
 
 def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
@@ -41,20 +52,26 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     segments = split_warp_row(features, operands.dtype.itemsize, warpgroups=config.warpgroups)
     if segments is None:
         raise ValueError(f"{features} features do not divide over {config.warpgroups} warpgroups; use fewer.")
-    line_sums = LineSums(
+    row_sums = RowSums(
         norm=operands.norm,
         dtype=operands.dtype,
         features=features,
         lines=config.warpgroups * WARPS,
-        keeps_row=config.second_read == "float32",
+        keeps_row=config.keeps_row,
     )
-    parts = (config.warpgroups, WARPS, line_sums.line)
-    inputs, out_types = operands.inputs, operands.out_types(parts)
-    scratch = _scratch_types(operands, parts, line_sums)
+    parts = (config.warpgroups, WARPS, row_sums.line)
+    inputs, out_types, streams = operands.inputs, operands.out_types(parts), len(operands.streams)
+    scratch = {
+        "ring": plgpu.SMEM((config.steps, streams, *parts), operands.dtype),
+        **({} if operands.scale is None else {"gain": plgpu.SMEM(parts, operands.scale.dtype)}),
+        "line_sums": plgpu.SMEM((2, row_sums.kinds, row_sums.lines), jnp.float32),  # nobody is two rows ahead
+        "arrived": plgpu.Barrier(num_arrivals=streams, num_barriers=config.steps),
+        "summed": plgpu.Barrier(num_arrivals=config.warpgroups),
+    }
     names = (*inputs, *out_types, *scratch)
 
     def kernel(*references):
-        _rows_of_warpgroup(dict(zip(names, references, strict=True)), operands, line_sums, segments)
+        _rows_of_warpgroup(dict(zip(names, references, strict=True)), operands, row_sums, segments)
 
     def seen_in_parts(name, array):
         if name == "words":
@@ -69,7 +86,7 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
         num_threads=config.warpgroups,
         thread_name="warpgroup",
         scratch_types=tuple(scratch.values()),
-        compiler_params=SHARED_ROW_PARAMS,
+        compiler_params=COMPILER_PARAMS,
         kernel_name=operands.kernel_name,
     )(*(seen_in_parts(name, array) for name, array in inputs.items()))
     return {
@@ -78,23 +95,8 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     }
 
 
-def _scratch_types(operands: BackwardOperands, parts: tuple[int, ...], line_sums: LineSums) -> dict[str, Any]:
-    config, streams = operands.config, len(operands.streams)
-    turns = 4 if config.second_read == "overlapped" else 2  # no warpgroup is ever so many rows ahead
-    held_gain = {}
-    if operands.scale is not None and config.gain == "shared":
-        held_gain["gain"] = plgpu.SMEM(parts, operands.scale.dtype)
-    return {
-        "ring": plgpu.SMEM((config.steps, streams, *parts), operands.dtype),
-        **held_gain,
-        "line_sums": plgpu.SMEM((turns, line_sums.kinds, line_sums.lines), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=streams, num_barriers=config.steps),
-        "summed": plgpu.Barrier(num_arrivals=config.warpgroups),
-    }
-
-
 def _rows_of_warpgroup(
-    refs: dict[str, Any], operands: BackwardOperands, line_sums: LineSums, segments: tuple[WarpSegment, ...]
+    refs: dict[str, Any], operands: BackwardOperands, row_sums: RowSums, segments: tuple[WarpSegment, ...]
 ) -> None:
     """A warpgroup's part of the block's rows, one after the other; column sums stay in registers."""
     block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -102,23 +104,16 @@ def _rows_of_warpgroup(
     words = mixed_words(refs["words"]) if "words" in refs else None
     ring = RowRing(operands=operands, refs=refs, block=block, group=group, trips=trips)
     ring.fill()
-    gain = load_row(refs["scale"].at[group], segments) if "scale" in refs else None
-    if gain is not None and "gain" in refs:  # each thread reads back what it stores here itself
-        store_row(refs["gain"].at[group], gain, segments)
-    part = RowPart(
-        ring=ring, sums_ref=refs["line_sums"], line_sums=line_sums, segments=segments, gain=gain, words=words
-    )
-    summed = refs["summed"]
-
-    def arrive():
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(summed)
+    if "gain" in refs:  # each thread reads back what it stores here itself
+        store_row(refs["gain"].at[group], load_row(refs["scale"].at[group], segments), segments)
+    part = RowPart(ring=ring, row_sums=row_sums, segments=segments, words=words)
 
     def step(i, sums):
         row = part.publish(i)
-        arrive()
-        plgpu.barrier_wait(summed)
-        if line_sums.keeps_row:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs["summed"])
+        plgpu.barrier_wait(refs["summed"])
+        if row_sums.keeps_row:
             ring.refill(i)
         else:
             ring.refill(i - 1)
@@ -126,18 +121,6 @@ def _rows_of_warpgroup(
             row = part.load(i, lax.optimization_barrier(jnp.int32(0)))
         return part.finish(i, row, sums)
 
-    def overlapped_step(i, sums):
-        is_last = i + 1 == trips
-        pl.when(~is_last)(lambda: (part.publish(i + 1), None)[1])
-        plgpu.barrier_wait(summed)
-        ring.refill(i - 2)  # who passes the barrier of row i has finished with row i - 2
-        pl.when(~is_last)(arrive)
-        return part.finish(i, part.load(i), sums)
-
-    if operands.config.second_read == "overlapped":
-        part.publish(jnp.int32(0))
-        arrive()
-        step = overlapped_step
     sums = lax.fori_loop(0, trips, step, {name: zeros_row(segments) for name in operands.sums})
     for name, values in sums.items():
         store_row(operands.sums_at(refs, block, name).at[group], values, segments)
@@ -145,9 +128,9 @@ def _rows_of_warpgroup(
 
 @dataclass(frozen=True, kw_only=True)
 class RowRing:
-    """The block's rows in shared memory: row number i of its `trips`, of every stream, is at place i % steps.
+    """The block's rows in shared memory: row number i of its `trips`, of every stream, is in stage i % steps.
 
-    The first warpgroup asks for them.
+    The first warpgroup issues the copies.
     """
 
     operands: BackwardOperands
@@ -157,15 +140,15 @@ class RowRing:
     trips: jax.Array
 
     def index(self, i: jax.Array) -> jax.Array:
-        """Of the block's row number i among all rows."""
+        """The block's row number i among all rows."""
         return i * self.operands.blocks + self.block
 
-    def place(self, i: jax.Array) -> jax.Array:
-        """Of the block's row number i in the ring."""
+    def stage(self, i: jax.Array) -> jax.Array:
+        """The stage of the block's row number i."""
         return lax.rem(i, self.operands.config.steps)
 
     def fill(self) -> None:
-        """Asks for the first rows."""
+        """Issues the copies of the first rows."""
 
         @pl.when(self.group == 0)
         def _():
@@ -173,7 +156,7 @@ class RowRing:
                 pl.when(i < self.trips)(lambda i=i: self._fetch(jnp.int32(i)))
 
     def refill(self, free: jax.Array) -> None:
-        """Row `free` is not read again by anyone: its place is for the one `steps` later."""
+        """Reuses the stage of row `free`, which nobody reads again, for the row `steps` later."""
         steps = self.operands.config.steps
 
         @pl.when((self.group == 0) & (free >= 0) & (free + steps < self.trips))
@@ -181,24 +164,25 @@ class RowRing:
             self._fetch(free + steps)
 
     def wait(self, i: jax.Array) -> None:
-        """Until row number i is there."""
-        plgpu.barrier_wait(self.refs["arrived"].at[self.place(i)])
+        """Waits until row number i has arrived."""
+        plgpu.barrier_wait(self.refs["arrived"].at[self.stage(i)])
 
     def _fetch(self, i: jax.Array) -> None:
-        place = self.place(i)
+        stage = self.stage(i)
         for s, name in enumerate(("total", "dy", "dtotal_in")[: len(self.operands.streams)]):
             plgpu.copy_gmem_to_smem(
                 self.refs[name].at[self.index(i)],
-                self.refs["ring"].at[place, s],
-                self.refs["arrived"].at[place],
+                self.refs["ring"].at[stage, s],
+                self.refs["arrived"].at[stage],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
 
 class LoadedRow(NamedTuple):
-    """A warpgroup's part of a row, in float32, but for the sum's cotangent, which is as it is stored, or None.
+    """A warpgroup's part of a row.
 
-    value: of the normalised row; less the row's first one if shifted. weighted: dy times the scale.
+    value: the normalised row in float32, less the row's first value if shifted. weighted: dy times the scale, float32.
+    cotangent: of the sum, in its own dtype, or None.
     """
 
     value: RowValues
@@ -209,53 +193,154 @@ class LoadedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
-    """The arithmetic of a warpgroup's part of each row.
-
-    sums_ref: (turns, kinds, lines) in shared memory, the rows' sums in turn.
-    gain: the scale in registers, which is read back from shared memory where it has a place there.
-    """
+    """The arithmetic of a warpgroup's part of each row. words: the dropout's mixed key."""
 
     ring: RowRing
-    sums_ref: Any
-    line_sums: LineSums
+    row_sums: RowSums
     segments: tuple[WarpSegment, ...]
-    gain: RowValues | None
     words: Words | None
 
     def load(self, i: jax.Array, first: jax.Array | int = 0) -> LoadedRow:
-        """Row number i. first: 0."""
+        """Reads row number i. first: 0, which the compiler may be kept from knowing."""
         refs, group, segments = self.ring.refs, self.ring.group, self.segments
-        ring, place = refs["ring"], self.ring.place(i) + first
-        value, dy = (to_float32(load_row(ring.at[place, s, group], segments)) for s in range(2))
-        if self.line_sums.is_shifted:
-            shift = ring[place, 0, 0, 0, 0].astype(jnp.float32)
+        ring, stage = refs["ring"], self.ring.stage(i) + first
+        value, dy = (to_float32(load_row(ring.at[stage, s, group], segments)) for s in range(2))
+        if self.row_sums.is_shifted:
+            shift = ring[stage, 0, 0, 0, 0].astype(jnp.float32)
             value = map_row(lambda v: v - shift, value)
-        weighted = weigh(dy, load_row(refs["gain"].at[group], segments) if "gain" in refs else self.gain)
+        weighted = weigh(dy, load_row(refs["gain"].at[group], segments) if "gain" in refs else None)
         has_cotangent = "dtotal_in" in refs
-        return LoadedRow(value, dy, weighted, load_row(ring.at[place, 2, group], segments) if has_cotangent else None)
+        return LoadedRow(value, dy, weighted, load_row(ring.at[stage, 2, group], segments) if has_cotangent else None)
 
     def publish(self, i: jax.Array) -> LoadedRow:
-        """Reads a row as soon as it is there and writes its sums where the other warpgroups find them."""
+        """Waits for a row, reads it, and writes the sums of its lines to shared memory."""
         self.ring.wait(i)
         row = self.load(i)
-        for kind, values in enumerate(self.line_sums.of_part(row.value, row.weighted, self.segments)):
-            self.sums_ref[self._turn(i), kind, pl.ds(self.ring.group * WARPS, WARPS)] = values
+        for kind, values in enumerate(self.row_sums.of_lines(row.value, row.weighted, self.segments)):
+            self.ring.refs["line_sums"][lax.rem(i, 2), kind, pl.ds(self.ring.group * WARPS, WARPS)] = values
         return row
 
     def finish(self, i: jax.Array, row: LoadedRow, sums: dict[str, RowValues]) -> dict[str, RowValues]:
         """Writes the row's gradient, with the sums of all lines; returns the column sums with it."""
         refs, group, segments, operands = self.ring.refs, self.ring.group, self.segments, self.ring.operands
-        scalars = self.line_sums.scalars(self.sums_ref.at[self._turn(i)])
+        scalars = self.row_sums.scalars(refs["line_sums"].at[lax.rem(i, 2)])
         gradient, sums = scalars.finish(row.value, row.dy, row.weighted, sums)
         if row.cotangent is not None:
             gradient = map_row(jnp.add, gradient, to_float32(row.cotangent))
         index = self.ring.index(i)
         store_row(refs["dtotal"].at[index, group], gradient, segments)
         if self.words is not None:
-            columns = tuple(s.row_columns(jnp.uint32, group=group, line=self.line_sums.line) for s in segments)
+            columns = tuple(s.row_columns(jnp.uint32, group=group, line=self.row_sums.line) for s in segments)
             dropped = operands.norm.drop(gradient, self.words, index, columns, operands.features)
             store_row(refs["dx"].at[index, group], dropped, segments)
         return sums
 
-    def _turn(self, i: jax.Array) -> jax.Array:
-        return lax.rem(i, self.sums_ref.shape[0])
+
+@dataclass(frozen=True, kw_only=True)
+class RowSums:
+    """The sums that each warp computes of its line, and the row's scalars that follow from them.
+
+    lines: of a row of `features` values of `dtype`. keeps_row: whether its values stay in registers meanwhile.
+    """
+
+    norm: Norm
+    dtype: Any
+    features: int
+    lines: int
+    keeps_row: bool
+
+    @property
+    def line(self) -> int:
+        """Columns in a line."""
+        return self.features // self.lines
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether values come with one of the row's own taken off, so that lines need not be centred."""
+        return self.norm.centered and self.dtype.itemsize < 4
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether what is left of a line's mean, once it is taken off, counts."""
+        return self.norm.mean_passes(self.dtype) == 2
+
+    @property
+    def kinds(self) -> int:
+        """How many sums there are of a line."""
+        return 2 + 2 * self.norm.centered + self.has_remainders
+
+    def of_lines(self, value: RowValues, weighted: RowValues, segments: Sequence[Segment]) -> tuple[jax.Array, ...]:
+        """Each line's sums of squares and products and, of rows that lose their mean, what takes it off; (4,) each.
+
+        The lines are a warpgroup's, of the normalised rows and of the weighted dy. A line that is not shifted loses its
+        own mean first, which is then among the sums, in the place of the shifted values' sum.
+        """
+        if not self.norm.centered:
+            return line_sums(map_row(jnp.square, value)), line_sums(map_row(jnp.multiply, value, weighted))
+        if self.is_shifted:
+            mean = line_sums(value)
+        else:
+            mean = line_sums(value) * (1.0 / self.line)
+            value = map_row(jnp.subtract, value, over_lines(mean, segments))
+        return (
+            line_sums(map_row(jnp.square, value)),
+            line_sums(map_row(jnp.multiply, value, weighted)),
+            mean,
+            line_sums(weighted),
+            *((line_sums(value),) if self.has_remainders else ()),
+        )
+
+    def scalars(self, ref) -> RowScalars:
+        """Of the row whose sums of all lines are in `ref`, a (kinds, lines) reference."""
+        if self.norm.centered and not self.is_shifted:
+            return self._of_centered_lines(ref)
+
+        def sum_of(kind):
+            if not self.norm.centered and not self.keeps_row:  # two sums: less to add up than to wait for shuffles
+                return sum(ref[kind, at] for at in range(self.lines))
+            return jnp.sum(plgpu.load(ref.at[kind], layout=_lanes_of_lines(self.lines), optimized=False))
+
+        if self.is_shifted:
+            return self._of_shifted_sums(sum_of)
+        return RowScalars.of_sums(self.features, self.norm.epsilon, squares=sum_of(0), products=sum_of(1))
+
+    def _of_shifted_sums(self, sum_of) -> RowScalars:
+        mean, weight = sum_of(2) * (1.0 / self.features), sum_of(3)
+        squares = jnp.maximum(sum_of(0) - self.features * mean * mean, jnp.float32(0))
+        return RowScalars.of_sums(
+            self.features,
+            self.norm.epsilon,
+            squares=squares,
+            products=sum_of(1) - mean * weight,
+            means=(mean,),
+            weighted=weight,
+            is_folded=True,
+        )
+
+    def _of_centered_lines(self, ref) -> RowScalars:
+        def read(kind):
+            return [ref[kind, at] for at in range(self.lines)]
+
+        squares, products, line_means, weights = sum(read(0)), sum(read(1)), read(2), read(3)
+        means = [sum(line_means) * (1.0 / self.lines)]
+        offsets = [m - means[0] for m in line_means]
+        if self.has_remainders:
+            remainders = read(4)
+            means.append(sum(offsets) * (1.0 / self.lines) + sum(remainders) * (1.0 / self.features))
+            offsets = [o - means[1] for o in offsets]
+            squares += 2 * sum(o * r for o, r in zip(offsets, remainders, strict=True))
+        squares += self.line * sum(o * o for o in offsets)
+        products += sum(o * w for o, w in zip(offsets, weights, strict=True))
+        return RowScalars.of_sums(
+            self.features, self.norm.epsilon, squares=squares, products=products, means=means, weighted=sum(weights)
+        )
+
+
+def _lanes_of_lines(lines: int) -> plgpu.Layout | Any:
+    """A layout with one line's sum a lane, the same in every warp: adding them up needs shuffles of one warp only."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((lines,), (1,))),
+        warp_dims=(plgpu.Replicated(times=WARPS),),
+        lane_dims=(plgpu.Replicated(times=32 // lines), -2),
+        vector_dim=-1,
+    )

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
-from pallas_kernels.ops._norms.forward_shared import shared_row_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
@@ -25,7 +24,6 @@ from pallas_kernels.primitives.rows import (
     split_row,
     store_row,
     to_float32,
-    widened_again,
     zeros_row,
 )
 
@@ -45,36 +43,23 @@ def norm_forward(
     x and residual: (rows, features) of one floating dtype, features >= 128. scale, bias: (features,), or None.
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
-    config = config or default_forward(
-        x.shape[0],
-        x.shape[1],
-        x.dtype.itemsize,
-        is_centered=norm.centered,
-        has_residual=residual is not None,
-        has_dropout=words is not None,
-    )
-    whole_row = _packed_row if config.holds == "packed" else _whole_row
-    body = (whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
+    config = config or default_forward(x.shape[1], x.dtype.itemsize, centered=norm.centered)
+    body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     names = (*operands, "y", *(() if residual is None else ("total",)))
 
-    kernel_name = norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None)
-
     def kernel(*refs):
         body(lax.axis_index("row"), dict(zip(names, refs, strict=True)))
 
-    if config.warpgroups > 1 or config.holds == "shared":
-        outputs = shared_row_forward(norm, operands, names[len(operands) :], config, kernel_name=kernel_name)
-    else:
-        outputs = settings.kernel(
-            kernel,
-            out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
-            grid=(x.shape[0],),
-            grid_names=("row",),
-            compiler_params=COMPILER_PARAMS,
-            kernel_name=kernel_name,
-        )(*operands.values())
+    outputs = settings.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
+        grid=(x.shape[0],),
+        grid_names=("row",),
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
+    )(*operands.values())
     outputs = tuple(varying_like(output, *operands.values()) for output in outputs)
     return outputs[0], (None if residual is None else outputs[1])
 
@@ -106,13 +91,10 @@ def _store_output(row, refs, columns, segments, value, inverse):
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
-def _segments(x, config):
-    segments = split_row(x.shape[1], x.dtype.itemsize)
-    return cut_row(segments, config.piece) if config.piece else segments
-
-
 def _whole_row(norm, x, config):
-    features, segments = x.shape[1], _segments(x, config)
+    features = x.shape[1]
+    segments = split_row(features, x.dtype.itemsize)
+    segments = cut_row(segments, config.piece) if config.piece else segments
     whole = pl.ds(0, features)
 
     def body(row, refs):
@@ -123,29 +105,6 @@ def _whole_row(norm, x, config):
             value = map_row(lambda v, mean=mean: v - mean, value)
         mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
         _store_output(row, refs, whole, segments, value, lax.rsqrt(mean_square + norm.epsilon))
-
-    return body
-
-
-def _packed_row(norm, x, config):
-    if x.dtype.itemsize != 2:
-        raise ValueError(f"only rows of 16-bit values are held packed, x is {x.dtype.name}.")
-    features, segments = x.shape[1], _segments(x, config)
-    whole = pl.ds(0, features)
-
-    def body(row, refs):
-        words = mixed_words(refs["words"]) if "words" in refs else None
-        packed = _sum_of(norm, row, refs, words, whole, segments, features)
-        value, mean = to_float32(packed), None
-        if norm.centered:
-            mean = row_sum(value, segments) * (1.0 / features)
-            value = map_row(lambda v: v - mean, widened_again(packed, mean))
-        mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
-        inverse = lax.rsqrt(mean_square + norm.epsilon)
-        for segment, part in zip(segments, packed, strict=True):
-            (value,) = widened_again((part,), inverse)
-            value = value if mean is None else value - mean
-            _store_output(row, refs, whole, (segment,), (value,), inverse)
 
     return body
 

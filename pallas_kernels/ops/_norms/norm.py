@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,13 +12,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.random import Words, keep_mask
-from pallas_kernels.primitives.rows import WARPS, RowValues, map_row
+from pallas_kernels.primitives.rows import RowValues, map_row
 
 # No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
-
-# Every thread reads back only what it stored itself, or what a barrier of ours lies between; no sum crosses warps.
-SHARED_ROW_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True, reduction_scratch_bytes=512)
 
 NormName = Literal["rms_norm", "layer_norm"]
 
@@ -137,13 +134,3 @@ class RowScalars:
 def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:
     """dy times the scale, in float32; dy itself without a scale."""
     return dy if gain is None else map_row(lambda g, d: g.astype(jnp.float32) * d, gain, dy)
-
-
-def lanes_of_lines(lines: int) -> plgpu.Layout | Any:
-    """Values of all lines of a row, one a lane, in every warp: their sum needs shuffles of one warp only."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((lines,), (1,))),
-        warp_dims=(plgpu.Replicated(times=WARPS),),
-        lane_dims=(plgpu.Replicated(times=32 // lines), -2),
-        vector_dim=-1,
-    )

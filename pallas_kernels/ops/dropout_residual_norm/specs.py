@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.config import norm_variants
+from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.variants import norm_variants
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
-from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu import dropout_residual_norm_forward
-from pallas_kernels.ops.dropout_residual_norm.mosaic_gpu_vjp import dropout_residual_norm_backward
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.random import array_keep_mask, key_words
 from pallas_kernels.specs import (
@@ -120,14 +120,16 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 
 def _forward_variant(*, x, residual, rate, key, norm, scale=None, bias=None, config):
-    return dropout_residual_norm_forward(_norm(norm, rate), x, scale, bias, residual, key_words(key), config=config)
+    return norm_forward(
+        _norm(norm, rate), x, scale=scale, bias=bias, residual=residual, words=key_words(key), config=config
+    )
 
 
 def _backward_variant(*, x, residual, rate, key, norm, scale=None, bias=None, cotangents, config=None):
     del residual
     dy, dtotal = cotangents
-    gradients = dropout_residual_norm_backward(
-        _norm(norm, rate), x, scale, bias, key_words(key), dy, dtotal, config=config
+    gradients = norm_backward(
+        _norm(norm, rate), x, dy, scale=scale, bias=bias, dtotal=dtotal, words=key_words(key), config=config
     )
     found = (gradients.dx, gradients.dscale, gradients.dbias, gradients.dtotal)
     return tuple(gradient for gradient in found if gradient is not None)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays
 from pallas_kernels.primitives.settings import usual_promotion
-from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
 @usual_promotion
@@ -57,19 +54,12 @@ def layer_norm(
     scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
     check_arguments("layer_norm", x, scale, bias, residual)
     epsilon = added_number("layer_norm", "epsilon", epsilon)
-    support = {
-        "mosaic": partial(mosaic_unsupported, x, scale, bias),
-        "triton": partial(triton_unsupported, x),
-        "xla": lambda: None,
-    }
-    chosen = choose("layer_norm", implementation, support, preferred=("mosaic",))
-    if chosen == "xla" or x.size == 0:
-        return layer_norm_reference(x, scale, bias, residual=residual, epsilon=epsilon)
-    norm = Norm(name="layer_norm", epsilon=epsilon)
-    if chosen == "triton":
-        from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
-
-        y, total = apply_norm_triton(norm, x, scale=scale, bias=bias, residual=residual)
-        return y if total is None else (y, total)
-    y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual)
-    return y if total is None else (y, total)
+    return dispatch_norm(
+        Norm(name="layer_norm", epsilon=epsilon),
+        x,
+        scale,
+        bias,
+        residual,
+        reference=lambda: layer_norm_reference(x, scale, bias, residual=residual, epsilon=epsilon),
+        implementation=implementation,
+    )

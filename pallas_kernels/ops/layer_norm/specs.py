@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ops._norms.variants import norm_variants
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.config import norm_variants
+from pallas_kernels.ops._norms.forward import norm_forward
+from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.api import layer_norm
-from pallas_kernels.ops.layer_norm.mosaic_gpu import layer_norm_forward
-from pallas_kernels.ops.layer_norm.mosaic_gpu_vjp import layer_norm_backward
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.specs import (
     BENCH,
@@ -24,6 +25,8 @@ from pallas_kernels.specs import (
     array_bytes,
     call_name,
 )
+
+_NORM = Norm(name="layer_norm", epsilon=1e-6)
 
 
 def _call(
@@ -107,13 +110,14 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 
 def _forward_variant(*, x, scale=None, bias=None, residual=None, config):
-    return layer_norm_forward(x, scale, bias, residual, epsilon=1e-6, config=config)
+    return norm_forward(_NORM, x, scale=scale, bias=bias, residual=residual, config=config)
 
 
 def _backward_variant(*, x, scale=None, bias=None, residual=None, cotangents, config=None):
     del residual
     dy, *dtotal = cotangents
-    gradients = layer_norm_backward(x, scale, bias, dy, *(dtotal or (None,)), epsilon=1e-6, config=config)
+    dtotal = dtotal[0] if dtotal else None
+    gradients = norm_backward(_NORM, x, dy, scale=scale, bias=bias, dtotal=dtotal, config=config)
     return tuple(g for g in (gradients.dtotal, gradients.dscale, gradients.dbias) if g is not None)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ops._norms.variants import norm_variants
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.config import norm_variants
+from pallas_kernels.ops._norms.forward import norm_forward
+from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.api import rms_norm
-from pallas_kernels.ops.rms_norm.mosaic_gpu import rms_norm_forward
-from pallas_kernels.ops.rms_norm.mosaic_gpu_vjp import rms_norm_backward
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.specs import (
     BENCH,
@@ -24,6 +25,8 @@ from pallas_kernels.specs import (
     array_bytes,
     call_name,
 )
+
+_NORM = Norm(name="rms_norm", epsilon=1e-6)
 
 
 def _call(
@@ -106,21 +109,22 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
 
 
 def _forward_variant(*, x, scale, residual=None, config):
-    return rms_norm_forward(x, scale, residual, epsilon=1e-6, config=config)
+    return norm_forward(_NORM, x, scale=scale, residual=residual, config=config)
 
 
-def _backward_variant(*, x, scale, residual=None, cotangents, config):
+def _backward_variant(*, x, scale, residual=None, cotangents, config=None):
     del residual
     dy, *dtotal = cotangents
-    return rms_norm_backward(x, scale, dy, *(dtotal or (None,)), epsilon=1e-6, config=config)
+    gradients = norm_backward(_NORM, x, dy, scale=scale, dtotal=dtotal[0] if dtotal else None, config=config)
+    return gradients.dtotal, gradients.dscale
 
 
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # x stands for the saved sum, so that the residual's own array is not read again.
+    if implementation == "mosaic":
+        return _backward_variant(**arguments, cotangents=cotangents)
     dy, *dtotal = cotangents
     x, scale = arguments["x"], arguments["scale"]
-    if implementation == "mosaic":
-        return rms_norm_backward(x, scale, dy, *(dtotal or (None,)), epsilon=1e-6)
     if implementation == "triton":
         from pallas_kernels.ops._norms.triton import norm_gradients  # imports Triton
 
