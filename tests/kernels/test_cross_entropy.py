@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import cross_entropy
 from pallas_kernels.ops.cross_entropy.config import (
     ForwardConfig,
-    GradientConfig,
     RowPlan,
     default_forward,
     forward_candidates,
@@ -90,7 +89,7 @@ RING = ForwardConfig(loads="ring", warpgroups=2, chunk_lines=4, slots=3)
         (10 * 256 + 200, "bfloat16", RING, OPTIONS),  # parts of two lengths, neither of them whole chunks
         (9 * 256, "bfloat16", replace(RING, slots=9), {}),  # all of a row stays, and two more begin to come
         (11 * 1024 + 652, "float32", replace(RING, warpgroups=3, chunk_lines=8), OPTIONS),
-        (5 * 1024, "bfloat16", replace(RING, slots=2, held=1, rows_at_once=2), {}),  # a row for each warpgroup
+        (5 * 1024, "bfloat16", replace(RING, slots=2, held=1), {}),  # one in registers
         (10 * 1024 + 256, "bfloat16", replace(RING, slots=2, held=2), OPTIONS),  # some in registers, some comes twice
         (4101, "float32", ForwardConfig(loads="split", chunk=1024), OPTIONS),
         (4096, "bfloat16", ForwardConfig(loads="split", chunk=1024), {}),
@@ -114,27 +113,15 @@ def test_loss_and_gradient_together(seed, vocabulary, dtype, config, options):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_loss_alone_from_the_ring(seed):
-    logits, labels, _ = case(seed, 5, 10 * 256 + 200, "bfloat16")
-    terms = Terms(vocabulary=logits.shape[1], **OPTIONS)
-    loss, _, gradient = cross_entropy_forward(logits, labels, None, terms=terms, with_gradient=False, config=RING)
-    assert gradient is None
-    expected = cross_entropy_reference(logits, labels, **OPTIONS)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"seed={seed}")
-
-
-@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("vocabulary", [1024, 1027, 1424])
 def test_two_launches(seed, vocabulary):
-    """The path of odd vocabularies: whole chunks, a rest shorter than a warpgroup's access, a longer one."""
+    """Loss and gradient apart: whole chunks, a rest shorter than a warpgroup's access, a longer one."""
     logits, labels, weights = case(seed, 2, vocabulary)
     terms = Terms(vocabulary=vocabulary, **OPTIONS)
     loss, statistics, _ = cross_entropy_forward(
-        logits, labels, None, terms=terms, with_gradient=False, config=ForwardConfig(loads="chunked", chunk=512)
+        logits, labels, None, terms=terms, with_gradient=False, config=ForwardConfig(loads="split", chunk=512)
     )
-    gradient = cross_entropy_backward(
-        logits, labels, weights, statistics, terms=terms, config=GradientConfig(chunk=512)
-    )
+    gradient = cross_entropy_backward(logits, labels, weights, statistics, terms=terms, chunk=512)
     expected, pullback = jax.vjp(lambda z: cross_entropy_reference(z, labels, **OPTIONS), logits)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"seed={seed}")
     np.testing.assert_allclose(gradient, pullback(weights)[0], rtol=1e-4, atol=1e-7, err_msg=f"seed={seed}")
@@ -230,16 +217,15 @@ def test_logarithms_are_exact(seed):
 
 @pytest.mark.parametrize("vocabulary", [12289, 12416, 16384, 32000, 50257, 50304, 128256, 151936, 262144])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("with_gradient", [False, True])
-def test_rings_fit(vocabulary, itemsize, with_gradient):
-    configs = [default_forward(rows, vocabulary, itemsize, with_gradient=with_gradient) for rows in (100, 8192)]
-    configs += forward_candidates(vocabulary, itemsize, with_gradient=with_gradient).values()
+def test_rings_fit(vocabulary, itemsize):
+    configs = [default_forward(rows, vocabulary, itemsize, with_gradient=True) for rows in (100, 8192)]
+    configs += forward_candidates(vocabulary, itemsize, with_gradient=True).values()
     assert (configs[0].loads == "ring") == (vocabulary * itemsize % 16 == 0)
     for config in configs:
         if config.loads == "ring":
             assert config.warpgroups * config.slots * config.chunk_lines * 512 <= 223 * 1024
             assert config.warpgroups * config.slots <= 32
-            plan = RowPlan.make(vocabulary, itemsize, config, with_gradient=with_gradient)
+            plan = RowPlan.make(vocabulary, itemsize, config)
             # The parts are the row, and what a warpgroup reads begins and ends in its part.
             begins = [plan.part(sharer) for sharer in range(plan.sharers)]
             ends = [int(begin + plan.own * plan.chunk - repeated) for begin, repeated in begins]
@@ -249,9 +235,9 @@ def test_rings_fit(vocabulary, itemsize, with_gradient):
             assert plan.most_repeated < plan.chunk + 8
             assert plan.own > 1 or not plan.most_repeated
             again = [int(plan.chunk_at(position)) for position in range(plan.loads)]
-            stays = [*range(plan.held), *range(plan.own - plan.kept, plan.own)] if with_gradient else []
+            stays = [*range(plan.held), *range(plan.own - plan.kept, plan.own)]
             assert again[: plan.own] == list(range(plan.own))
-            assert sorted(again[plan.own :] + stays) == (list(range(plan.own)) if with_gradient else [])
+            assert sorted(again[plan.own :] + stays) == list(range(plan.own))
 
 
 @pytest.mark.parametrize(

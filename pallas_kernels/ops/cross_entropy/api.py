@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward, gives_gradient
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
@@ -52,7 +52,7 @@ def cross_entropy(
     * "none", and float16 (whose loss scale must come before the rounding): 2n read, n written. The backward pass
       computes the gradient from the logits and two saved numbers a row.
 
-    The former holds up to a vocabulary of 12288, and above it for multiples of 8 (4 in float32): pad odd ones.
+    With a reduction, vocabularies above 12288 that are no multiple of 8 (4 in float32) take another n read: pad them.
 
     Args:
         logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
@@ -163,15 +163,9 @@ def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, wei
     return call.result(losses)
 
 
-def gradient_in_forward(logits: jax.Array) -> bool:
-    """Whether a forward pass with a reduction also writes the gradient."""
-    rows, vocabulary = logits.shape
-    return logits.dtype != jnp.float16 and gives_gradient(rows, vocabulary, logits.dtype.itemsize)
-
-
 def _mosaic_fwd(call, logits, labels, weights):
     logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
-    with_gradient = call.is_reduced and gradient_in_forward(logits)
+    with_gradient = call.is_reduced and logits.dtype != jnp.float16  # whose loss scale must come first
     losses, statistics, gradient = cross_entropy_forward(
         logits, labels, weights, terms=call.terms, with_gradient=with_gradient
     )

@@ -1,4 +1,4 @@
-"""Launch configurations of the cross-entropy kernels: what may be chosen, and what is chosen untuned."""
+"""Launch configurations of the cross-entropy kernels: the choices, and the untuned defaults."""
 
 from __future__ import annotations
 
@@ -12,49 +12,36 @@ from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
 REGISTER_COLUMNS = 12288
 """The longest row that one warpgroup holds in its registers; 16384 float32 ones spill."""
 _SHARED_MEMORY_BYTES = 227 * 1024
-"""What one block of Hopper may have."""
+"""Shared memory that one block of Hopper may have."""
 _OTHER_BYTES = 4096
 """Of it for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
 WARP_LANES = 32
 """Threads of a warp."""
 _LINE_BYTES = WARP_LANES * ACCESS_BYTES
-"""What a warp takes in one access."""
+"""Bytes that a warp moves in one access."""
 _FEW_ROWS = 66
 """Up to here a row has two multiprocessors of an H200's 132 and more."""
-_MANY_ROWS = 1024
-"""From here on one warpgroup a row should fill the device (8192 rows are measured); fewer share theirs among more."""
-_MOST_HELD = {4: 2, 3: 3, 2: 6}
+_MOST_HELD = {4: 2, 3: 3}
 """Chunks that each of so many warpgroups may keep in registers: one more, and they spill."""
 _MOST_BARRIERS = 32
-"""One a place, and Mosaic GPU has no more in a group."""
+"""One a stage, and Mosaic GPU has no more in a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
     """How the kernel of the loss cuts its work.
 
-    loads: "registers" gives a row to one warpgroup, which reads it once; "ring" gives it to the `warpgroups` of a
-        persistent block, or to each share of them that works at one of its `rows_at_once`; they bring it to shared
-        memory by TMA, `chunk_lines` lines of 512 bytes at a time, into `slots` places each, and with a gradient keep
-        `held` more chunks each in registers, and blocks begin up to seven times `stagger` nanoseconds apart; "split"
-        gives `chunk` columns of a row to each block, twice; "chunked" has one warpgroup walk along the row, `chunk`
-        columns at a time (loss only).
+    loads: "registers" gives a row to one warpgroup, which reads it once; "ring", with a gradient only, gives it to the
+        `warpgroups` of a persistent block, which bring it to shared memory by TMA, `chunk_lines` lines of 512 bytes at
+        a time, into `slots` stages each, and keep `held` more chunks each in registers; "split" gives `chunk` columns
+        of a row to each block, twice.
     """
 
-    loads: Literal["registers", "ring", "split", "chunked"]
+    loads: Literal["registers", "ring", "split"]
     warpgroups: int = 4
-    rows_at_once: int = 1
     chunk_lines: int = 16
     slots: int = 6
     held: int = 0
-    stagger: int = 0
-    chunk: int = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientConfig:
-    """How the kernel of the gradient alone cuts its work: one block of one warpgroup for `chunk` columns of a row."""
-
     chunk: int = 8192
 
 
@@ -62,27 +49,19 @@ def default_forward(rows: int, vocabulary: int, itemsize: int, *, with_gradient:
     """The untuned choice for `rows` rows of `vocabulary` values of `itemsize` bytes."""
     if vocabulary <= REGISTER_COLUMNS:
         return ForwardConfig(loads="registers")
-    if rows <= _FEW_ROWS:
-        return ForwardConfig(loads="split", chunk=8192 if with_gradient and rows * vocabulary >= 1 << 22 else 4096)
-    # 8192 x 128256 bf16 on an H200: the loss alone takes 477 µs in chunks, 540 from the best ring.
-    if not with_gradient and rows >= _MANY_ROWS:
-        return ForwardConfig(loads="chunked")
-    # 8192 x 32000 bf16, which shared memory holds: 4 warpgroups 272 µs, 3 take 303. 8192 x 128256, which needs
-    # registers: 3 warpgroups 1077 µs, 4 take 1094, 2 take 1095; 4096 x 128256 float32: 1259, 1288, 1284.
-    rings = [ring_config(vocabulary, itemsize, warpgroups=n, most_held=_MOST_HELD[n]) for n in (4, 3, 2)]
-    possible = [ring for ring in rings if ring is not None]
-    if not possible:
-        return ForwardConfig(loads="chunked")
-    needs_registers = with_gradient and possible[0].held > 0
-    if not needs_registers or len(possible) == 1:
-        return possible[0]
-    # Blocks that begin together read together and write together: 1077 µs, a microsecond apart 1068 µs, two 1072 µs.
-    return replace(possible[1], stagger=1000) if itemsize == 2 else possible[1]
+    if with_gradient and rows > _FEW_ROWS:
+        # 8192 x 32000 bf16, which shared memory holds: 4 warpgroups 272 µs, 3 take 303. 8192 x 128256, which needs
+        # registers: 3 warpgroups 1077 µs, 4 take 1094; 4096 x 128256 float32: 1259 and 1288.
+        rings = [ring_config(vocabulary, itemsize, warpgroups=n) for n in (4, 3)]
+        found = rings[0] if rings[0] is None or not rings[0].held else rings[1] or rings[0]
+        if found is not None:
+            return found
+    return ForwardConfig(loads="split", chunk=8192 if itemsize == 2 and rows * vocabulary >= 1 << 22 else 4096)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """How the warpgroups that work at one row share it in the ring kernel, in accesses of a lane and in chunks of them.
+    """How the warpgroups of the ring kernel share a row, in accesses of a lane and in chunks of them.
 
     accesses: in the row. sharers: warpgroups. chunk: accesses in a chunk. own: chunks of each warpgroup, of which the
     last begins early where its part is no multiple of a chunk. held: how many of them, the first, stay in registers;
@@ -97,26 +76,25 @@ class RowPlan:
     kept: int
 
     @classmethod
-    def make(cls, vocabulary: int, itemsize: int, config: ForwardConfig, *, with_gradient: bool) -> RowPlan:
+    def make(cls, vocabulary: int, itemsize: int, config: ForwardConfig) -> RowPlan:
         """Raises ValueError for rows that do not divide into accesses, or are too short."""
         accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
         if left:
-            raise ValueError(f"a vocabulary of {vocabulary} is no multiple of {ACCESS_BYTES} bytes; use 'chunked'.")
-        sharers, chunk = config.warpgroups // config.rows_at_once, config.chunk_lines * WARP_LANES
+            raise ValueError(f"a vocabulary of {vocabulary} is no multiple of {ACCESS_BYTES} bytes; use 'split'.")
+        sharers, chunk = config.warpgroups, config.chunk_lines * WARP_LANES
         share = _share(accesses, sharers)
         if share < chunk:
             raise ValueError(f"{accesses} accesses are too few for {sharers} warpgroups with chunks of {chunk}.")
         own = -(-(accesses - (sharers - 1) * share) // chunk)
-        if with_gradient and own < config.held:
+        if own < config.held:
             raise ValueError(f"{own} chunks for each warpgroup are fewer than {config.held} to hold.")
-        held = config.held if with_gradient else 0
-        kept = min(own - held, config.slots) if with_gradient else 0
-        return cls(accesses=accesses, sharers=sharers, chunk=chunk, own=own, held=held, kept=kept)
+        kept = min(own - config.held, config.slots)
+        return cls(accesses=accesses, sharers=sharers, chunk=chunk, own=own, held=config.held, kept=kept)
 
     @property
     def loads(self) -> int:
-        """Of each warpgroup in a row: more than its chunks, where some come twice."""
-        return 2 * self.own - self.held - self.kept if self.kept else self.own
+        """Loads of each warpgroup in a row: more than its chunks, where some come twice."""
+        return 2 * self.own - self.held - self.kept
 
     @property
     def most_repeated(self) -> int:
@@ -127,45 +105,37 @@ class RowPlan:
         """Where a warpgroup's part of the row begins, and how much of its last chunk was in the chunk before."""
         share = _share(self.accesses, self.sharers)
         rest = self.accesses - (self.sharers - 1) * share
-        if self.sharers == 1 or rest == share:
+        if rest == share:
             return sharer * share, self.own * self.chunk - share
         return sharer * share, self.own * self.chunk - jnp.where(sharer == self.sharers - 1, rest, share)
 
     def chunk_at(self, position):
-        """The chunk that comes at `position` of a row's loads: all in turn, then those that did not stay, backwards."""
+        """The chunk at `position` of a row's loads: all in turn, then backwards those that stayed nowhere."""
         if self.loads == self.own:
             return position
         return jnp.where(position < self.own, position, 2 * self.own - self.kept - 1 - position)
 
 
 def _share(accesses: int, sharers: int) -> int:
-    """Of each but the last, who has the rest; a multiple of a cache line."""
-    return accesses // sharers // 8 * 8 if sharers > 1 else accesses
+    """Accesses of each warpgroup but the last, which has the rest; a multiple of a cache line."""
+    return accesses // sharers // 8 * 8
 
 
-def ring_config(
-    vocabulary: int,
-    itemsize: int,
-    *,
-    warpgroups: int,
-    rows_at_once: int = 1,
-    chunk_bytes: int = 8192,
-    most_held: int = 0,
-) -> ForwardConfig | None:
-    """As many places as fit; None where the row does not divide into accesses, or is too short for all warpgroups.
+def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes: int = 8192) -> ForwardConfig | None:
+    """As many stages as fit; None where the row does not divide into accesses, or is too short for all warpgroups.
 
-    What finds no place in a row, if a third of the places are to be free for the next row, stays in registers, up to
-    `most_held` chunks of each warpgroup.
+    Chunks that find no stage in a row, if a third of the stages are to be free for the next row, stay in registers, as
+    many as these hold.
     """
     accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
-    share = _share(accesses, warpgroups // rows_at_once)
+    share = _share(accesses, warpgroups)
     tallest = min(chunk_bytes // _LINE_BYTES, share // WARP_LANES) // WARPS * WARPS
     if left or not tallest:
         return None
 
     def slots_of(lines):
-        places = (_SHARED_MEMORY_BYTES - _OTHER_BYTES) // (lines * _LINE_BYTES)
-        return min(places, _MOST_BARRIERS) // warpgroups
+        stages = (_SHARED_MEMORY_BYTES - _OTHER_BYTES) // (lines * _LINE_BYTES)
+        return min(stages, _MOST_BARRIERS) // warpgroups
 
     def cost(lines):
         """A last chunk that begins early costs what it repeats, and a chunk about as much as another line."""
@@ -177,11 +147,9 @@ def ring_config(
     slots = slots_of(lines)
     if slots < 2:
         return None
-    config = ForwardConfig(
-        loads="ring", warpgroups=warpgroups, rows_at_once=rows_at_once, chunk_lines=lines, slots=slots
-    )
-    own = RowPlan.make(vocabulary, itemsize, config, with_gradient=True).own
-    return replace(config, held=max(0, min(most_held, own + slots // 3 - slots, own)))
+    config = ForwardConfig(loads="ring", warpgroups=warpgroups, chunk_lines=lines, slots=slots)
+    own = RowPlan.make(vocabulary, itemsize, config).own
+    return replace(config, held=max(0, min(_MOST_HELD[warpgroups], own + slots // 3 - slots, own)))
 
 
 def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -> dict[str, ForwardConfig]:
@@ -189,22 +157,11 @@ def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -
     candidates = {}
     if vocabulary <= REGISTER_COLUMNS:
         candidates["registers"] = ForwardConfig(loads="registers")
-    for warpgroups, rows_at_once, held in ((4, 1, 2), (3, 1, 3), (2, 1, 6), (4, 2, 2)):
-        config = ring_config(
-            vocabulary,
-            itemsize,
-            warpgroups=warpgroups,
-            rows_at_once=rows_at_once,
-            most_held=held if with_gradient else 0,
-        )
+    for warpgroups in (4, 3) if with_gradient else ():
+        config = ring_config(vocabulary, itemsize, warpgroups=warpgroups)
         if config is not None:
             size = f"{config.slots} x {config.chunk_lines} lines, {config.held} held"
-            candidates[f"ring {warpgroups} warpgroups {rows_at_once} rows {size}"] = config
-            if warpgroups == 3 and config.held:
-                for stagger in (1000, 2000):
-                    candidates[f"ring 3 warpgroups {size}, {stagger} ns apart"] = replace(config, stagger=stagger)
+            candidates[f"ring {warpgroups} warpgroups {size}"] = config
     for chunk in (2048, 4096, 8192):
         candidates[f"split {chunk}"] = ForwardConfig(loads="split", chunk=chunk)
-    if not with_gradient and vocabulary > 4096:
-        candidates["chunk 4096"] = ForwardConfig(loads="chunked")
     return candidates

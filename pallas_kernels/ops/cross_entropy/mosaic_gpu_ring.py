@@ -2,26 +2,26 @@
 
 A row of 128256 bf16 logits is 250 KiB, more than the registers or the shared memory of a multiprocessor, and the
 gradient needs the whole row's sum first. A persistent block takes a row at a time. Each of its warpgroups has a part of
-the row, cut into chunks, and a ring of places in shared memory, into which it brings them by TMA. It walks along them
+the row, cut into chunks, and a ring of stages in shared memory, into which it brings them by TMA. It walks along them
 twice:
 
-    1. maximum and sum (online softmax); the first chunks stay in registers (`held`), the last ones in their places
-    2. the gradient, first of those in their places, then of those in registers, then of what found no room and comes a
-       second time, out of the L2 cache where that has it still, the latest first
+    1. maximum and sum (online softmax); the first chunks stay in registers (`held`), the last ones in their stages
+    2. the gradient, first of those in their stages, then of those in registers, then of those that found no room and
+       come a second time, out of the L2 cache where that has it still, the latest first
 
-A place is filled again as soon as its chunk is done with, by chunks of the next row if need be, in one sequence of
-loads throughout (`ring`): memory is busy all the time, though the two walks of a row need each other's end. Short rows
-leave room for several blocks on a multiprocessor, each at another place of its own row.
+A stage is filled again as soon as its chunk is done with, by chunks of the next row if need be, in one sequence of
+loads throughout (`ring`): memory is busy all the time, though the second walk must wait for the end of the first.
 
-A row's label, weight and label's logit are asked for a row or a walk ahead: nobody waits for memory between the walks.
-
-The warpgroups of a block talk once a row, when they put their sums together (`ring_sums`); each reads and fills only
-places of its own.
+A row's label, weight and label's logit are loaded a row or a walk ahead: nobody waits for memory between the walks. The
+warpgroups of a block exchange their sums once a row; each reads and fills only stages of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,47 +30,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan
-from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of_row
+from pallas_kernels.ops.cross_entropy.formula import LOWEST_LOGIT, Exponential, Slope, Terms, weight_of_row
 from pallas_kernels.ops.cross_entropy.ring import Pieces, Ring, RingRow
-from pallas_kernels.ops.cross_entropy.ring_sums import Exchange, OnlineSoftmax, ThreadSums
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import is_interpreted, target_device
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, RowValues
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, RowValues, sum_of
 
 
 def ring_kernel(
-    logits: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    *,
-    terms: Terms,
-    with_gradient: bool,
-    config: ForwardConfig,
+    logits: jax.Array, labels: jax.Array, *weights: jax.Array, terms: Terms, config: ForwardConfig
 ) -> tuple[jax.Array, ...]:
-    """Returns losses, maxima, sums, and the gradient where asked for; see `mosaic_gpu.cross_entropy_forward`."""
-    (rows, vocabulary), dtype = logits.shape, logits.dtype
-    plan = RowPlan.make(vocabulary, dtype.itemsize, config, with_gradient=with_gradient)
-    warpgroups, rows_at_once = config.warpgroups, config.rows_at_once
-    blocks = min(-(-rows // rows_at_once), target_device().core_count)
+    """Returns losses, maxima, sums, and the gradient; see `mosaic_gpu.cross_entropy_forward`."""
+    (rows, vocabulary), dtype, warpgroups = logits.shape, logits.dtype, config.warpgroups
+    plan = RowPlan.make(vocabulary, dtype.itemsize, config)
+    blocks = min(rows, target_device().core_count)
     vector = ACCESS_BYTES // dtype.itemsize
     in_accesses = jax.ShapeDtypeStruct((rows, plan.accesses, vector), dtype)
     one_a_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
     inputs = {"logits": logits.reshape(in_accesses.shape), "labels": labels}
-    inputs |= {} if weights is None else {"weights": weights}
-    out_types = {"loss": one_a_row, "maximum": one_a_row, "total": one_a_row}
-    out_types |= {"gradient": in_accesses} if with_gradient else {}
+    inputs |= {"weights": weights[0]} if weights else {}
+    out_types = {"loss": one_a_row, "maximum": one_a_row, "total": one_a_row, "gradient": in_accesses}
     scratch = {
         "buffers": plgpu.SMEM((warpgroups, config.slots, plan.chunk, vector), dtype),
         "lines": plgpu.SMEM((2, 4, warpgroups, WARPS), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * config.slots),
-        "met": plgpu.Barrier(num_arrivals=plan.sharers, num_barriers=rows_at_once),
+        "met": plgpu.Barrier(num_arrivals=warpgroups),
     }
     names = (*inputs, *out_types, *scratch)
 
     def cross_entropy_ring(*references):
         refs = dict(zip(names, references, strict=True))
-        _rows_of_warpgroup(refs, plan=plan, terms=terms, config=config, stride=blocks * rows_at_once)
+        _rows_of_warpgroup(refs, plan=plan, terms=terms, slots=config.slots, stride=blocks)
 
     outputs = settings.kernel(
         cross_entropy_ring,
@@ -82,20 +73,17 @@ def ring_kernel(
         scratch_types=tuple(scratch.values()),
         compiler_params=compiler_params(dtype, reduction_scratch_bytes=512),
     )(*inputs.values())
-    return (*outputs[:3], *(output.reshape(logits.shape) for output in outputs[3:]))
+    return (*outputs[:3], outputs[3].reshape(logits.shape))
 
 
-def _rows_of_warpgroup(
-    refs: dict[str, Any], *, plan: RowPlan, terms: Terms, config: ForwardConfig, stride: int
-) -> None:
+def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slots: int, stride: int) -> None:
     """Both walks along each of the block's rows. stride: from one of them to the next."""
-    logits_ref, gradient_ref = refs["logits"], refs.get("gradient")
+    logits_ref = refs["logits"]
     weights_ref = [refs["weights"]] if "weights" in refs else []
     rows, _, vector = logits_ref.shape
-    group = lax.axis_index("warpgroup")
-    first_row = lax.axis_index("block") * config.rows_at_once + group // plan.sharers
+    group, first_row = lax.axis_index("warpgroup"), lax.axis_index("block")
     trips = (rows - first_row + stride - 1) // stride
-    part, repeated = plan.part(lax.rem(group, plan.sharers))
+    part, repeated = plan.part(group)
     ring = Ring(
         plan=plan,
         pieces=Pieces(vector=vector),
@@ -110,7 +98,7 @@ def _rows_of_warpgroup(
     )
     exponential = Exponential(is_binary=logits_ref.dtype.itemsize == 2)
     softmax = OnlineSoftmax(ring=ring, exponential=exponential, sums_logits=bool(terms.label_smoothing))
-    exchange = Exchange(softmax=softmax, lines=refs["lines"], met=refs["met"].at[group // plan.sharers])
+    exchange = Exchange(softmax=softmax, lines=refs["lines"], met=refs["met"])
 
     def label_and_weight(row):
         return refs["labels"][row], jnp.asarray(weight_of_row(weights_ref, row), jnp.float32)
@@ -130,16 +118,12 @@ def _rows_of_warpgroup(
             refs["loss"][row.index] = terms.loss(token, sums.maximum, total, target.astype(jnp.float32), logit_sum)
             refs["maximum"][row.index], refs["total"][row.index] = sums.maximum, total
 
-        is_my_turn = lax.rem(group, plan.sharers) == lax.rem(i, plan.sharers)
-        if gradient_ref is not None:
-            slope = terms.slope(sums.maximum, sums.total, token, exponential=exponential, shift=sums.shift)
-            _second_walk(row, held, gradient_ref.at[row.index], slope, token.label)
-        pl.when(is_my_turn)(write_loss)
+        slope = terms.slope(sums.maximum, sums.total, token, exponential=exponential, shift=sums.shift)
+        _second_walk(row, held, refs["gradient"].at[row.index], slope, token.label)
+        pl.when(group == lax.rem(i, plan.sharers))(write_loss)
         return following
 
-    if config.stagger and not is_interpreted():
-        pl.delay(lax.rem(lax.axis_index("block"), 8) * config.stagger)
-    for load in range(config.slots):
+    for load in range(slots):
         ring.fetch(jnp.int32(0), jnp.int32(load))
     lax.fori_loop(0, trips, one_row, label_and_weight(jnp.minimum(first_row, rows - 1)))
 
@@ -205,3 +189,116 @@ def _write_chunk(gradient_ref, first, values: RowValues, pieces: Pieces, slope: 
     # Two forms of one loop: the comparisons would cost a quarter of the instructions, for one logit of a row.
     pl.when(is_here)(lambda: store(at_label=True))
     pl.when(jnp.logical_not(is_here))(lambda: store(at_label=False))
+
+
+class ThreadSums(NamedTuple):
+    """Online softmax of the logits of a row that each thread has seen: maximum and shift a thread, sums in pieces.
+
+    All float32. totals: exponentials under the thread's shift. logits: the logits themselves, for label smoothing.
+    """
+
+    maximum: jax.Array
+    shift: jax.Array
+    totals: jax.Array
+    logits: jax.Array
+
+
+class RowSums(NamedTuple):
+    """The same of a whole row, float32 scalars that every thread has. total: exponentials under `shift`."""
+
+    maximum: jax.Array
+    shift: jax.Array
+    total: jax.Array
+    logit_sum: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSoftmax:
+    """Adds up the chunks of a warpgroup's part of a row, each thread for itself, with one maximum for all its logits.
+
+    sums_logits: whether the logits are summed, too: for label smoothing.
+    """
+
+    ring: Ring
+    exponential: Exponential
+    sums_logits: bool
+
+    def begin(self) -> ThreadSums:
+        """The state before the first chunk."""
+        pieces = self.ring.pieces
+        return ThreadSums(
+            maximum=pieces.of_threads(LOWEST_LOGIT),
+            shift=pieces.of_threads(self.exponential.shift(LOWEST_LOGIT)),
+            totals=pieces.full(0),
+            logits=pieces.full(0),
+        )
+
+    def add(self, seen: ThreadSums, values: RowValues, *, is_last: bool) -> ThreadSums:
+        """The state after one more chunk. is_last: it is the last one of the part."""
+        maximum, shift, totals, logits = seen
+        over_vectors, exponential = self.ring.pieces.over_vectors, self.exponential
+        if self.sums_logits:
+            numbers = self._counted(values, 0.0) if is_last else values
+            logits = sum((value.astype(jnp.float32) for value in numbers), logits)
+        if is_last:
+            values = tuple(self._counted(values, -jnp.inf))
+        highest = jnp.max(functools.reduce(jnp.maximum, values), axis=2).astype(jnp.float32)
+        before, shift = shift, jnp.maximum(shift, exponential.shift(highest))
+        totals = totals * over_vectors(exponential.ratio(before, shift))
+        spread = over_vectors(shift)
+        for value in values:
+            totals += exponential(value.astype(jnp.float32), spread)
+        return ThreadSums(jnp.maximum(maximum, highest), shift, totals, logits)
+
+    def _counted(self, values: RowValues, fill: float) -> Iterator[jax.Array]:
+        """The values of the last chunk, where those that were in the chunk before are replaced by `fill`."""
+        for i, value in enumerate(values):
+            if i * LANES < self.ring.plan.most_repeated:
+                is_new = self.ring.pieces.access_numbers() >= self.ring.repeated - i * LANES
+                value = jnp.where(is_new, value, jnp.asarray(fill, value.dtype))
+            yield value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The exchange of the warpgroups' sums, with one barrier a row.
+
+    lines: a (turns, kinds, warpgroups, warps) reference in shared memory: each warp's maximum, shift, and two sums.
+    met: the barrier.
+    """
+
+    softmax: OnlineSoftmax
+    lines: Any
+    met: Any
+
+    def join(self, seen: ThreadSums, turn: jax.Array) -> RowSums:
+        """The row's sums, once all its warpgroups are here. turn: nobody still reads what was put there before."""
+        self._put(seen, turn)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+        return self._joined(turn)
+
+    def _put(self, seen: ThreadSums, turn: jax.Array) -> None:
+        softmax, lines, group = self.softmax, self.lines, self.softmax.ring.group
+        warp_shift = jnp.max(seen.shift, axis=1)
+        common_shift = softmax.ring.pieces.over_warps(warp_shift)
+        lines[turn, 0, group] = jnp.max(seen.maximum, axis=1)
+        lines[turn, 1, group] = warp_shift
+        totals = jnp.sum(seen.totals, axis=2)
+        lines[turn, 2, group] = sum_of(totals * softmax.exponential.ratio(seen.shift, common_shift), axis=1)
+        if softmax.sums_logits:
+            lines[turn, 3, group] = jnp.sum(jnp.sum(seen.logits, axis=2), axis=1)
+
+    def _joined(self, turn: jax.Array) -> RowSums:
+        softmax, lines = self.softmax, self.lines
+        warps = [(sharer, warp) for sharer in range(softmax.ring.plan.sharers) for warp in range(WARPS)]
+        maximum, shift = (
+            functools.reduce(jnp.maximum, [lines[(turn, kind, *warp)] for warp in warps]) for kind in (0, 1)
+        )
+        total, logit_sum = jnp.float32(0), jnp.float32(0)
+        for warp in warps:
+            total += lines[(turn, 2, *warp)] * softmax.exponential.ratio(lines[(turn, 1, *warp)], shift)
+            if softmax.sums_logits:
+                logit_sum += lines[(turn, 3, *warp)]
+        return RowSums(maximum, shift, total, logit_sum)

@@ -15,7 +15,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.config import GradientConfig
 from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of_row
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
@@ -33,11 +32,13 @@ from pallas_kernels.primitives.rows import (
 )
 
 _SCALE_BLOCKS_PER_CORE = 4
+_CHUNK = 8192
+"""Columns of a row for one block."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """A row in parts for one warpgroup each: `chunks` of `chunk` columns, with their segments, and a rest.
+class RowSplit:
+    """A row split into parts for one warpgroup each: `chunks` of `chunk` columns, with their segments, and a rest.
 
     No segment of the rest repeats columns of a chunk, which another block may be writing, or has written in place.
     """
@@ -49,7 +50,7 @@ class Cut:
     rest: tuple[Segment, ...]
 
     @classmethod
-    def make(cls, vocabulary: int, itemsize: int, chunk: int) -> Cut:
+    def make(cls, vocabulary: int, itemsize: int, chunk: int) -> RowSplit:
         """Chunks of `chunk` columns, or of the whole row where it is shorter."""
         chunk = min(chunk, vocabulary)
         chunks, tail = divmod(vocabulary, chunk)
@@ -64,6 +65,12 @@ class Cut:
     def parts(self) -> int:
         """How many blocks share a row."""
         return self.chunks + bool(self.rest)
+
+    def block_part(self) -> tuple[jax.Array, jax.Array]:
+        """The row and the part of a block, in a kernel whose grid is (rows * parts,): CUDA's second axis ends at
+        65535."""
+        block = lax.axis_index("block")
+        return lax.div(block, jnp.int32(self.parts)), lax.rem(block, jnp.int32(self.parts))
 
     def run(self, part: jax.Array, function: Callable[[Any, pl.Slice, tuple[Segment, ...]], None]) -> None:
         """Calls function(first column, columns, segments in them) for a part."""
@@ -85,33 +92,32 @@ def cross_entropy_backward(
     statistics: tuple[jax.Array, jax.Array],
     *,
     terms: Terms,
-    config: GradientConfig | None = None,
+    chunk: int = _CHUNK,
 ) -> jax.Array:
     """Returns the gradient of sum(weights * losses), like logits.
 
     weights: (rows,) or (1,). statistics: what `cross_entropy_forward` returned. The other arguments are as there.
     """
-    config = config or GradientConfig()
     rows, vocabulary = logits.shape
-    cut = Cut.make(vocabulary, logits.dtype.itemsize, config.chunk)
+    split = RowSplit.make(vocabulary, logits.dtype.itemsize, chunk)
 
     def cross_entropy_gradient(logits_ref, labels_ref, weights_ref, maximum_ref, total_ref, gradient_ref):
-        row, part = lax.axis_index("row"), lax.axis_index("part")
+        row, part = split.block_part()
         token = terms.token(labels_ref[row], weight_of_row((weights_ref,), row))
         slope = terms.slope(maximum_ref[row], total_ref[row], token)
-        write_gradient(logits_ref.at[row], gradient_ref.at[row], cut, part, slope, token.label)
+        write_gradient(logits_ref.at[row], gradient_ref.at[row], split, part, slope, token.label)
 
     gradient = settings.kernel(
         cross_entropy_gradient,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        grid=(rows, cut.parts),
-        grid_names=("row", "part"),
+        grid=(rows * split.parts,),
+        grid_names=("block",),
         compiler_params=compiler_params(logits.dtype),
     )(logits, labels, weights, *statistics)
     return varying_like(gradient, logits, labels, weights, *statistics)
 
 
-def write_gradient(logits_row, gradient_row, cut: Cut, part: jax.Array, slope: Slope, label: jax.Array) -> None:
+def write_gradient(logits_row, gradient_row, split: RowSplit, part: jax.Array, slope: Slope, label: jax.Array) -> None:
     """The gradient of one part of a row, given as references."""
 
     def differentiate(first, columns, segments):
@@ -119,7 +125,7 @@ def write_gradient(logits_row, gradient_row, cut: Cut, part: jax.Array, slope: S
         gradient = map_row(lambda v, c: slope(v, c == label - first), values, row_columns(segments))
         store_row(gradient_row.at[columns], gradient, segments)
 
-    cut.run(part, differentiate)
+    split.run(part, differentiate)
 
 
 def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
@@ -134,7 +140,7 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         multiply = lambda values: (values.astype(jnp.float32) * factor).astype(values.dtype)  # noqa: E731
         return lax.cond(factor == 1, lambda values: values, multiply, gradient)
     rows, vocabulary = gradient.shape
-    cut = Cut.make(vocabulary, gradient.dtype.itemsize, GradientConfig().chunk)
+    split = RowSplit.make(vocabulary, gradient.dtype.itemsize, _CHUNK)
     blocks = min(rows, target_device().core_count * _SCALE_BLOCKS_PER_CORE)
 
     def cross_entropy_scale(factor_ref, gradient_ref):
@@ -150,12 +156,12 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         def _():
             @pl.loop(lax.axis_index("block"), rows, step=blocks)
             def _(row):
-                if cut.rest:
-                    multiply(gradient_ref.at[row], cut.rest)
+                if split.rest:
+                    multiply(gradient_ref.at[row], split.rest)
 
-                @pl.loop(0, cut.chunks)
+                @pl.loop(0, split.chunks)
                 def _(i):
-                    multiply(gradient_ref.at[row, pl.ds(i * cut.chunk, cut.chunk)], cut.segments)
+                    multiply(gradient_ref.at[row, pl.ds(i * split.chunk, split.chunk)], split.segments)
 
     scale = settings.kernel(
         cross_entropy_scale,

@@ -1,7 +1,7 @@
-"""The chunks of long rows, in registers and in the ring of places in shared memory through which they come.
+"""The chunks of long rows, in registers and in the ring of stages in shared memory through which they come.
 
-Loads count on from row to row: a row has `RowPlan.loads` positions, and load number n of a warpgroup goes to its place
-n % slots. Who has read a place asks for the load that comes there next, which may be of the next row already.
+Loads count on from row to row: a row has `RowPlan.loads` positions, and load number n of a warpgroup goes to its stage
+n % slots. Whoever has read a stage issues the next load into it, which may be of the next row already.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Pieces:
         return plgpu.layout_cast(lax.broadcast_in_dim(values, self.shape, (0, 1)), self.layout)
 
     def access_numbers(self) -> jax.Array:
-        """Of a piece, in each place."""
+        """The access of each element in its piece."""
         warp, lane = (plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout) for axis in (0, 1))
         return warp * WARP_LANES + lane
 
     def value_numbers(self) -> jax.Array:
-        """Of a piece, in each place."""
+        """The place of each element in its piece."""
         neighbour = plgpu.broadcasted_iota(jnp.int32, self.shape, 2, layout=self.layout)
         return self.access_numbers() * self.vector + neighbour
 
@@ -85,10 +85,10 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One warpgroup's places, and its part of each row of the block, which comes there chunk by chunk.
+    """One warpgroup's stages, and its part of each row of the block, which arrives there chunk by chunk.
 
     logits: all rows, a (rows, accesses, vector) reference; the block's are every `stride`-th from `first_row` on.
-    buffers: (warpgroups, slots, chunk, vector) in shared memory. arrived: a barrier for each place.
+    buffers: (warpgroups, slots, chunk, vector) in shared memory. arrived: a barrier for each stage.
     part, repeated: where the part begins and how much of its last chunk was in the chunk before; see `RowPlan.part`.
     """
 
@@ -105,11 +105,11 @@ class Ring:
 
     @property
     def slots(self) -> int:
-        """Places of the warpgroup."""
+        """Stages of the warpgroup."""
         return self.buffers.shape[1]
 
-    def place(self, load: jax.Array) -> tuple[Any, Any]:
-        """Where load number `load` goes, and the barrier that tells of its arrival."""
+    def stage(self, load: jax.Array) -> tuple[Any, Any]:
+        """The buffer of load number `load`, and the barrier of its arrival."""
         slot = lax.rem(load, self.slots)
         return self.buffers.at[self.group, slot], self.arrived.at[self.group * self.slots + slot]
 
@@ -119,7 +119,7 @@ class Ring:
         return jnp.where(j == self.plan.own - 1, begin - self.repeated, begin) if self.plan.most_repeated else begin
 
     def fetch(self, i: jax.Array, position: jax.Array) -> None:
-        """Asks for what is loaded at `position` of the block's row number i, or of a row after it."""
+        """Issues the load at `position` of the block's row number i, or of a row after it."""
         plan, rows = self.plan, self.logits.shape[0]
         row = (i + position // plan.loads) * self.stride + self.first_row
         j = plan.chunk_at(lax.rem(position, plan.loads))
@@ -127,7 +127,7 @@ class Ring:
         @pl.when(row < rows)
         def _():
             source = self.logits.at[row, pl.ds(self.start(j), plan.chunk)]
-            target = self.place(i * plan.loads + position)
+            target = self.stage(i * plan.loads + position)
             plgpu.copy_gmem_to_smem(source, *target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
     def row(self, i: jax.Array) -> RingRow:
@@ -148,20 +148,20 @@ class RingRow:
     first_load: jax.Array
 
     def wait(self, position: jax.Array) -> None:
-        """Until the load at `position` is there."""
-        plgpu.barrier_wait(self.ring.place(self.first_load + position)[1])
+        """Waits until the load at `position` has arrived."""
+        plgpu.barrier_wait(self.ring.stage(self.first_load + position)[1])
 
     def read(self, position: jax.Array) -> RowValues:
-        """The chunk at `position`, whose place stays as it is."""
-        return self.ring.pieces.read(self.ring.place(self.first_load + position)[0])
+        """The chunk at `position`, whose stage stays as it is."""
+        return self.ring.pieces.read(self.ring.stage(self.first_load + position)[0])
 
     def release(self, position: jax.Array) -> None:
-        """All of the warpgroup have read the place of this load: the next one may come."""
+        """Issues the next load into this load's stage, which the whole warpgroup has read."""
         plgpu.commit_smem()
         self.ring.fetch(self.i, position + self.ring.slots)
 
     def take(self, position: jax.Array) -> RowValues:
-        """The chunk at `position`, whose place is then for the next load."""
+        """The chunk at `position`, whose stage is then for the next load."""
         values = self.read(position)
         self.release(position)
         return values

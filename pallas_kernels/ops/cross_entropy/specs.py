@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
-from pallas_kernels.ops.cross_entropy.config import GradientConfig, forward_candidates
+from pallas_kernels.ops.cross_entropy.config import forward_candidates
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward
@@ -110,8 +110,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     logits = arguments["logits"]
     itemsize = jnp.dtype(logits.dtype).itemsize
     if phase == "backward" and not _is_reduced(arguments):
-        configs = {f"chunk {chunk}": GradientConfig(chunk=chunk) for chunk in (4096, 8192, 16384)}
-        return {name: partial(_gradient_variant, config=config) for name, config in configs.items()}
+        return {f"chunk {chunk}": partial(_gradient_variant, chunk=chunk) for chunk in (4096, 8192, 16384)}
     with_gradient = phase == "backward"
     variant = _loss_and_gradient_variant if with_gradient else _loss_variant
     candidates = forward_candidates(logits.shape[-1], itemsize, with_gradient=with_gradient)
@@ -137,14 +136,11 @@ def _weights(labels, arguments):
     return jnp.full(1, labels.size, jnp.int32) if arguments.get("reduction") == "mean" else None
 
 
-def _gradient_variant(*, logits, labels, cotangents, config, **arguments):
-    return (_from_statistics(logits, labels, cotangents[0], config, arguments),)
-
-
-def _from_statistics(logits, labels, cotangent, config, arguments):
-    return cross_entropy_backward(
-        logits, labels, cotangent, _statistics(labels), terms=_terms(logits, arguments), config=config
+def _gradient_variant(*, logits, labels, cotangents, chunk=8192, **arguments):
+    gradient = cross_entropy_backward(
+        logits, labels, cotangents[0], _statistics(labels), terms=_terms(logits, arguments), chunk=chunk
     )
+    return (gradient,)
 
 
 def _statistics(labels):
@@ -161,7 +157,7 @@ def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.A
         return jax.value_and_grad(function)(logits)
     if implementation == "mosaic":
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        gradient = _from_statistics(rows, flat, cotangents[0].reshape(-1), None, arguments)
+        (gradient,) = _gradient_variant(logits=rows, labels=flat, cotangents=(cotangents[0].reshape(-1),), **options)
         return (gradient.reshape(logits.shape),)
     maximum, total = (value[..., None] for value in _statistics(labels))
     terms = _terms(logits, arguments)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.formula import Slope
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import Cut, write_gradient
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import RowSplit, write_gradient
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import BINARY, load_rows, spread
@@ -84,7 +84,7 @@ def chunk_gradients(hidden, w, slopes, logits, first, *, width, kept_rows, confi
 
 def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
     """(rows, width), of which the first `kept_rows` are written: the gradients of kept logits, one pass over them."""
-    cut = Cut.make(width, logits.dtype.itemsize, _COLUMNS)
+    cut = RowSplit.make(width, logits.dtype.itemsize, _COLUMNS)
 
     def linear_cross_entropy_slopes(logits_ref, slopes_ref, first_ref, d_ref):
         row, part = lax.axis_index("row"), lax.axis_index("part")
