@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from hlo_analysis.costs.resources import read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
+from hlo_analysis.hlo.attributes import aliased_parameters
 from hlo_analysis.missed import rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
@@ -93,7 +93,7 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         label=label,
         provenance=replace(provenance, notes=notes),
         device=device,
-        launches=launches,
+        launches=tuple(launch.record() for launch in launches),
         decisions=decisions,
         intermediates=intermediates,
         missed=missed,
@@ -115,9 +115,8 @@ def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:
 
 def _donated(module: Module) -> frozenset[str]:
     """Names of the arguments whose buffers hold results, from the module's `input_output_alias`."""
-    alias = module.attributes.get("input_output_alias", "")
-    numbers = {int(number) for number in re.findall(r":\s*\((\d+)", alias)}
-    return frozenset(p.name for number, p in enumerate(module.entry.parameters) if number in numbers)
+    aliased = aliased_parameters(module)
+    return frozenset(p.name for number, p in enumerate(module.entry.parameters) if number in aliased)
 
 
 def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> Traffic:

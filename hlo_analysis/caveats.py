@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from hlo_analysis.patterns.launch_patterns import calls_python
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.program.launch_kinds import EMITTERS
-from hlo_analysis.records import OPAQUE_KINDS, Launch, MissedFusion
+from hlo_analysis.records import OPAQUE_KINDS, MissedFusion
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
@@ -23,7 +24,7 @@ _MANY = 8
 _PART = 0.05
 
 
-def notes_of(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[str]:
+def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
     """The sentences, in order.
 
     Args:
@@ -46,7 +47,7 @@ def kernels_elsewhere(missed: Sequence[MissedFusion], compute_capability: tuple[
         )
 
 
-def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
+def _slow_products(launches: Sequence[LaunchRow]) -> Iterator[str]:
     """A note on products that XLA left to its loop emitter, one thread an element.
 
     On an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
@@ -66,7 +67,7 @@ def _slow_products(launches: Sequence[Launch]) -> Iterator[str]:
         )
 
 
-def _opaque_kernels(launches: Sequence[Launch]) -> Iterator[str]:
+def _opaque_kernels(launches: Sequence[LaunchRow]) -> Iterator[str]:
     """A note on kernels that are not XLA's and so show their operands and results alone."""
     unknown = [launch for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops]
     opaque = {launch.kind for launch in unknown if not calls_python(launch)}
@@ -78,9 +79,9 @@ def _opaque_kernels(launches: Sequence[Launch]) -> Iterator[str]:
         )
 
 
-def _small_updates(launches: Sequence[Launch], outputs: Collection[str]) -> Iterator[str]:
+def _small_updates(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
     """A note on arrays that are updated apart, each in the time that a launch takes, as biases by an optimizer."""
-    alike: dict[tuple, list[Launch]] = defaultdict(list)
+    alike: dict[tuple, list[LaunchRow]] = defaultdict(list)
     for launch in launches:
         arguments = [value for value in launch.inputs if value.producer is None]
         updates = bool(launch.outputs) and all(value.name in outputs for value in launch.outputs)
@@ -102,7 +103,7 @@ def _small_updates(launches: Sequence[Launch], outputs: Collection[str]) -> Iter
             )
 
 
-def _offloading(launches: Sequence[Launch]) -> Iterator[str]:
+def _offloading(launches: Sequence[LaunchRow]) -> Iterator[str]:
     """A note on what goes over the host's bus, an order of magnitude slower than HBM and mostly beside other work."""
     moves = [launch for launch in launches if launch.host_bytes]
     if moves:
@@ -114,7 +115,7 @@ def _offloading(launches: Sequence[Launch]) -> Iterator[str]:
         )
 
 
-def _callbacks(launches: Sequence[Launch]) -> Iterator[str]:
+def _callbacks(launches: Sequence[LaunchRow]) -> Iterator[str]:
     """A note on calls back to Python, for which all that follows waits."""
     if calls := [launch for launch in launches if calls_python(launch)]:
         count = sum(launch.repeat for launch in calls)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Analysis, Comparison, Launch, Phase, ScopeCell, ScopeRow, StrategyResult
 
 Key = tuple[str, Phase]
-
-# Instructions that compute nothing: XLA makes and names them as it likes, so that they say nothing about whose work a
-# launch does. (Merged products get a concatenate of their weights that carries the name of the norm before them.)
-_SILENT_OPCODES = (
-    "parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element", "copy", "concatenate",
-    "slice", "dynamic-slice", "pad", "reshape", "transpose",
-)  # fmt: skip
 
 
 def compare_analyses(
@@ -63,30 +55,6 @@ def compare_analyses(
     )
 
 
-def scopes_within(launch: Launch) -> tuple[Key, ...]:
-    """Every (scope, phase) with an instruction in the launch, in the order of its text; its own is always there.
-
-    Scopes that enclose the launch's own are left out: they add nothing.
-    """
-    own: Key = (launch.scope, launch.phase)
-    found: dict[Key, None] = {}
-    # The first line is the launch itself, which carries the name of one of the instructions below it.
-    for line in launch.hlo.splitlines()[1:]:
-        if any(f" {opcode}(" in line for opcode in _SILENT_OPCODES):
-            continue
-        for op_name in _op_names(line):
-            key = scope_of(op_name)
-            if key[0] and not launch.scope.startswith(f"{key[0]}/"):
-                found.setdefault(key, None)
-    return tuple(found) if own in found else (own, *found)
-
-
-def _op_names(line: str) -> Iterable[str]:
-    """The value of each op_name="..." in one line of HLO."""
-    for part in line.split('op_name="')[1:]:
-        yield part.split('"', 1)[0]
-
-
 def _launches_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
     groups: dict[Key, tuple[Launch, ...]] = {}
     for launch in analysis.launches:
@@ -98,7 +66,7 @@ def _launches_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
 def _guests_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
     groups: dict[Key, tuple[Launch, ...]] = {}
     for launch in analysis.launches:
-        for key in scopes_within(launch):
+        for key in launch.scopes:
             if key != (launch.scope, launch.phase):
                 groups[key] = (*groups.get(key, ()), launch)
     return groups
@@ -141,6 +109,6 @@ def _program_order(
 
 def _guest_position(key: Key, host: Launch, order: list[Key]) -> int:
     """Before or after the row of the launch that holds the work, as the launch's text has them."""
-    inside = scopes_within(host)
+    inside = host.scopes
     row: Key = (host.scope, host.phase)
     return order.index(row) + (inside.index(key) > inside.index(row))

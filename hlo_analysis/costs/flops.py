@@ -15,17 +15,22 @@ results, which `jax.vmap` makes more of.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2, prod
 from typing import Any
 
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
+from hlo_analysis.hlo.attributes import (
+    convolution_labels,
+    custom_call_target,
+    dot_dimensions,
+    integers,
+    stated_flops,
+    window_size,
+)
 from hlo_analysis.program.dataflow import leaves
 from hlo_analysis.program.demand import needed_elements
-
-_STATED = re.compile(r'matrix_flops="(\w+) (\d+) / (\d+)"')
 
 _ELEMENTWISE = frozenset(
     {
@@ -128,10 +133,10 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
         case "fusion":
             return _fused(module, module.computations[instruction.called[0]])
         case "dot":
-            contracting = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
+            contracting = integers(instruction, "lhs_contracting_dims")
             return _product(instruction, operands[0], instruction.shape, contracting)
         case "scaled-dot":
-            contracting = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
+            contracting = integers(instruction, "lhs_contracting_dims")
             return _product(instruction, operands[0], instruction.shape, contracting)
         case "convolution":
             return _convolution(instruction, operands[0], operands[1], instruction.shape)
@@ -145,9 +150,7 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
             count = max(len(operands) // 2, 1) if instruction.opcode == "reduce" else len(operands)
             return Flops(vector=sum(shape.element_count for shape in operands[:count]))
         case "reduce-window" | "select-and-scatter":
-            window = re.search(r"size=([\dx]+)", instruction.attributes.get("window", ""))
-            size = prod(int(part) for part in window[1].split("x")) if window else 1
-            return Flops(vector=size * _results(instruction))
+            return Flops(vector=prod(window_size(instruction)) * _results(instruction))
         case "scatter":
             count = (len(operands) - 1) // 2
             return Flops(vector=sum(shape.element_count for shape in operands[count + 1 :]))
@@ -170,11 +173,7 @@ def _results(instruction: Instruction) -> int:
     return sum(shape.element_count for _, shape in leaves(instruction.shape))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _product(instruction: Instruction, lhs: Shape, result: Shape, contracting: list[int]) -> Flops:
+def _product(instruction: Instruction, lhs: Shape, result: Shape, contracting: Sequence[int]) -> Flops:
     depth = prod(lhs.dimensions[number] for number in contracting)
     return _matrix(instruction, lhs.element_type, 2 * result.element_count * depth)
 
@@ -187,16 +186,17 @@ def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
         count *= 4
     if element_type == "f32" and ("highest" in precision or algorithm == "dot_f32_f32_f32"):
         return Flops(vector=count)
-    if product := re.fullmatch(r"dot_(bf16|tf32)_\w+?_f32(?:_x(\d))?", algorithm):
-        # bf16_x3 and the like: float32 made of several narrower products.
-        return Flops(matrix=(("bf16" if product[1] == "bf16" else "f32", count * int(product[2] or 1)),))
+    match algorithm.split("_"):  # dot_bf16_bf16_f32_x3 and the like: float32 made of several narrower products
+        case ["dot", ("bf16" | "tf32") as operand, _, "f32", *passes]:
+            repeats = int(passes[0].removeprefix("x")) if passes else 1
+            return Flops(matrix=(("bf16" if operand == "bf16" else "f32", count * repeats),))
     return Flops(matrix=((element_type, count),))
 
 
 def _convolution(instruction: Instruction, data: Shape, kernel: Shape, result: Shape) -> Flops:
     """Every element of the output sums over the kernel's window and input features."""
-    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
-    features = kernel.dimensions[labels[2].index("o")] if labels else 1
+    labels = convolution_labels(instruction)
+    features = kernel.dimensions[labels[1].index("o")] if labels else 1
     return _matrix(instruction, data.element_type, 2 * result.element_count * kernel.element_count // max(features, 1))
 
 
@@ -208,21 +208,19 @@ def _triangular_solve(instruction: Instruction, operands: Sequence[Shape]) -> Fl
 
 def _fourier(instruction: Instruction, data: Shape) -> Flops:
     """The textbook's count, which FFT libraries quote their speed by; the longer side has the whole transform."""
-    length = prod(_numbers(instruction.attributes.get("fft_length", "")))
+    length = prod(integers(instruction, "fft_length"))
     transforms = max(data.element_count, instruction.shape.element_count) // max(length, 1)
     each = 5 * length * log2(max(length, 1))
     return Flops(vector=int(transforms * each / (2 if "RFFT" in instruction.attributes.get("fft_type", "") else 1)))
 
 
 def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    target = custom_call_target(instruction)
     config = instruction.backend_config
     settings: dict[str, Any] = config if isinstance(config, dict) else {}
     results = [shape for _, shape in leaves(instruction.shape)]
-    if gemm := settings.get("gemm_backend_config"):
-        numbers = gemm.get("dot_dimension_numbers", {})
-        contracting = [int(number) for number in numbers.get("lhs_contracting_dimensions", ())]
-        return _product(instruction, operands[0], results[0], contracting)
+    if dimensions := dot_dimensions(instruction):
+        return _product(instruction, operands[0], results[0], dimensions.lhs_contracting)
     if attention := settings.get("cudnn_fmha_backend_config"):
         return _attention(attention, target, operands)
     if target == "__cudnn$blockScaledDot":
@@ -235,8 +233,8 @@ def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
         return _convolution(instruction, operands[0], results[0], operands[1])
     if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
         return _convolution(instruction, operands[0], operands[1], results[0])
-    if stated := _STATED.search(instruction.attributes.get("frontend_attributes", "")):
-        element_type, count, elements = stated[1], int(stated[2]), int(stated[3])
+    if stated := stated_flops(instruction):
+        element_type, count, elements = stated
         made = sum(shape.element_count for shape in results)
         return Flops(matrix=((element_type, count * made // elements if elements else count),))
     if cost := settings.get("cost_estimate"):

@@ -20,14 +20,15 @@ from hlo_analysis.missed.layout_roundtrip import find_turned, turned_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
 from hlo_analysis.patterns.attention_scores import attention_scores
-from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
 
 
 def rank(
-    launches: Sequence[Launch],
+    launches: Sequence[LaunchRow],
     intermediates: Sequence[Intermediate],
     decisions: Sequence[Decision],
     device: Device,
@@ -66,7 +67,7 @@ def rank(
     return tuple(replace(found, rank=position) for position, found in enumerate(missed, start=1))
 
 
-def _passes(found: MissedFusion, launches: Sequence[Launch]) -> bool:
+def _passes(found: MissedFusion, launches: Sequence[LaunchRow]) -> bool:
     """The fusion test, on bytes or, for a pair of small launches, on time."""
     ends = [launches[index] for index in {found.producer, *found.consumers}]
     around = sum(launch.roofline_us * launch.repeat for launch in ends)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion, Value
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Device, Intermediate, MissedFusion, Value
 from hlo_analysis.remedies import Remedy
 
 
-def written(value: Intermediate, producer: Launch) -> int:
+def written(value: Intermediate, producer: LaunchRow) -> int:
     """Bytes of a value that its launch writes: not all of them where it updates a buffer in place."""
     return min(value.bytes, producer.bytes_written) * producer.repeat
 
 
-def read_by_each(value: Intermediate, launches: Sequence[Launch]) -> dict[int, int]:
+def read_by_each(value: Intermediate, launches: Sequence[LaunchRow]) -> dict[int, int]:
     """Bytes of a value by its readers: of what all of them read, by how much each of them can have read at most."""
     total = max(value.bytes_moved - written(value, launches[value.producer]), 0)
     readers = [launches[index] for index in value.consumers]
@@ -22,7 +23,7 @@ def read_by_each(value: Intermediate, launches: Sequence[Launch]) -> dict[int, i
     return {index: bound * min(total, together) // max(together, 1) for index, bound in most.items()}
 
 
-def updates_in_place(reader: Launch, value: Intermediate) -> bool:
+def updates_in_place(reader: LaunchRow, value: Intermediate) -> bool:
     """Whether a launch writes a part of a buffer of this shape and leaves the rest as it was."""
     return reader.bytes_written < value.bytes and any(made.shape == value.shape for made in reader.outputs)
 
@@ -34,7 +35,7 @@ def missed(
     consumers: tuple[int, ...],
     stake: int,
     time: float,
-    ends: Sequence[Launch],
+    ends: Sequence[LaunchRow],
     reason: str,
     category: str,
     remedy: Remedy,
@@ -58,7 +59,7 @@ def missed(
     )
 
 
-def waits(launch: Launch, byte_count: int, device: Device) -> float:
+def waits(launch: LaunchRow, byte_count: int, device: Device) -> float:
     """Microseconds that a launch would wait less for so many bytes; none where arithmetic bounds it."""
     if launch.limiter == "compute" or not device.memory_bandwidth:
         return 0.0

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import missed, updates_in_place, waits
 from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
-from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Device, Intermediate, MissedFusion
 from hlo_analysis.remedies.texts import TURNED, TURNED_KEPT
 
 
@@ -18,12 +19,12 @@ class Turned:
 
     value: Intermediate
     argument: str
-    moves: list[Launch]
+    moves: list[LaunchRow]
     """The launch that turns it, copies of what it writes, and those that turn it back: none would be needed."""
-    updates: list[Launch] = field(default_factory=list)
+    updates: list[LaunchRow] = field(default_factory=list)
 
 
-def find_turned(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> list[Turned]:
+def find_turned(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> list[Turned]:
     """Arguments that are transposed whole, updated in part, in place, and mostly transposed back."""
     made: dict[int, list[Intermediate]] = {}
     for value in intermediates:
@@ -52,14 +53,14 @@ def turned_for_updates(turned: Sequence[Turned], device: Device, donated: Collec
         )
 
 
-def _turns(launch: Launch, value: Intermediate) -> bool:
+def _turns(launch: LaunchRow, value: Intermediate) -> bool:
     """Whether a launch transposes a whole argument."""
     given = launch.inputs[0] if launch.inputs else None
     is_whole = given is not None and given.producer is None and given.bytes == value.bytes == launch.bytes_written
     return is_whole and only_moves(launch) and has(launch, "transpose")
 
 
-def _followed(launches: Sequence[Launch], made: Mapping[int, Sequence[Intermediate]], value: Intermediate) -> Turned:
+def _followed(launches: Sequence[LaunchRow], made: Mapping[int, Sequence[Intermediate]], value: Intermediate) -> Turned:
     """What becomes of it: copies and updates are followed, into a loop and out of it; others only read it."""
     turn = launches[value.producer]
     turned = Turned(value=value, argument=turn.inputs[0].name, moves=[turn])
@@ -81,5 +82,5 @@ def _followed(launches: Sequence[Launch], made: Mapping[int, Sequence[Intermedia
     return turned
 
 
-def _moved(launch: Launch) -> int:
+def _moved(launch: LaunchRow) -> int:
     return (launch.bytes_read + launch.bytes_written) * launch.repeat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,11 @@ from hlo_analysis.missed.cost import missed, read_by_each, updates_in_place, wai
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import calls_python, fills, has
 from hlo_analysis.patterns.pair_patterns import scatters_rows
-from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion
 from hlo_analysis.remedies import Table, vertical_remedy
 from hlo_analysis.remedies.loop_texts import APART
 from hlo_analysis.remedies.texts import MASKED, PICKED
-
-# A launch that does any work of the backward pass runs in that pass, though it be named after the rest of its work.
-_BACKWARD = re.compile(r'op_name="[^"]*\btranspose\(')
 
 _ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
 # What is made of (almost) nothing, as zeros to add to, is no work that could wait for its reader.
@@ -37,7 +34,7 @@ class _Stake:
 
 
 def between_launches(
-    launches: Sequence[Launch],
+    launches: Sequence[LaunchRow],
     intermediates: Sequence[Intermediate],
     decisions: Sequence[Decision],
     device: Device,
@@ -78,7 +75,7 @@ def between_launches(
 
 
 def _handed(
-    launches: Sequence[Launch],
+    launches: Sequence[LaunchRow],
     intermediates: Sequence[Intermediate],
     scores: frozenset[str],
     outputs: frozenset[str],
@@ -104,7 +101,9 @@ def _handed(
     return handed
 
 
-def _cost(producer: Launch, near: Sequence[Launch], stakes: Sequence[_Stake], device: Device) -> tuple[int, float]:
+def _cost(
+    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device
+) -> tuple[int, float]:
     """Bytes that need not move, and the microseconds that launches wait for them."""
     gone = sum(stake.written for stake in stakes if not stake.kept_for)
     if producer.kind == "copy" and gone:  # its readers read what was copied in its place
@@ -121,7 +120,7 @@ class _Reasons:
     An instruction may take several launches, as a sort that first copies its input: its decisions name the last.
     """
 
-    def __init__(self, decisions: Sequence[Decision], launches: Sequence[Launch]) -> None:
+    def __init__(self, decisions: Sequence[Decision], launches: Sequence[LaunchRow]) -> None:
         self._names = [launch.name for launch in launches]
         self._of: dict[tuple[str, str], Decision] = {}
         for decision in decisions:
@@ -143,7 +142,7 @@ class _Reasons:
 
 
 def through_updates(
-    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
+    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
 ) -> Iterator[MissedFusion]:
     """Arrays that a launch makes, that another updates in part, in place, and that a third reads whole."""
     updated = {(value.producer, value.bytes): value for value in intermediates}
@@ -181,10 +180,10 @@ def through_updates(
 
 
 def filled_for_loops(
-    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device
+    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device
 ) -> Iterator[MissedFusion]:
     """Arrays of one value that a loop then writes all of, a part in each of its runs, as what `lax.scan` stacks."""
-    whole: dict[int, dict[Intermediate, list[Launch]]] = defaultdict(dict)
+    whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
     for value in intermediates:
         filler = launches[value.producer]
         writers = [
@@ -211,14 +210,14 @@ def filled_for_loops(
         )
 
 
-def _is_one_a_row(maker: Launch, update: Launch) -> bool:
+def _is_one_a_row(maker: LaunchRow, update: LaunchRow) -> bool:
     """Whether few elements are put into zeros, by indices that count the rows: so is the gradient of a row's pick."""
     few = _SMALLEST_INPUT * update.bytes_written <= maker.bytes_written
     return fills(maker) and few and has(update, "scatter") and has(update, "iota")
 
 
 def _kept_for(
-    value: Intermediate, producer: Launch, near: Sequence[Launch], readers: int, outputs: frozenset[str]
+    value: Intermediate, producer: LaunchRow, near: Sequence[LaunchRow], readers: int, outputs: frozenset[str]
 ) -> str:
     if producer.repeat > 1 and producer.bytes_written >= value.bytes:  # only a loop's last run leaves it to others
         return ""
@@ -236,14 +235,15 @@ def _is_carried(value: Intermediate) -> bool:
     return value.producer in value.consumers and not value.shape.endswith("[]")
 
 
-def could_join(producer: Launch, reader: Launch, is_score: bool) -> bool:
+def could_join(producer: LaunchRow, reader: LaunchRow, is_score: bool) -> bool:
     """Whether one kernel could hold both at all: nothing spans two passes, the boundary of a loop, or the host's bus.
 
     What follows the backward pass, as an optimizer's step, bears no sign of it, and could join its last launches.
     """
     if any(end.host_bytes or calls_python(end) for end in (producer, reader)):
         return False
-    # What XLA put in itself bears no name, and so belongs to no pass.
+    # What XLA put in itself bears no name, and so belongs to no pass. A launch with any work of the backward pass runs
+    # in that pass, whatever it is named after.
     same_pass = producer.phase in (reader.phase, "backward") or is_score or not (producer.op_name and reader.op_name)
-    same_pass = same_pass or (reader.phase == "backward" and bool(_BACKWARD.search(producer.hlo)))
+    same_pass = same_pass or (reader.phase == "backward" and "backward" in producer.facts.phases)
     return same_pass and producer.computation == reader.computation

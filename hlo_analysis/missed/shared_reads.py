@@ -9,17 +9,18 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import missed, read_by_each, waits
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
 from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
-from hlo_analysis.records import Device, Intermediate, Launch, MissedFusion, Value
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Device, Intermediate, MissedFusion, Value
 from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
 
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
 
 
 def read_at_once(
-    launches: Sequence[Launch], intermediates: Sequence[Intermediate], device: Device, scores: frozenset[str]
+    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, scores: frozenset[str]
 ) -> Iterator[MissedFusion]:
     """Launches that depend on one another in no way and read the same values."""
-    readers: dict[str, list[Launch]] = defaultdict(list)
+    readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
     for launch in launches:
         for value in launch.inputs:
@@ -58,7 +59,7 @@ def read_at_once(
         )
 
 
-def read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFusion]:
+def read_again(launches: Sequence[LaunchRow], device: Device) -> Iterator[MissedFusion]:
     """Arguments of which one kernel could have read each row once, with its sum and with what needs the sum."""
     table = Table(launches)
     for found in find_rereads(launches):
@@ -79,15 +80,15 @@ def read_again(launches: Sequence[Launch], device: Device) -> Iterator[MissedFus
         )
 
 
-def _siblings(readers: Sequence[Launch], ancestors: Sequence[int]) -> list[list[Launch]]:
+def _siblings(readers: Sequence[LaunchRow], ancestors: Sequence[int]) -> list[list[LaunchRow]]:
     """Groups of two and more readers that could be one launch: alike, in one pass, none needing another's result."""
-    alike: Mapping[tuple, list[Launch]] = defaultdict(list)
+    alike: Mapping[tuple, list[LaunchRow]] = defaultdict(list)
     for launch in {reader.index: reader for reader in readers}.values():
         if launch.kind in _MERGEABLE:
             alike[launch.computation, launch.phase, launch.kind in PRODUCTS, launch.repeat].append(launch)
-    groups: list[list[Launch]] = []
+    groups: list[list[LaunchRow]] = []
     for candidates in alike.values():
-        group: list[Launch] = []
+        group: list[LaunchRow] = []
         for launch in candidates:
             if not any(ancestors[launch.index] >> member.index & 1 for member in group):
                 group.append(launch)

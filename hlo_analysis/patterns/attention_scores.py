@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
-from hlo_analysis.patterns.launch_patterns import has, is_product
+from hlo_analysis.patterns.launch_patterns import has, is_batched, is_product
 from hlo_analysis.patterns.pair_patterns import adds_parts
-from hlo_analysis.records import Intermediate, Launch, Value
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Intermediate, Value
 
 # Scores of T queries and keys of D features are T / 2D times as large as what they are made from: those of short
 # sequences (197 patches, heads of 64) hardly larger, those of a router (8 experts of 1024 features) far smaller.
@@ -18,7 +19,7 @@ _FEATURES = 8
 _SOFTMAX = {"exponential", "reduce"}
 
 
-def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> frozenset[str]:
+def attention_scores(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> frozenset[str]:
     """Names of the scores, of what other launches make of them, and of their gradients.
 
     Scores are what a product makes that is not much smaller than its operands, where a softmax of it goes into another
@@ -51,7 +52,7 @@ def attention_scores(launches: Sequence[Launch], intermediates: Sequence[Interme
 
 
 def attention_products(
-    launches: Sequence[Launch], intermediates: Sequence[Intermediate], scores: Collection[str]
+    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], scores: Collection[str]
 ) -> frozenset[int]:
     """The products that make scores, and those that read them."""
     ends = {end for value in intermediates if value.name in scores for end in (value.producer, *value.consumers)}
@@ -78,26 +79,26 @@ def _sizes(shape: str) -> tuple[int, ...]:
     return tuple(int(size) for size in shape.partition("[")[2].partition("]")[0].split(",") if size.isdecimal())
 
 
-def _sums_products(launch: Launch, scores: Intermediate) -> bool:
+def _sums_products(launch: LaunchRow, scores: Intermediate) -> bool:
     """Whether a reduction multiplies a cache by a query, or by weights: so XLA makes the products of a single row."""
     if not (has(launch, "multiply") and has(launch, "reduce")) or has(launch, "exponential"):
         return False
     return any(elements(given) >= _FEATURES * elements(scores) for given in launch.inputs)
 
 
-def _has_grown(product: Launch, value: Intermediate) -> bool:
+def _has_grown(product: LaunchRow, value: Intermediate) -> bool:
     """Whether a result is not much smaller than the product's factors.
 
     A mask or bias of its own size is none of them, nor are the keys of a cache, which a few queries are multiplied by:
     these are larger, and of a batch. What a router multiplies by its weights is large, too, and of none.
     """
-    is_alone = " dot(" in product.hlo and "batch_dims" not in product.hlo
+    is_alone = bool(product.facts.of("dot")) and not is_batched(product)
     size = elements(value)
     factors = [given for given in product.inputs if elements(given) < size or (is_alone and elements(given) > size)]
     return bool(factors) and value.bytes >= _GROWTH * sum(given.bytes for given in factors)
 
 
-def _reduces(launches: Sequence[Launch], reader: Launch) -> bool:
+def _reduces(launches: Sequence[LaunchRow], reader: LaunchRow) -> bool:
     """Whether a launch reduces more than the parts of products whose sum XLA has split."""
     makers = {value.producer for value in reader.inputs if value.producer is not None}
     parted = sum(adds_parts(launches[index], reader) for index in makers)
@@ -105,7 +106,7 @@ def _reduces(launches: Sequence[Launch], reader: Launch) -> bool:
 
 
 def _softmax_meets_a_product(
-    launches: Sequence[Launch], values: Mapping[int, Sequence[Intermediate]], scores: Intermediate
+    launches: Sequence[LaunchRow], values: Mapping[int, Sequence[Intermediate]], scores: Intermediate
 ) -> bool:
     """Whether launches of the product's own pass make a softmax of its result that another product reads.
 

@@ -7,18 +7,18 @@ its rows. Both were seen with `xla_gpu_dot_merger_threshold_mb=1024`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import prod
 
-from hlo_analysis.records import Launch
+from hlo_analysis.hlo import Shape
+from hlo_analysis.hlo.attributes import dot_dimensions
+from hlo_analysis.program.facts import LaunchFacts, LaunchRow
 
 # Sums are taken for equally long if they are within this; what is fused around a product adds a little to its FLOPs.
 _ALIKE = 1.25
-_NAME = r"%([\w.\-]+)"
 
 
-def can_merge(products: Sequence[Launch], shared: str) -> bool:
+def can_merge(products: Sequence[LaunchRow], shared: str) -> bool:
     """Whether the products that read the value `shared` could be one, as far as their records tell."""
     sums = [_sum_length(product) for product in products]
     roles = {role for product in products if (role := _role(product, shared)) is not None}
@@ -28,50 +28,50 @@ def can_merge(products: Sequence[Launch], shared: str) -> bool:
     return any(len(set(sizes)) == 1 for sizes in zip(*results, strict=True))
 
 
-def _matrix(product: Launch) -> tuple[str, str]:
+def _matrix(product: LaunchRow) -> tuple[str, str]:
     """Rows and columns of a product's result. Products merge side by side only if one of the two agrees."""
     sizes = _sizes(product)
     return ("", product.name) if len(sizes) < 2 else (f"rows {sizes[-2]}", f"columns {sizes[-1]}")
 
 
-def _sum_length(product: Launch) -> float:
+def _sum_length(product: LaunchRow) -> float:
     """How many products each element of a result adds up, about; 0 where it is not known."""
     last = [int(size) for size in _sizes(product)[-2:] if size.isdecimal() and int(size)]
     return product.flops / (2 * prod(last))
 
 
-def _sizes(product: Launch) -> list[str]:
+def _sizes(product: LaunchRow) -> list[str]:
     return product.outputs[0].shape.partition("[")[2].partition("]")[0].split(",") if product.outputs else []
 
 
-def _role(product: Launch, shared: str) -> tuple[int, str] | None:
-    """Which factor of a product in a fusion a value is, and the axes of it that are summed over; None if not seen."""
-    fused = re.search(r" fusion\(([^)]*)\)", product.hlo)
-    dot = re.search(rf" dot\({_NAME}, {_NAME}\)(.*)", product.hlo)
-    if not fused or not dot:
+def _role(product: LaunchRow, shared: str) -> tuple[int, tuple[int, ...]] | None:
+    """Which factor of a fused product a value is, and the axes of it that are summed over; None if not seen."""
+    dots = product.facts.of("dot")
+    dimensions = dot_dimensions(dots[0]) if dots else None
+    if dimensions is None:
         return None
-    operands = re.findall(_NAME, fused[1])
-    for side, axes in ((1, "lhs_contracting_dims"), (2, "rhs_contracting_dims")):
-        if shared in {operands[number] for number in _parameters(product, dot[side])}:
-            summed = re.search(rf"{axes}={{([\d,]*)}}", dot[3])
-            return side, summed[1] if summed else ""
+    for side, axes in ((0, dimensions.lhs_contracting), (1, dimensions.rhs_contracting)):
+        if shared in _values(product.facts, dots[0].operands[side]):
+            return side, axes
     return None
 
 
-def _parameters(product: Launch, factor: str) -> set[int]:
-    """Numbers of the parameters that a factor is made of, where each step keeps its shape."""
-    made = {name: (shape, text) for name, shape, text in re.findall(rf"{_NAME} = (\S+) \S*\((.*)", product.hlo)}
-    found, queue, seen = set[int](), [factor], {factor}
+def _values(facts: LaunchFacts, factor: str) -> set[str]:
+    """Values outside the launch that a factor is computed from by steps that keep its dimensions and layout."""
+    found, queue, seen = set[str](), [factor], {factor}
     while queue:
-        shape, text = made.get(queue.pop(), ("", ""))
-        if number := re.match(r"(\d+)\)", text):
-            found.add(int(number[1]))
-        alike = {name for name in re.findall(_NAME, text.partition(")")[0]) if _axes(made.get(name)) == _axes((shape,))}
-        queue += alike - seen
-        seen |= alike
+        name = queue.pop()
+        if name in facts.parameters:
+            found.add(facts.parameters[name])
+        instruction = facts.instructions.get(name)
+        for operand in instruction.operands if instruction else ():
+            other = facts.instructions.get(operand)
+            if instruction and other and operand not in seen and _axes(other.shape) == _axes(instruction.shape):
+                queue.append(operand)
+                seen.add(operand)
     return found
 
 
-def _axes(made: tuple[str, ...] | None) -> str:
-    """Sizes of an array, whatever its type; '' where it is not known."""
-    return made[0].partition("[")[2] if made else ""
+def _axes(shape: Shape) -> tuple[object, ...]:
+    """Sizes and layout of an array, whatever its type."""
+    return shape.dimensions, shape.layout

@@ -1,11 +1,12 @@
-"""What one launch does, as far as its opcodes and its HLO text tell: the signs by which a remedy is chosen."""
+"""Patterns of a single launch, matched on its opcodes and facts."""
 
 from __future__ import annotations
 
-import re
-from math import prod
+from functools import lru_cache
 
-from hlo_analysis.records import Launch
+from hlo_analysis.hlo import Instruction, Shape, parse_shape
+from hlo_analysis.hlo.attributes import dot_dimensions, integers, interior_padding, slice_strides
+from hlo_analysis.program.facts import LaunchFacts, LaunchRow
 
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
 """Kinds of launch that are matrix products."""
@@ -22,143 +23,159 @@ LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce",
 _OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
                "negate", "minimum", "maximum"}  # fmt: skip
 _SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
-_CALLBACK = re.compile(r'custom_call_target="xla_ffi_(partitioned_)?python_')
+_CALLBACKS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 _SIXTEEN_BITS = ("bf16", "f16")
-_NAME = r"%([\w.\-]+)"
-# Every other element along an axis, and its way back: a padding of one between any two.
-_EVERY_OTHER = re.compile(r"slice=\{[^}]*:\d+:2\]|padding=[\dx_\-]*?\d_\d+_1(?!\d)")
+_INTEGERS = ("s8", "u8", "s4", "u4")
 
 
-def has(launch: Launch, opcode: str) -> bool:
+@lru_cache(maxsize=4096)
+def shape_of(text: str) -> Shape:
+    """Parses the shape of a record, as 'bf16[8192,4096]'."""
+    return parse_shape(text)
+
+
+def has(launch: LaunchRow, opcode: str) -> bool:
     """Whether there is such an instruction inside."""
     return any(found == opcode for found, _ in launch.opcodes)
 
 
-def is_product(launch: Launch) -> bool:
-    """Whether a launch is a matrix product, whoever makes it; cuBLAS solves triangular systems, too."""
-    return (launch.kind in PRODUCTS or has(launch, "dot")) and "triangularSolve" not in launch.hlo
+def is_product(launch: LaunchRow) -> bool:
+    """Whether a launch is a matrix product, whoever makes it; cuBLAS also solves triangular systems."""
+    solves = "__cublas$triangularSolve" in launch.facts.targets
+    return (launch.kind in PRODUCTS or has(launch, "dot")) and not solves
 
 
-def convolves(launch: Launch) -> bool:
+def convolves(launch: LaunchRow) -> bool:
     """Whether it is one of cuDNN's convolutions."""
-    return launch.kind == "cudnn" and "__cudnn$conv" in launch.hlo
+    return launch.kind == "cudnn" and any(target.startswith("__cudnn$conv") for target in launch.facts.targets)
 
 
-def calls_python(launch: Launch) -> bool:
+def calls_python(launch: LaunchRow) -> bool:
     """Whether it calls back to Python on the host, as `jax.debug.print` and `pure_callback` do."""
-    return launch.kind == "custom_call" and bool(_CALLBACK.search(launch.hlo))
+    return launch.kind == "custom_call" and any(target.startswith(_CALLBACKS) for target in launch.facts.targets)
 
 
-def is_closed(launch: Launch) -> bool:
+def is_closed(launch: LaunchRow) -> bool:
     """Whether it is a library's kernel (cuDNN, cuSOLVER, cuBLAS, cuFFT), which takes no work of others."""
     return launch.kind in ("cudnn", "custom_call", *LIBRARIES) or has(launch, "fft")
 
 
-def only_moves(launch: Launch) -> bool:
+def only_moves(launch: LaunchRow) -> bool:
     """Whether it changes no value. An exact copy is none: it is there to keep a buffer whole."""
     opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
     return bool(opcodes) and opcodes <= _MOVES and not fills(launch) and (launch.kind, opcodes) != ("copy", {"copy"})
 
 
-def spreads(launch: Launch) -> bool:
+def spreads(launch: LaunchRow) -> bool:
     """Whether it writes each of its values to several places."""
     return has(launch, "broadcast") and launch.bytes_written >= 2 * launch.bytes_read
 
 
-def repeats_rows(launch: Launch) -> bool:
+def repeats_rows(launch: LaunchRow) -> bool:
     """Whether it takes rows by indices, each several times, and does nothing to most of them but to join them."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
-    plain = opcodes <= _MOVES | _OF_INDICES or _joins_rows(launch.hlo)
+    plain = opcodes <= _MOVES | _OF_INDICES or _joins_rows(launch.facts)
     return "gather" in opcodes and plain and launch.bytes_written >= 2 * launch.bytes_read
 
 
-def _joins_rows(hlo: str) -> bool:
-    """Whether at least half of what is joined in the end are rows as they were taken."""
-    made = {name: found for name, *found in re.findall(rf"{_NAME} = \w+\[([\d,]*)\]\S* ([\w\-]+)\((.*?)\)", hlo)}
-    joined = re.search(r"ROOT .* concatenate\((.*?)\)", hlo)
-    rows = whole = 0
-    for name in re.findall(_NAME, joined[1]) if joined else ():
-        sizes, opcode, operands = made.get(name, ("", "", ""))
-        size = prod(map(int, sizes.split(","))) if sizes else 0
-        while opcode in ("bitcast", "reshape", "convert"):
-            _, opcode, operands = made.get(operands.strip("%"), ("", "", ""))
+def _joins_rows(facts: LaunchFacts) -> bool:
+    """Whether the result is a concatenation of which gathered rows are at least half."""
+    if facts.root is None or facts.root.opcode != "concatenate":
+        return False
+    gathered = whole = 0
+    for number in range(len(facts.root.operands)):
+        part = facts.operand(facts.root, number)
+        size = part.shape.element_count if part else 0
+        while part and part.opcode in ("bitcast", "reshape", "convert"):
+            part = facts.operand(part, 0)
         whole += size
-        rows += size if opcode == "gather" else 0
-    return 0 < whole <= 2 * rows
+        gathered += size if part and part.opcode == "gather" else 0
+    return 0 < whole <= 2 * gathered
 
 
-def dequantizes(launch: Launch) -> bool:
+def dequantizes(launch: LaunchRow) -> bool:
     """Whether it makes wide weights of integers, and does nothing to them but to scale and shift."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
-    integers = [value.bytes for value in launch.inputs if re.match(r"[su][48]\[\d+,", value.shape)]
-    widens = bool(integers) and 2 * max(integers) <= launch.bytes_written
+    shapes = [(shape_of(value.shape), value.bytes) for value in launch.inputs]
+    weights = [size for shape, size in shapes if shape.element_type in _INTEGERS and len(shape.dimensions) > 1]
+    widens = bool(weights) and 2 * max(weights) <= launch.bytes_written
     return widens and {"convert", "multiply"} <= opcodes <= _SCALES and launch.phase == "forward"
 
 
-def is_batched(product: Launch) -> bool:
+def is_batched(product: LaunchRow) -> bool:
     """Whether a product is of several pairs of matrices."""
-    return bool(re.search(r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["?\d', product.hlo))
+    return any(found.lhs_batch for found in map(dot_dimensions, product.facts.instructions.values()) if found)
 
 
-def takes_sixteen_bits(product: Launch) -> bool:
+def takes_sixteen_bits(product: LaunchRow) -> bool:
     """Whether both factors of a product are bfloat16 or float16."""
-    if dot := re.search(rf" dot\({_NAME}, {_NAME}\)", product.hlo):
-        types = [re.search(rf"%{re.escape(name)} = (\w+)\[", product.hlo) for name in dot.groups()]
-        return all(found is not None and found[1] in _SIXTEEN_BITS for found in types)
-    return all(value.shape.partition("[")[0] in _SIXTEEN_BITS for value in product.inputs[:2])
+    if dots := product.facts.of("dot"):
+        factors = [product.facts.operand(dots[0], number) for number in (0, 1)]
+        return all(factor is not None and factor.shape.element_type in _SIXTEEN_BITS for factor in factors)
+    return all(shape_of(value.shape).element_type in _SIXTEEN_BITS for value in product.inputs[:2])
 
 
-def relays(launch: Launch) -> bool:
+def relays(launch: LaunchRow) -> bool:
     """Whether a launch that only moves changes the order of elements, or nothing at all."""
     return any(opcode in _LAYOUT_MOVES for opcode, _ in launch.opcodes)
 
 
-def only_casts(launch: Launch) -> bool:
+def only_casts(launch: LaunchRow) -> bool:
     """Whether it converts to another type and does nothing else."""
     return {opcode for opcode, _ in launch.opcodes} == {"convert"}
 
 
-def fills(launch: Launch) -> bool:
+def fills(launch: LaunchRow) -> bool:
     """Whether it writes one value everywhere."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
     return "broadcast" in opcodes and opcodes <= {"broadcast", "copy"} and launch.bytes_read < 64
 
 
-def sums_columns(launch: Launch) -> bool:
+def sums_columns(launch: LaunchRow) -> bool:
     """Whether no sum of a launch is over the axis that is the last in memory: so are those of a batch normalization."""
-    found = re.findall(rf" reduce\({_NAME}[^)]*\), dimensions=\{{([\d,]*)\}}", launch.hlo)
-    last = [re.search(rf"%{re.escape(name)} = \w+\[[\d,]*\]\{{(\d+)", launch.hlo) for name, _ in found]
-    return bool(found) and all(at and at[1] not in axes.split(",") for at, (_, axes) in zip(last, found, strict=True))
+    reductions = launch.facts.of("reduce")
+    return bool(reductions) and all(_keeps_last_axis(launch.facts, reduction) for reduction in reductions)
 
 
-def normalizes(launch: Launch) -> bool:
+def _keeps_last_axis(facts: LaunchFacts, reduction: Instruction) -> bool:
+    operand = facts.operand(reduction, 0)
+    if operand is None or operand.shape.layout is None or not operand.shape.layout.minor_to_major:
+        return False
+    return operand.shape.layout.minor_to_major[0] not in integers(reduction, "dimensions")
+
+
+def normalizes(launch: LaunchRow) -> bool:
     """Whether the launch is a normalisation of rows, or a part of one: by its operations, else by the model's name."""
     return has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
 
 
-def shifts(launch: Launch) -> bool:
+def shifts(launch: LaunchRow) -> bool:
     """Whether it takes the exponential of what is left of a row's largest value, as a softmax does.
 
     Other exponentials are those of sigmoids, or of a difference of two arrays (the gradient of a softplus).
     """
     if not has(launch, "exponential"):
         return False
-    names = re.findall(rf" exponential\({_NAME}\)", launch.hlo)
-    return not names or any(_subtracts_rows(launch.hlo, name) for name in names)
+    found = launch.facts.of("exponential")
+    return not found or any(_subtracts_rows(launch.facts, exponential) for exponential in found)
 
 
-def _subtracts_rows(hlo: str, name: str) -> bool:
-    if cast := re.search(rf"%{re.escape(name)} = \S+ convert\({_NAME}\)", hlo):
-        name = cast[1]
-    found = re.search(rf"%{re.escape(name)} = \S+ subtract\({_NAME}, {_NAME}\)", hlo)
-    return bool(found) and bool(re.search(rf"%{re.escape(found[2])} = \S+ broadcast\(", hlo))
+def _subtracts_rows(facts: LaunchFacts, exponential: Instruction) -> bool:
+    difference = facts.operand(exponential, 0)
+    if difference and difference.opcode == "convert":
+        difference = facts.operand(difference, 0)
+    if difference is None or difference.opcode != "subtract":
+        return False
+    subtracted = facts.operand(difference, 1)
+    return subtracted is not None and subtracted.opcode == "broadcast"
 
 
-def is_softmax(launch: Launch) -> bool:
+def is_softmax(launch: LaunchRow) -> bool:
     """Whether XLA made one kernel of a softmax already."""
     return launch.kind == "triton" and has(launch, "exponential") and has(launch, "reduce")
 
 
-def takes_every_other(launch: Launch) -> bool:
+def takes_every_other(launch: LaunchRow) -> bool:
     """Whether it takes apart, or puts together, elements of even and odd index: a level of `lax.associative_scan`."""
-    return bool(_EVERY_OTHER.search(launch.hlo))
+    takes = any(2 in slice_strides(found) for found in launch.facts.of("slice"))
+    return takes or any(1 in interior_padding(found) for found in launch.facts.of("pad"))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.launch_patterns import has, is_product, sums_columns
-from hlo_analysis.records import Launch, Value
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Value
 
 _KINDS = frozenset({"loop", "reduction", "transpose", "triton"})
 
@@ -26,11 +27,11 @@ class Reread:
     """An argument, the launches that read all of it, and those between them that finish the sums."""
 
     value: Value
-    readers: tuple[Launch, ...]
-    between: tuple[Launch, ...]
+    readers: tuple[LaunchRow, ...]
+    between: tuple[LaunchRow, ...]
 
 
-def find_ancestors(launches: Sequence[Launch]) -> list[int]:
+def find_ancestors(launches: Sequence[LaunchRow]) -> list[int]:
     """For each launch, the launches that it depends on, as bits of an integer."""
     ancestors: list[int] = []
     for launch in launches:
@@ -45,15 +46,15 @@ def find_ancestors(launches: Sequence[Launch]) -> list[int]:
     return ancestors
 
 
-def _continues(last: Launch, launch: Launch) -> bool:
+def _continues(last: LaunchRow, launch: LaunchRow) -> bool:
     """Whether two launches are passes of one instruction, as of a sort: what they hand on is named after it."""
     return (last.name, last.computation) == (launch.name, launch.computation)
 
 
-def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
+def find_rereads(launches: Sequence[LaunchRow]) -> Iterator[Reread]:
     """Arguments whose later readers need of the first nothing but sums over rows that fit on the chip."""
     ancestors = find_ancestors(launches)
-    readers: dict[str, list[Launch]] = defaultdict(list)
+    readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
     for launch in launches:
         for value in launch.inputs:
@@ -82,7 +83,9 @@ def find_rereads(launches: Sequence[Launch]) -> Iterator[Reread]:
             yield Reread(value=values[name], readers=tuple(group), between=rest)
 
 
-def _path(launches: Sequence[Launch], ancestors: Sequence[int], first: Launch, last: Launch) -> list[Launch] | None:
+def _path(
+    launches: Sequence[LaunchRow], ancestors: Sequence[int], first: LaunchRow, last: LaunchRow
+) -> list[LaunchRow] | None:
     """The launches that need the first and that the last needs; None where it does not need the first."""
     if not ancestors[last.index] >> first.index & 1:
         return None
@@ -93,7 +96,9 @@ def _path(launches: Sequence[Launch], ancestors: Sequence[int], first: Launch, l
     ]
 
 
-def _needs_others(launches: Sequence[Launch], path: Sequence[Launch], first: Launch, last: Launch, name: str) -> bool:
+def _needs_others(
+    launches: Sequence[LaunchRow], path: Sequence[LaunchRow], first: LaunchRow, last: LaunchRow, name: str
+) -> bool:
     """Whether sums of other arrays are put together with those of this one, as in the norm of all gradients."""
     makers = {first.index, *(launch.index for launch in path)}
     given = {value.producer for launch in (*path, last) for value in launch.inputs} - makers - {None}
@@ -101,12 +106,12 @@ def _needs_others(launches: Sequence[Launch], path: Sequence[Launch], first: Lau
     return any(has(other, "reduce") and all(value.name != name for value in other.inputs) for other in others)
 
 
-def _crosses(first: Launch, other: Launch) -> bool:
+def _crosses(first: LaunchRow, other: LaunchRow) -> bool:
     """Whether one of two launches sums rows and the other columns, so that no block has what both need."""
     return has(other, "reduce") and sums_columns(other) != sums_columns(first)
 
 
-def _hands_sums(path: Sequence[Launch], first: Launch, last: Launch, value: Value) -> bool:
+def _hands_sums(path: Sequence[LaunchRow], first: LaunchRow, last: LaunchRow, value: Value) -> bool:
     makers = {first.index, *(launch.index for launch in path)}
     handed = [given for launch in (*path, last) for given in launch.inputs if given.producer in makers]
     sums = min(handed, key=elements)

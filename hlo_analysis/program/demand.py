@@ -7,11 +7,11 @@ followed, but needs that come by way of different slices are kept apart and add 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from hlo_analysis.hlo import Computation, Instruction, Module
+from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.program.dataflow import VIEWS
 from hlo_analysis.program.inplace_updates import in_place_chain
 
@@ -130,22 +130,18 @@ def _taken(user: Instruction, position: int, sizes: tuple[int, ...], counts: tup
         case opcode if opcode in VIEWS:
             return _reshaped(counts, results, sizes)
         case "broadcast":
-            return tuple(counts[number] for number in _dimensions(user))
+            return tuple(counts[number] for number in integers(user, "dimensions"))
         case "transpose":
-            back = dict(zip(_dimensions(user), counts, strict=True))
+            back = dict(zip(integers(user, "dimensions"), counts, strict=True))
             return tuple(back[number] for number in range(len(sizes)))
         case "reduce" if sizes:
-            gone, kept = set(_dimensions(user)), iter(counts)
+            gone, kept = set(integers(user, "dimensions")), iter(counts)
             return tuple(size if number in gone else next(kept) for number, size in enumerate(sizes))
         case "concatenate" | "pad" if len(sizes) == len(counts):
             return tuple(map(min, counts, sizes))
         case opcode if sizes == results and opcode not in _NOT_POINTWISE:
             return counts
     return sizes
-
-
-def _dimensions(instruction: Instruction) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", instruction.attributes.get("dimensions", ""))]
 
 
 def _reshaped(counts: tuple[int, ...], results: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:

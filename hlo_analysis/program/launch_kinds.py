@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.hlo.attributes import custom_call_target
 from hlo_analysis.program.dataflow import returned_by
 from hlo_analysis.records import LaunchKind
 
@@ -71,11 +72,6 @@ _HEROES: tuple[tuple[str, LaunchKind], ...] = (
     ("transpose", "transpose"),
     ("concatenate", "concatenate"),
 )
-
-
-def custom_call_target(instruction: Instruction) -> str:
-    """The target of a custom call, '' for anything else."""
-    return instruction.attributes.get("custom_call_target", "").strip('"')
 
 
 def opcode_counts(module: Module, instruction: Instruction) -> tuple[tuple[str, int], ...]:

@@ -13,12 +13,13 @@ from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.program.dataflow import Dataflow, Path, Source, leaf_shape
+from hlo_analysis.program.facts import LaunchFacts, LaunchRow, facts_of
 from hlo_analysis.program.host_memory import without_host
 from hlo_analysis.program.inplace_updates import updated_operand
 from hlo_analysis.program.intermediates import Access
 from hlo_analysis.program.launch_kinds import EMITTERS, kind_of, opcode_counts
 from hlo_analysis.program.launch_sites import Site
-from hlo_analysis.records import Device, Launch, LaunchKind, Value
+from hlo_analysis.records import Device, LaunchKind, Phase, Value
 
 # A Mosaic kernel's backend_config holds its whole module, some 75 KB: nothing that a reader of the HLO needs.
 _LONGEST_ATTRIBUTE = 4000
@@ -42,7 +43,7 @@ class Context:
 class Row:
     """A launch with its reads and writes, before they are paired into intermediates."""
 
-    launch: Launch
+    launch: LaunchRow
     writes: tuple[Access, ...] = ()
     reads: tuple[Access, ...] = ()
 
@@ -64,7 +65,8 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     shared = thunk.shared_memory_bytes
     op_name, frame = _origin(module, instruction)
     scope, phase = scope_of(op_name)
-    launch = Launch(
+    facts = facts_of(module, instruction)
+    launch = LaunchRow(
         index=index,
         thunk_id=thunk.id,
         name=instruction.name,
@@ -78,6 +80,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         phase=phase,
         source=f"{PurePosixPath(frame.file).name}:{frame.line}" if frame else None,
         op_name=op_name,
+        scopes=scopes_of(facts, (scope, phase)),
         opcodes=opcode_counts(module, instruction),
         inputs=tuple(_value(access, context) for access in reads if access.usual),
         outputs=tuple(_value(access, context) for access in writes),
@@ -93,6 +96,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
         hlo=_snippet(module, instruction),
+        facts=facts,
     )
     return Row(launch=launch, writes=writes, reads=reads)
 
@@ -100,7 +104,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
 def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) -> Row:
     """The row of a thunk whose instruction the module does not have: what the thunk itself says, and no traffic."""
     thunk = site.thunk
-    launch = Launch(
+    launch = LaunchRow(
         index=index,
         thunk_id=thunk.id,
         name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
@@ -209,6 +213,25 @@ def _origin(module: Module, instruction: Instruction) -> tuple[str, SourceFrame 
     frames = next((found.metadata.frames for found in candidates if found.metadata and found.metadata.frames), ())
     user = next((frame for frame in frames if not _is_installed(frame.file)), frames[0] if frames else None)
     return op_name, user
+
+
+# Instructions that compute nothing: XLA makes and names them as it likes, so that they say nothing about whose work a
+# launch does. (Merged products get a concatenate of their weights that carries the name of the norm before them.)
+_SILENT_OPCODES = frozenset(
+    ("parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element", "copy", "concatenate",
+     "slice", "dynamic-slice", "pad", "reshape", "transpose")
+)  # fmt: skip
+
+
+def scopes_of(facts: LaunchFacts, own: tuple[str, Phase]) -> tuple[tuple[str, Phase], ...]:
+    """Scope and phase of every instruction of a fusion, in order; those that enclose the launch's own add nothing."""
+    found: dict[tuple[str, Phase], None] = {}
+    for instruction in facts.instructions.values() if facts.parameters else ():
+        if instruction.op_name and instruction.opcode not in _SILENT_OPCODES:
+            scope, phase = scope_of(instruction.op_name)
+            if scope and not own[0].startswith(f"{scope}/"):
+                found.setdefault((scope, phase))
+    return tuple(found) if own in found else (own, *found)
 
 
 def _is_installed(file: str) -> bool:

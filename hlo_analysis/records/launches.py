@@ -67,6 +67,8 @@ class Launch:
     scope: str = ""
     """The model's named scopes, joined by '/', without jit(), jvp() and transpose(); '' where unknown."""
     phase: Phase = "forward"
+    scopes: tuple[tuple[str, Phase], ...] = ()
+    """Scope and phase of every instruction that it computes, its own among them."""
     source: str | None = None
     """'file.py:line' of the innermost user frame."""
     op_name: str = ""

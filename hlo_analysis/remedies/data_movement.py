@@ -17,7 +17,7 @@ from hlo_analysis.patterns.launch_patterns import (
     takes_every_other,
 )
 from hlo_analysis.patterns.pair_patterns import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import filter_layout
 from hlo_analysis.remedies.table import Table
@@ -27,7 +27,9 @@ _OF_INDEX = 8
 """FLOPs of an index that is counted down, as in a backward pass, and kept within bounds: no more than these."""
 
 
-def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feeds_attention: bool) -> Remedy | None:
+def of_places(
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, feeds_attention: bool
+) -> Remedy | None:
     """The remedy where one end changes no value, None where each does."""
     ends = (producer, *readers)
     if any(map(only_casts, ends)) and any(end.kind in LIBRARIES for end in ends):
@@ -57,7 +59,7 @@ def of_places(table: Table, producer: Launch, readers: Sequence[Launch], *, feed
     return _of_moves(table, producer, readers, moves)
 
 
-def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+def _of_scatters(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy for what a scatter starts from, and for the numbers of its updates."""
     scatters = [reader for reader in table.readers.get(producer.index, ()) if has(reader, "scatter")]
     if any(map(numbers_updates, (producer, *scatters))):
@@ -70,7 +72,9 @@ def _of_scatters(table: Table, producer: Launch, readers: Sequence[Launch]) -> R
     return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
 
 
-def _of_moves(table: Table, producer: Launch, readers: Sequence[Launch], moves: Sequence[Launch]) -> Remedy | None:
+def _of_moves(
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], moves: Sequence[LaunchRow]
+) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
     if any(map(relays, moves)):
         convolutions = [end for end in (producer, *readers) if convolves(end)]
@@ -82,13 +86,13 @@ def _of_moves(table: Table, producer: Launch, readers: Sequence[Launch], moves: 
     return texts.CUT_APART if all(_cuts_product(table, move) for move in moves) else texts.PARTS
 
 
-def _cuts_product(table: Table, move: Launch) -> bool:
+def _cuts_product(table: Table, move: LaunchRow) -> bool:
     """Whether a launch takes a part of a product of the forward pass, as of query, key and value."""
     products = [maker for maker in table.makers(move) if is_product(maker)]
     return has(move, "slice") and bool(products) and move.phase == products[0].phase == "forward"
 
 
-def _pads_for_parts(table: Table, move: Launch) -> bool:
+def _pads_for_parts(table: Table, move: LaunchRow) -> bool:
     """Whether XLA pads what a product sums over, so that it can be cut into parts of one length."""
     if not has(move, "pad") or "pad" in move.op_name:
         return False
@@ -96,7 +100,7 @@ def _pads_for_parts(table: Table, move: Launch) -> bool:
     return any(adds_parts(product, reader) for product in products for reader in table.readers.get(product.index, ()))
 
 
-def _stacks(table: Table, move: Launch) -> bool:
+def _stacks(table: Table, move: LaunchRow) -> bool:
     """Whether a launch copies what a loop's step leaves into a stack, which the loop itself does not read."""
     users = [user for user in table.readers.get(move.index, ()) if user is not move]
     is_left = all(user.computation != move.computation for user in users)
@@ -104,7 +108,7 @@ def _stacks(table: Table, move: Launch) -> bool:
     return move.repeat > 1 and has(move, "dynamic-update-slice") and moves and is_left
 
 
-def _of_stack(part: Launch, readers: Sequence[Launch]) -> Remedy:
+def _of_stack(part: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     """The remedy for a part that a loop copies out of a stack."""
     if all(knows_all_steps(part, reader) for reader in readers):
         return loop_texts.HOISTED

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hlo_analysis.patterns.attention_scores import elements
-from hlo_analysis.patterns.fused_instructions import instructions_inside
 from hlo_analysis.patterns.launch_patterns import LINEAR, has, is_batched, is_product
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies.table import Table
 
 _MOST_RANK = 128
@@ -17,14 +16,14 @@ _MOST_RANK = 128
 _FAR = 3
 
 
-def corrects(table: Table, producer: Launch, readers: Sequence[Launch]) -> bool:
+def corrects(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
     """Whether a product corrects another that is made of the same rows, or the matrix that they are multiplied by."""
     if producer.phase != "forward" or not is_product(producer):
         return False
     return _merges(producer, readers) or any(_adds(table, reader) for reader in readers)
 
 
-def _merges(producer: Launch, readers: Sequence[Launch]) -> bool:
+def _merges(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
     """Whether it adds a @ b to an argument of the result's size, by which others are multiplied."""
     whole = elements(producer.outputs[0])
     of_arguments = all(value.producer is None for value in producer.inputs)
@@ -33,7 +32,7 @@ def _merges(producer: Launch, readers: Sequence[Launch]) -> bool:
     return of_arguments and adds and plain and _is_low_rank(producer)
 
 
-def _adds(table: Table, reader: Launch) -> bool:
+def _adds(table: Table, reader: LaunchRow) -> bool:
     """Whether it adds a product of low rank to another of the same input."""
     near = [found for found in (reader, *table.makers(reader)) if is_product(found)]
     for low in filter(_is_low_rank, near):
@@ -44,7 +43,7 @@ def _adds(table: Table, reader: Launch) -> bool:
     return False
 
 
-def _is_low_rank(product: Launch) -> bool:
+def _is_low_rank(product: LaunchRow) -> bool:
     """Whether it multiplies two matrices that are both smaller than what it makes of them, over a short axis."""
     whole = elements(product.outputs[0]) if product.outputs else 0
     factors = [size for size in map(elements, product.inputs) if 1 < size < whole]
@@ -53,7 +52,7 @@ def _is_low_rank(product: Launch) -> bool:
     return factors[0] * factors[1] <= whole * _MOST_RANK**2
 
 
-def _first_products(table: Table, low: Launch) -> list[Launch]:
+def _first_products(table: Table, low: LaunchRow) -> list[LaunchRow]:
     """The products behind a factor, where nothing but sums and moves stands between."""
     found, new = [], [low]
     for _ in range(_FAR):
@@ -63,11 +62,11 @@ def _first_products(table: Table, low: Launch) -> list[Launch]:
     return found
 
 
-def _sums(reader: Launch, low: Launch, other: Launch) -> bool:
+def _sums(reader: LaunchRow, low: LaunchRow, other: LaunchRow) -> bool:
     """Whether a launch adds what two others made, or what one made to a product of its own."""
     outer, inner = (other, low) if low is reader else (low, other)
     shown = {outer.name} if inner is reader else {outer.name, inner.name}
-    sums = [found.sides for found in instructions_inside(reader) if found.opcode == "add" and len(found.sides) == 2]
+    sums = [reader.facts.operand_origins(found) for found in reader.facts.of("add")]
     return any(
         {outer.name} in sides and outer.name not in (sides[0] & sides[1]) and shown <= sides[0] | sides[1]
         for sides in sums

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import prod
 
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.dot_merger import can_merge
-from hlo_analysis.patterns.fused_instructions import instructions_inside
 from hlo_analysis.patterns.launch_patterns import (
     PRODUCTS,
     dequantizes,
@@ -30,7 +27,7 @@ from hlo_analysis.patterns.pair_patterns import (
     normalizes_sum,
     sets_values,
 )
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
@@ -39,7 +36,7 @@ from hlo_analysis.remedies.texts import Remedy
 
 
 def of_products(
-    table: Table, producer: Launch, readers: Sequence[Launch], *, of_attention: bool = False
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, of_attention: bool = False
 ) -> Remedy | None:
     """The remedy where one end is a matrix product, None where none is."""
     if is_product(producer):
@@ -54,7 +51,7 @@ def of_products(
     return replace(remedy, text=remedy.text + texts.TAKES_SINGLE) if is_ours else remedy
 
 
-def _before_product(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy:
+def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if expands_groups(producer, readers):
         return texts.GROUPED
     if is_one_hot(producer, readers):
@@ -71,7 +68,7 @@ def _before_product(table: Table, producer: Launch, readers: Sequence[Launch]) -
     return texts.NORM_LINEAR if scales else texts.LINEAR_PROLOGUE
 
 
-def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
+def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if any(adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
     if remedy := summed_in_a_loop(table, product, readers):
@@ -99,7 +96,7 @@ def _after_product(table: Table, product: Launch, readers: Sequence[Launch]) -> 
     return texts.LINEAR_EPILOGUE if product.phase == "forward" else texts.EPILOGUE
 
 
-def _reduced(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy:
+def _reduced(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     """The remedy where a product is reduced: the norm's own in several launches, which reads it once."""
     rows = rows_remedy(table, table.with_sums(readers, readers))
     if rows is texts.RMS_NORM and product.phase == "forward" and any(has(reader, "add") for reader in readers):
@@ -107,7 +104,7 @@ def _reduced(table: Table, product: Launch, readers: Sequence[Launch]) -> Remedy
     return rows if rows in (texts.RMS_NORM, texts.LAYER_NORM) and len(readers) > 1 else texts.REDUCED
 
 
-def summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where each run of a loop adds a product of its own to one array; None elsewhere.
 
     So does a scan's backward pass with a weight's gradient, and what accumulates whole gradients, part by part.
@@ -124,14 +121,14 @@ def summed_in_a_loop(table: Table, producer: Launch, readers: Sequence[Launch]) 
     return None
 
 
-def _hands_on_all(table: Table, product: Launch, readers: Sequence[Launch]) -> bool:
+def _hands_on_all(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
     """Whether what is made of every logit is wanted: it is returned, or the largest are taken of it."""
     large = [reader for reader in readers if 2 * reader.bytes_written >= product.bytes_written]
     users = [table.readers.get(reader.index, ()) for reader in large]
     return any(not found or any(user.kind == "sort" for user in found) for found in users)
 
 
-def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None:
+def shared_input_remedy(readers: Sequence[LaunchRow], shared: str) -> Remedy | None:
     """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
     if shared.startswith("constant") and all(reader.kind == "copy" for reader in readers):
         return texts.UNCHANGED
@@ -140,7 +137,7 @@ def shared_input_remedy(readers: Sequence[Launch], shared: str) -> Remedy | None
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
 
 
-def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
+def _gates(launch: LaunchRow, launches: Sequence[LaunchRow]) -> bool:
     """Whether an element-wise launch multiplies two products of one input, one of them activated, or two halves of one.
 
     The gates of a recurrent cell are sums of products of different inputs, cut into four.
@@ -154,18 +151,17 @@ def _gates(launch: Launch, launches: Sequence[Launch]) -> bool:
     return bool(is_pair) and activates and is_elementwise and has(launch, "multiply")
 
 
-def _activates(launch: Launch, products: Collection[str]) -> bool:
+def _activates(launch: LaunchRow, products: Collection[str]) -> bool:
     """Whether an activation is of what products made, and not of a decay that they are scaled by."""
     opcodes = {"logistic", "exponential", "tanh", "erf"}
-    inside = [found for found in instructions_inside(launch) if found.opcode in opcodes]
-    if not inside:
+    activations = launch.facts.of(*opcodes)
+    if not activations:
         return any(has(launch, opcode) for opcode in opcodes)
-    return any(side & set(products) for found in inside for side in found.sides)
+    return any(origins & set(products) for found in activations for origins in launch.facts.operand_origins(found))
 
 
-def _cuts_in_halves(launch: Launch, product: Launch) -> bool:
+def _cuts_in_halves(launch: LaunchRow, product: LaunchRow) -> bool:
     """Whether a launch cuts a product in two. It may cut other things: a column, the key of random numbers."""
-    shapes = re.findall(r" = \w+\[([\d,]*)\]\S* slice\(", launch.hlo)
-    cuts = [prod(map(int, re.findall(r"\d+", sizes))) for sizes in shapes]
+    cuts = [found.shape.element_count for found in launch.facts.of("slice")]
     halves = [cut for cut in cuts if 2 * cut == elements(product.outputs[0])]
     return len(halves) in (1, 2) if cuts else dict(launch.opcodes).get("slice", 0) in (1, 2)

@@ -8,13 +8,13 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.patterns.attention_scores import elements, last_size
 from hlo_analysis.patterns.launch_patterns import has, is_closed, is_softmax, normalizes, shifts, sums_columns
 from hlo_analysis.patterns.pair_patterns import continues_reduction, scatters_all
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import SUMS, Table
 from hlo_analysis.remedies.texts import Remedy
 
 
-def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
     """The remedy where both ends are element-wise work and reductions."""
     if producer.phase == "backward" and all(reader.phase == "forward" for reader in readers):
         return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
@@ -29,7 +29,7 @@ def of_rows(table: Table, producer: Launch, readers: Sequence[Launch], category:
     return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
 
 
-def _drops(launch: Launch) -> bool:
+def _drops(launch: LaunchRow) -> bool:
     """Whether it keeps or drops elements of an array by random bits, and adds what is left to another array.
 
     Normally distributed numbers are made of random bits, too, by a logarithm.
@@ -40,14 +40,14 @@ def _drops(launch: Launch) -> bool:
     return draws and not has(launch, "log-plus-one") and arrays > 1
 
 
-def _keeps_sums(producer: Launch, ends: Sequence[Launch]) -> bool:
+def _keeps_sums(producer: LaunchRow, ends: Sequence[LaunchRow]) -> bool:
     """Whether a launch gives sums beside a large array, as those of a loss, that none of the others reads."""
     largest = max(value.bytes for value in producer.outputs)
     sums = {value.name for value in producer.outputs if value.bytes * SUMS <= largest}
     return bool(sums) and not any(value.name in sums for end in ends for value in end.inputs)
 
 
-def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> Remedy:
+def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
     """The remedy where neither a product nor a normalization or softmax is near."""
     if is_closed(producer) or any(map(is_closed, readers)):
         return texts.OWN_KERNEL
@@ -56,7 +56,7 @@ def _elementwise(producer: Launch, readers: Sequence[Launch], category: str) -> 
     return texts.TWO_STEPS if len(readers) == 1 and continues_reduction(producer, readers[0]) else texts.ONE_KERNEL
 
 
-def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
+def rows_remedy(table: Table, ends: Sequence[LaunchRow]) -> Remedy:
     """The remedy for launches of which some may reduce rows: by what they make of the sums."""
     if sums := [end for end in ends if has(end, "reduce")]:
         if any(map(normalizes, ends)) and not _clips(ends):
@@ -75,7 +75,7 @@ def rows_remedy(table: Table, ends: Sequence[Launch]) -> Remedy:
     return texts.ONE_KERNEL
 
 
-def _sums_instances(ends: Sequence[Launch]) -> bool:
+def _sums_instances(ends: Sequence[LaunchRow]) -> bool:
     """Whether the roots of variances are more than one for each feature: those of each image, not of a batch."""
     largest = max(end.bytes_read for end in ends)
     roots = [
@@ -84,13 +84,13 @@ def _sums_instances(ends: Sequence[Launch]) -> bool:
     return any(elements(value) > last_size(value) for value in roots)
 
 
-def _clips(ends: Sequence[Launch]) -> bool:
+def _clips(ends: Sequence[LaunchRow]) -> bool:
     """Whether the smaller of a norm's inverse and one is taken, as where gradients are clipped: that is no norm."""
     largest = max(end.bytes_read for end in ends)
     return any(has(end, "minimum") and end.bytes_written * SUMS <= largest for end in ends)
 
 
-def takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
+def takes_logarithms(table: Table, readers: Sequence[LaunchRow]) -> bool:
     """Whether there is a logarithm a few launches further on, as in the loss of a softmax."""
     near = {reader.index for reader in readers}
     for _ in range(3):
@@ -98,7 +98,7 @@ def takes_logarithms(table: Table, readers: Sequence[Launch]) -> bool:
     return any(has(table.launches[index], "log") for index in near)
 
 
-def _sums_groups(table: Table, sums: Sequence[Launch]) -> bool:
+def _sums_groups(table: Table, sums: Sequence[LaunchRow]) -> bool:
     """Whether sums over columns are summed again over some of the columns, as those of a group normalization are."""
     columns = {launch.index for launch in sums if sums_columns(launch)}
     again = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 
 SUMS = 8
 """What launches hand on as sums over rows is at most this part of what they read."""
@@ -20,23 +20,23 @@ _FAR = 5
 class Table:
     """The launch table, and who reads what: found once for all of its missed fusions."""
 
-    launches: Sequence[Launch]
+    launches: Sequence[LaunchRow]
 
     @cached_property
-    def readers(self) -> Mapping[int, Sequence[Launch]]:
+    def readers(self) -> Mapping[int, Sequence[LaunchRow]]:
         """By index of a launch those that read what it writes."""
-        found: dict[int, list[Launch]] = defaultdict(list)
+        found: dict[int, list[LaunchRow]] = defaultdict(list)
         for launch in self.launches:
             for producer in {value.producer for value in launch.inputs if value.producer is not None}:
                 found[producer].append(launch)
         return found
 
-    def makers(self, launch: Launch, largest: float = float("inf")) -> list[Launch]:
+    def makers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
         """The launches that make its inputs of at most so many bytes."""
         indices = {value.producer for value in launch.inputs if value.producer is not None and value.bytes <= largest}
         return [self.launches[index] for index in sorted(indices)]
 
-    def with_sums(self, ends: Sequence[Launch], near: Sequence[Launch]) -> list[Launch]:
+    def with_sums(self, ends: Sequence[LaunchRow], near: Sequence[LaunchRow]) -> list[LaunchRow]:
         """The ends, and those that finish what `near` of them read as sums over rows."""
         largest = max(launch.bytes_read for launch in ends) / SUMS
         found, new = {launch.index: launch for launch in ends}, list(near)

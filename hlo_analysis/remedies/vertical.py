@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from hlo_analysis.decisions import categories
 from hlo_analysis.patterns.launch_patterns import has, only_moves, relays
 from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loop
-from hlo_analysis.records import Launch
+from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import of_convolutions
 from hlo_analysis.remedies.data_movement import of_places
@@ -19,8 +19,8 @@ from hlo_analysis.remedies.texts import Remedy
 
 def vertical_remedy(
     table: Table,
-    producer: Launch,
-    readers: Sequence[Launch],
+    producer: LaunchRow,
+    readers: Sequence[LaunchRow],
     category: str,
     *,
     is_score: bool,
@@ -54,7 +54,7 @@ def vertical_remedy(
 
 
 def _by_category(
-    table: Table, producer: Launch, readers: Sequence[Launch], category: str, donated: Collection[str]
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], category: str, donated: Collection[str]
 ) -> Remedy | None:
     """The remedy that follows from why XLA left them apart, whatever they do."""
     ends = (producer, *readers)
@@ -76,12 +76,12 @@ def _by_category(
     return None
 
 
-def _state(launch: Launch) -> Remedy:
+def _state(launch: LaunchRow) -> Remedy:
     """The remedy for a loop's state that is copied back: of an unknown count of runs one is counted."""
     return loop_texts.STATE if launch.repeat > 1 else loop_texts.STATE_OPEN
 
 
-def _of_devices(table: Table, producer: Launch, readers: Sequence[Launch]) -> Remedy | None:
+def _of_devices(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where one end is a sum over devices, or was made for one."""
     ends = (producer, *readers)
     if any(end.kind == "collective" for end in ends):
@@ -90,7 +90,7 @@ def _of_devices(table: Table, producer: Launch, readers: Sequence[Launch]) -> Re
     return texts.SEPARATE_SUMS if any(_joins_sums(table, end) for end in ends) else None
 
 
-def _joins_sums(table: Table, move: Launch) -> bool:
+def _joins_sums(table: Table, move: LaunchRow) -> bool:
     """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
     if not only_moves(move):
         return False
@@ -99,7 +99,7 @@ def _joins_sums(table: Table, move: Launch) -> bool:
     return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 
-def _copied(copy: Launch, donated: Collection[str]) -> Remedy:
+def _copied(copy: LaunchRow, donated: Collection[str]) -> Remedy:
     """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
     source = copy.inputs[0] if copy.inputs else None
     if source is None or source.name.startswith("constant"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from hlo_analysis.hlo import parse_module
 from hlo_analysis.missed import rank
-from hlo_analysis.records import Decision, Device, Intermediate, Launch, MissedFusion, Value
+from hlo_analysis.program.facts import LaunchFacts, LaunchRow
+from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion, Value
 
 MIB = 2**20
 DEVICE = Device(
@@ -20,16 +23,44 @@ DEVICE = Device(
 )
 
 
+def facts_of(body: str, **passed: str) -> LaunchFacts:
+    """Facts of a launch from the instructions of its body, as HLO text.
+
+    A name that the body does not define is a value outside the launch. passed: for a parameter of the body the value
+    outside that the fusion passes.
+    """
+    defined = set(re.findall(r"%([\w.\-]+) = ", body))
+    outside = dict.fromkeys(name for name in re.findall(r"%([\w.\-]+)", body) if name not in defined)
+    outside.pop("add", None)
+    first = len(re.findall(r" parameter\(", body))
+    parameters = "".join(f"%{name} = f32[] parameter({first + number})\n" for number, name in enumerate(outside))
+    sums = "%add (a: f32[], b: f32[]) -> f32[] { a = f32[] parameter(0) b = f32[] parameter(1) c = f32[] add(a, b) }"
+    module = parse_module(f"HloModule m\n\n{sums}\n\nbody {{\n{parameters}{body}\n}}")
+    instructions = {name: found for name, found in module.entry.instructions.items() if name not in outside}
+    return LaunchFacts(instructions=instructions, launched=module.entry.root_instruction, parameters=passed)
+
+
 class Program:
     """Builds launches and the values between them; sizes are in MiB."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[LaunchRow] = []
         self.values: dict[str, tuple[int, int]] = {}
         self.readers: dict[str, list[int]] = {}
         self.decisions: list[Decision] = []
 
-    def launch(self, name: str, reads: dict[str, int], writes: int, kind: Any = "loop", **fields: Any) -> Program:
+    def launch(
+        self,
+        name: str,
+        reads: dict[str, int],
+        writes: int,
+        kind: Any = "loop",
+        *,
+        hlo: str = "",
+        passed: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> Program:
+        """Adds a launch. hlo and passed: see `facts_of`."""
         index = len(self.launches)
         inputs = tuple(
             Value(name=value, shape=f"f32[{size}]", bytes=size * MIB, producer=self.values.get(value, (None,))[0])
@@ -41,7 +72,7 @@ class Program:
         repeat = fields.get("repeat", 1)
         total = sum(reads.values()) + writes
         self.launches.append(
-            Launch(
+            LaunchRow(
                 index=index,
                 thunk_id=index,
                 name=name,
@@ -54,6 +85,7 @@ class Program:
                 bytes_written=writes * MIB,
                 roofline_us=fields.pop("roofline_us", total + 2.0),
                 opcodes=tuple((opcode, 1) for opcode in fields.pop("opcodes", ("add",))),
+                facts=facts_of(hlo, **(passed or {})) if hlo else LaunchFacts(),
                 **fields,
             )
         )

@@ -79,10 +79,10 @@ def test_levels_of_an_associative_scan_want_a_kernel_that_scans() -> None:
     ("hlo", "taken"),
     [
         (EVERY_OTHER, True),
-        ("pad(%x, %z), padding=0_0x0_0_1", True),
-        ("slice(%x), slice={[0:2:1], [1:2:1]}", False),
-        ("slice(%x), slice={[0:2], [1:2]}", False),
-        ("pad(%x, %z), padding=0_1x1_1", False),
+        ("%p = f32[9,9] pad(%x, %z), padding=0_0x0_0_1", True),
+        ("%s = f32[2,1] slice(%x), slice={[0:2:1], [1:2:1]}", False),
+        ("%s = f32[2,1] slice(%x), slice={[0:2], [1:2]}", False),
+        ("%p = f32[9,9] pad(%x, %z), padding=0_1x1_1", False),
     ],
 )
 def test_every_other(hlo: str, taken: bool) -> None:
@@ -117,9 +117,10 @@ def test_a_loops_product_of_a_part_and_of_what_does_not_change_leaves_the_loop()
 
 
 def test_groups_of_rows_want_a_grouped_product() -> None:
-    hlo = 'metadata={op_name="jit(f)/ragged_dot_general"}'
     program = Program().launch("rows", {"x": 10}, 80, opcodes=("compare", "iota", "select"))
-    (missed,) = program.launch("y", {"rows": 80, "w": 80}, 10, "triton_gemm", opcodes=("dot",), hlo=hlo).rank()
+    (missed,) = program.launch(
+        "y", {"rows": 80, "w": 80}, 10, "triton_gemm", opcodes=("dot",), op_name="f/ragged_dot_general"
+    ).rank()
     assert missed.remedy.startswith("a grouped product")
 
 

@@ -77,7 +77,7 @@ def test_a_gradient_of_as_many_elements_as_the_scores_is_theirs_by_its_last_dime
 
 @pytest.mark.parametrize(("opcode", "remedy"), [("pad", "pad both sides alike"), ("transpose", "keep images and")])
 def test_what_is_padded_or_transposed_for_a_convolution(opcode: str, remedy: str) -> None:
-    conv = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
+    conv = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
     program = Program().launch("a", {"x": 100}, 100, opcodes=(opcode,)).launch("c", {"a": 100}, 100, "cudnn", hlo=conv)
     assert program.rank()[0].remedy.startswith(remedy)
 
@@ -321,7 +321,7 @@ def test_a_softmax_in_one_kernel_is_not_to_be_made_one() -> None:
 
 
 def test_a_triangular_solve_is_no_product() -> None:
-    solve = 'custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"'
+    solve = '%s = f32[8,8] custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"'
     program = Program().launch("a", {"x": 10}, 10, opcodes=("tanh",)).launch("s", {"a": 10}, 10, "cublas", hlo=solve)
     (missed,) = program.rank()
     assert missed.remedy.startswith("a kernel of one's own")
@@ -344,7 +344,7 @@ def test_a_gate_is_no_attention() -> None:
 def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -> None:
     def remedy(*opcodes: str, hlo: str = "") -> str:
         program = Program().launch("g", {"h": 10, "w": 50}, 400, "triton_gemm").launch("r", {"x": 400}, 400)
-        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes, hlo=hlo)
+        program.launch("m", {"g": 400, "r": 400}, 400, opcodes=opcodes, hlo=hlo, passed={"a": "g", "b": "r"})
         return next(missed.remedy for missed in program.rank() if missed.value == "g")
 
     assert remedy("multiply", "exponential", "slice").startswith("gated_linear:")
@@ -353,7 +353,7 @@ def test_two_halves_of_one_product_are_a_gate_and_an_activation_alone_is_not() -
     assert remedy("multiply", "tanh", "slice", hlo=key).startswith("linear:")
     column = "%last = f32[100]{0} slice(%g), slice={[0:1]}"  # of 400: what a radiance field gives beside three colours
     assert remedy("multiply", "exponential", "slice", hlo=column).startswith("linear:")
-    decay = "%m = fusion(%g, %r), kind=kLoop\n%a = f32[400]{0} parameter(0)\n%b = f32[400]{0} parameter(1)\n"
+    decay = "%a = f32[400]{0} parameter(0)\n%b = f32[400]{0} parameter(1)\n"
     for name, remedied in (("%a", "gated_linear:"), ("%b", "linear:")):  # what is activated: the product, or a decay
         hlo = f"{decay}%half = f32[200]{{0}} slice(%a), slice={{[0:200]}}\n%e = f32[400]{{0}} exponential({name})\n"
         assert remedy("multiply", "exponential", "slice", hlo=hlo).startswith(remedied)
@@ -398,14 +398,14 @@ def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> 
 
 def test_products_merge_if_they_sum_over_the_same_axis_of_the_same_factor() -> None:
     def rank_two(first: str, second: str) -> list[str]:
-        hlo = "%p = fusion(%h, %{w})\n%a = f32[8,8]{{1,0}} parameter(0)\n%b = f32[8,8]{{1,0}} parameter(1)\n"
-        hlo += "%c = f32[8,8]{{1,0}} divide(%a, %t)\n dot({dot}"
+        hlo = "%a = f32[8,8]{{1,0}} parameter(0)\n%b = f32[8,8]{{1,0}} parameter(1)\n"
+        hlo += "%c = f32[8,8]{{1,0}} divide(%a, %t)\n%d = f32[8,8]{{1,0}} dot({dot}"
         program = Program().launch("h", {"x": 100}, 100)
         for name, dot in (("p", first), ("q", second)):
             reads = {"h": 100, f"w{name}": 50}
-            program.launch(
-                name, reads, 40, "triton_gemm", shape="bf16[8,8]", flops=1024, hlo=hlo.format(w=f"w{name}", dot=dot)
-            )
+            passed = {"a": "h", "b": f"w{name}"}
+            text = hlo.format(dot=dot)
+            program.launch(name, reads, 40, "triton_gemm", shape="bf16[8,8]", flops=1024, hlo=text, passed=passed)
         return [missed.value for missed in program.rank() if missed.category == categories.SHARED_INPUT]
 
     rows = "%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"

@@ -10,7 +10,7 @@ from launch_programs import Program
 
 from hlo_analysis.remedies import conv_texts, texts
 
-FORWARD = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
+FORWARD = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
 
 
 def conv(program: Program, reads: dict[str, int], hlo: str = FORWARD, **fields: Any) -> Program:

@@ -80,8 +80,8 @@ def test_the_gradient_of_set_numbers_its_updates_unless_they_are_unique() -> Non
 @pytest.mark.parametrize(("op_name", "remedy"), [("", texts.UNPADDED), ("jit(f)/pad", texts.PARTS)])
 def test_what_xla_pads_to_split_a_sum_is_an_option_away(op_name: str, remedy: Any) -> None:
     """The gradient of a layer over edges: 6018 to 4496 MB with whole sums."""
-    dot = '%d = dot(%a, %b), lhs_batch_dims={0}, metadata={op_name="f/dot"}'
-    add = '%r = reduce(%d, %z), dimensions={0}, metadata={op_name="f/dot"}'
+    dot = '%d = f32[4,8,8] dot(%a, %b), lhs_batch_dims={0}, metadata={op_name="f/dot"}'
+    add = '%r = f32[8,8] reduce(%d, %z), dimensions={0}, metadata={op_name="f/dot"}'
     program = Program().launch("p", {"x": 100}, 101, opcodes=("pad",), op_name=op_name)
     program.launch("d", {"p": 101, "y": 100}, 50, "triton_gemm", opcodes=("dot",), hlo=dot)
     program.launch("r", {"d": 50}, 10, "reduction", opcodes=("reduce",), hlo=add)
@@ -94,7 +94,7 @@ def test_what_xla_pads_to_split_a_sum_is_an_option_away(op_name: str, remedy: An
 def test_what_is_joined_for_a_convolution_is_convolved_part_by_part(opcode: str, remedy: Any) -> None:
     """The skip connections of a U-Net: 200 to 158 MB."""
     program = Program().launch("u", {"a": 50, "b": 50}, 100, "concatenate", opcodes=(opcode, "gather"))
-    hlo = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
+    hlo = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
     (missed,) = program.launch("c", {"u": 100}, 50, "cudnn", opcodes=("custom-call",), hlo=hlo).rank()
     assert missed.remedy == remedy.text
 
@@ -103,7 +103,7 @@ def test_what_is_spread_out_for_a_convolution_lay_nowhere_in_that_size() -> None
     """cuDNN adds a bias of each image as an array of the images' size."""
     program = Program().launch("t", {"bias": 1}, 100, opcodes=("broadcast", "slice"))
     assert spreads(program.launches[0])
-    hlo = '%c = custom-call(%a, %w), custom_call_target="__cudnn$convBiasActivationForward"'
+    hlo = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convBiasActivationForward"'
     (missed,) = program.launch("c", {"t": 100, "x": 50}, 50, "cudnn", opcodes=("custom-call",), hlo=hlo).rank()
     assert missed.remedy == texts.OWN_KERNEL.text
 

@@ -56,6 +56,8 @@ class Step:
     flops: int = 0
     unfused: float = 1.0
     hlo: str = ""
+    also: tuple[str, ...] = ()
+    """Other scopes whose work the launch does."""
 
 
 ARGUMENTS: dict[str, tuple[str, int]] = {
@@ -150,6 +152,7 @@ XLA_STEPS = (
         reads=("x", "cublas-gemm.4"),
         unfused=4.2,
         hlo='%fused { add = bf16[8192,4096] add(p0, p1), metadata={op_name="jit(f)/block/attention_residual/add"} }',
+        also=("block/attention_residual",),
     ),
     Step(
         name="loop_multiply_fusion.1",
@@ -188,6 +191,7 @@ XLA_STEPS = (
         flops=GEMM * HIDDEN,
         unfused=1.3,
         hlo='%gemm { add = bf16[8192,4096] add(dot, p2), metadata={op_name="jit(f)/block/mlp_residual/add"} }',
+        also=("block/mlp_residual",),
     ),
 )
 
@@ -227,6 +231,7 @@ PALLAS_STEPS = (
         reads=("x", "cublas-gemm.4", "norm_scale"),
         unfused=4,
         hlo='metadata={op_name="jit(f)/block/attention_residual/add"}',
+        also=("block/attention_residual",),
     ),
     replace(XLA_STEPS[10], reads=("rms_norm.1", "w_gate_up")),
     XLA_STEPS[11],
@@ -242,6 +247,7 @@ UNFUSED_STEPS = tuple(
         flops=0 if part else step.flops,
         unfused=1,
         hlo="",
+        also=(),
     )
     for step in XLA_STEPS
     for part in range(max(1, round(step.unfused)))
@@ -272,6 +278,7 @@ def launches_of(steps: tuple[Step, ...]) -> tuple[Launch, ...]:
                 shared_memory_bytes=12288 if step.kind == "triton_gemm" else 0,
                 scope=step.scope,
                 source="block.py:114",
+                scopes=tuple((scope, "forward") for scope in (step.scope, *step.also)),
                 op_name=f"jit(forward)/{step.scope}/op",
                 opcodes=(("multiply", 3), ("convert", 2), ("reduce", 1)),
                 inputs=inputs,

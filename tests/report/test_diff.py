@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hlo_analysis.diff import compare_analyses, scopes_within
+from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison, StrategyResult
 from tests.report.examples import PALLAS_STEPS, XLA_STEPS, Step, analysis_of
 
@@ -13,8 +13,8 @@ def _result(name: str, *steps: Step) -> StrategyResult:
     return StrategyResult(name=name, description="", analysis=analysis_of(steps, name))
 
 
-def _step(scope: str, hlo: str = "") -> Step:
-    return Step(name=f"op.{scope}", kind="loop", scope=scope, shape="f32[4]", size=16, reads=("x",), hlo=hlo or "none")
+def _step(scope: str) -> Step:
+    return Step(name=f"op.{scope}", kind="loop", scope=scope, shape="f32[4]", size=16, reads=("x",))
 
 
 def test_every_launch_is_in_exactly_one_cell(comparison: Comparison):
@@ -54,22 +54,14 @@ def test_rows_follow_the_program_when_strategies_disagree():
 
 def test_phases_are_apart():
     analysis = analysis_of((_step("a"), _step("a")), "s")
-    launches = (analysis.launches[0], replace(analysis.launches[1], phase="backward"))
+    backward = replace(analysis.launches[1], phase="backward", scopes=(("a", "backward"),))
+    launches = (analysis.launches[0], backward)
     result = StrategyResult(name="s", description="", analysis=replace(analysis, launches=launches))
     rows = compare_analyses("t", [result], "s").rows
     assert [(row.scope, row.phase, row.cells[0].launches) for row in rows] == [
         ("a", "forward", (0,)),
         ("a", "backward", (1,)),
     ]
-
-
-def test_enclosing_scopes_and_instructions_without_work_do_not_count():
-    hlo = "\n".join(
-        f'  %{opcode} = f32[4] {opcode}(%p), metadata={{op_name="jit(f)/{scope}/op"}}'
-        for opcode, scope in (("add", "block"), ("broadcast", "block/rope"), ("multiply", "block/mlp/gate"))
-    )
-    launch = analysis_of((_step("block/norm", hlo),), "s").launches[0]
-    assert scopes_within(launch) == (("block/norm", "forward"), ("block/mlp/gate", "forward"))
 
 
 def test_bad_input_is_named():

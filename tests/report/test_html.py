@@ -136,7 +136,7 @@ def test_the_table_of_scopes_counts_what_a_loop_launches(comparison: Comparison)
     """As the table of strategies does: a scan of 256 steps makes 256 launches of each of its kernels."""
     base = comparison["xla"]
     assert base.analysis is not None
-    launches = tuple(replace(launch, scope="block", repeat=256) for launch in base.analysis.launches)
+    launches = tuple(replace(launch, scope="block", scopes=(), repeat=256) for launch in base.analysis.launches)
     alone = replace(base, analysis=replace(base.analysis, launches=launches))
     text = render_html(compare_analyses("t", (alone,), baseline="xla"))
     count = base.analysis.launches_by_kind["loop"]
@@ -168,7 +168,7 @@ def test_hostile_text_is_hostile():
 def test_a_program_without_scopes_is_told_how_to_have_them(comparison: Comparison):
     result = comparison.strategies[0]
     assert result.analysis is not None
-    launches = tuple(replace(launch, scope="") for launch in result.analysis.launches)
+    launches = tuple(replace(launch, scope="", scopes=()) for launch in result.analysis.launches)
     nameless = replace(result, analysis=replace(result.analysis, launches=launches))
     hint = "jax.named_scope("
     assert hint in render_html(compare_analyses("f", (nameless,), nameless.name))

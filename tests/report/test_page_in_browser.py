@@ -96,7 +96,7 @@ def test_scopes_of_the_graph_open_and_close(page: Page):
 def test_a_single_box_of_the_graph_is_open(browser: Browser, comparison: Comparison, tmp_path: Path):
     result = comparison.strategies[0]
     assert result.analysis is not None
-    launches = tuple(replace(launch, scope="", phase="forward") for launch in result.analysis.launches)
+    launches = tuple(replace(launch, scope="", scopes=(), phase="forward") for launch in result.analysis.launches)
     nameless = replace(result, analysis=replace(result.analysis, launches=launches))
     file = tmp_path / "report.html"
     file.write_text(render_html(compare_analyses("f", (nameless,), nameless.name)), encoding="utf-8")
