@@ -32,6 +32,32 @@ FOLD_FROM = 6.0
 the forward pass is not (see bias_activation/TUNING.md)."""
 MAX_ELEMENTS = 2**31 - 1
 """Of a row: columns are counted in int32."""
+FEW_BLOCKS = 1024
+"""Below about this many blocks a GPU is not full, and smaller blocks end sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementwiseConfig:
+    """What a block of one warpgroup takes: `vectors` accesses of 16 bytes a thread, of each of `rows` rows.
+
+    A bias is read once for those rows. Without one there is only one long row.
+    """
+
+    vectors: int = 1
+    rows: int = 1
+
+
+def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool = False) -> ElementwiseConfig:
+    """The untuned choice."""
+    config = ElementwiseConfig(vectors=1, rows=2) if has_bias else ElementwiseConfig(vectors=2, rows=1)
+    blocks = rows * features // (config.rows * access_columns(config.vectors, itemsize))
+    return config if blocks >= FEW_BLOCKS else ElementwiseConfig()
+
+
+def elementwise_candidates(*, has_bias: bool = False) -> dict[str, ElementwiseConfig]:
+    """The configurations worth measuring, by name."""
+    shapes = ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1)) if has_bias else ((1, 1), (2, 1), (4, 1))
+    return {f"{v} vectors {r} rows": ElementwiseConfig(vectors=v, rows=r) for v, r in shapes}
 
 
 @dataclass(frozen=True, kw_only=True)

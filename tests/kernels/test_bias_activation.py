@@ -9,9 +9,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import bias_activation
-from pallas_kernels.ops.bias_activation.column_sums import MOST_PARTIALS, add_rows
-from pallas_kernels.ops.bias_activation.config import ColumnSumConfig
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import ColumnSumConfig, bias_activation_backward
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from pallas_kernels.primitives.elementwise import FOLD_FROM, accesses_a_value, folded_rows
 
@@ -44,17 +42,6 @@ def test_dropout_is_the_same_forward_and_backward_on_every_implementation(seed, 
     assert float(jnp.mean(results["mosaic"] == 0)) == pytest.approx(rate, abs=0.1)
 
 
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("shape", [(1, 128), (7, 300), (33, 130), (MOST_PARTIALS + 1, 128)])
-def test_rows_are_added(seed, shape):
-    values = normal(seed, shape)
-    exact = np.asarray(values, np.float64).sum(0)
-    np.testing.assert_allclose(add_rows(values, jnp.float32), exact, atol=1e-5, err_msg=f"seed={seed}")
-    got = add_rows(values, jnp.bfloat16)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=5e-3, atol=1e-5, err_msg=f"seed={seed}")
-
-
 @pytest.mark.parametrize("features", [1, 100, 127, 128, 1000, 1001, 1024, 1152, 4097])
 @pytest.mark.parametrize("rows", [1, 6, 2048, 2**18])
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -80,16 +67,7 @@ def test_dropout_needs_a_key_and_a_rate():
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    "config",
-    [
-        ColumnSumConfig(rows=1, warpgroups=2, prefetch=True),
-        ColumnSumConfig(rows=2, warpgroups=2, prefetch=False),
-        ColumnSumConfig(rows=2, warpgroups=1, prefetch=True),
-        ColumnSumConfig(access_bytes=4, rows=5, warpgroups=2, blocks_per_core=0),
-        ColumnSumConfig(access_bytes=8, warpgroups=2, prefetch=True),
-    ],
-)
+@pytest.mark.parametrize("config", [ColumnSumConfig(warpgroups=2), ColumnSumConfig(warpgroups=1, blocks_per_core=2)])
 def test_all_backward_configurations_agree(seed, config):
     x, dy = normal(seed, (2, 10, 512))
     bias = normal(seed + 1, (512,))

@@ -10,7 +10,7 @@ from draws import normal
 
 from pallas_kernels import rope
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.ops.rope.config import head_tile
+from pallas_kernels.ops.rope.pairs import head_tile
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 2.0])

@@ -12,9 +12,17 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.bias_activation.config import ElementwiseConfig, default_elementwise
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks, Part, access_columns, folded_rows, launch, rows_at_once
+from pallas_kernels.primitives.elementwise import (
+    Blocks,
+    ElementwiseConfig,
+    Part,
+    access_columns,
+    default_elementwise,
+    folded_rows,
+    launch,
+    rows_at_once,
+)
 from pallas_kernels.primitives.random import keep_mask, mixed_words
 
 Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]

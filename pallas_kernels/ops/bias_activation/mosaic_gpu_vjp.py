@@ -1,17 +1,54 @@
 """Bias, activation and dropout backward on Mosaic GPU: one pass reads x and dy and writes dx.
 
-The dropout mask is made again from the key. With a bias, its gradient is the column sums of dx (see `column_sums`).
+The dropout mask is made again from the key. With a bias, whose gradient is the column sums of dx, blocks are
+persistent: each keeps one strip of columns for a group of rows, which its warpgroups share out, walks down the rows
+with the sums in registers, and writes them once. XLA adds the groups' sums in a fixed order, so results repeat bit for
+bit.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from pallas_kernels.ops.bias_activation.column_sums import column_sum_kernel
-from pallas_kernels.ops.bias_activation.config import ColumnSumConfig, ElementwiseConfig, default_column_sum
-from pallas_kernels.ops.bias_activation.mosaic_gpu import add_bias, elementwise_kernel, fold, present
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.bias_activation.mosaic_gpu import (
+    add_bias,
+    elementwise_kernel,
+    fold,
+    load_bias,
+    load_row_part,
+    make_keep,
+    present,
+)
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, ElementwiseConfig, Part, access_columns
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSumConfig:
+    """How the kernel with a bias cuts its work: persistent blocks, each for one strip of columns.
+
+    warpgroups: of a block; they take turns with rows, and their column sums are added in shared memory. Eight leave
+        64 registers a thread, enough for a row in hand and the next one on its way.
+    blocks_per_core: blocks a streaming multiprocessor.
+    """
+
+    warpgroups: int = 8
+    blocks_per_core: int = 1
+
+
+def column_sum_candidates() -> dict[str, ColumnSumConfig]:
+    """The configurations worth measuring, by name."""
+    shapes = ((8, 1), (4, 1), (1, 2))
+    return {f"{w} warpgroups {b} blocks": ColumnSumConfig(warpgroups=w, blocks_per_core=b) for w, b in shapes}
 
 
 def bias_activation_backward(
@@ -41,6 +78,101 @@ def bias_activation_backward(
         assert not isinstance(config, ColumnSumConfig)
         return elementwise_kernel("bias_activation_gradient", operands, step, rate=rate, config=config), None
     assert not isinstance(config, ElementwiseConfig)
-    config = config or default_column_sum(x.shape[0], x.dtype.itemsize)
-    dx, dbias = column_sum_kernel(operands, step, features=shape[1], rate=rate, config=config)
+    if config is None:
+        config = ColumnSumConfig() if x.shape[0] >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
+    dx, dbias = _column_sum_kernel(operands, step, features=shape[1], rate=rate, config=config)
     return dx.reshape(shape), dbias
+
+
+def _column_sum_kernel(
+    operands: Mapping[str, jax.Array],
+    step: Callable[..., jax.Array],
+    *,
+    features: int,
+    rate: float,
+    config: ColumnSumConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns dx, like `operands["x"]`, and the sums of its columns in the dtype of `operands["bias"]`.
+
+    features: of the unfolded rows: as many sums are returned.
+    step: takes a row, a part of it, what was loaded of each operand for it, and how to drop (None: not at all).
+    """
+    x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
+    rows, features = x.shape
+    itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
+    columns = access_columns(1, itemsize)
+    strips = max(1, features // columns)
+    groups = max(1, min(-(-rows // warpgroups), target_device().core_count * config.blocks_per_core // strips))
+    is_sum = groups * features == sums_wanted  # nothing is left to add
+    blocks = Blocks(rows=groups, features=features, columns=columns, itemsize=itemsize, stride=features)
+
+    def bias_activation_gradient(*all_refs):
+        refs = dict(zip(operands, all_refs, strict=False))
+        dx_ref, partial_ref, sums, done = all_refs[len(operands) :]
+        keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def sum_part(group, part):
+            """Writes dx of the warpgroup's rows in a part of the columns; returns their sums."""
+            first, together = group * warpgroups + warpgroup, groups * warpgroups
+            trips = lax.div(rows - first + together - 1, together)
+            bias = load_bias(refs, part)
+
+            def read(i):
+                # Past the end the last row is read again, and not used.
+                return load_row_part(refs, jnp.minimum(first + i * together, rows - 1), part)
+
+            def add(i, carry):
+                total, loaded = carry
+                ahead = read(i + 1)
+                row = first + i * together
+                dx = step(row, part, {**loaded, **bias}, keep)
+                dx_ref[row, part.columns] = dx.astype(dx_ref.dtype)
+                return total + dx, ahead
+
+            zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
+            return lax.fori_loop(0, trips, add, (zeros, read(0)))[0]
+
+        def work(group, parts):
+            for part in parts:
+                sums[warpgroup, _local(part)] = sum_part(group, part)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                for part in parts:
+                    total = _load_sums(sums, 0, part)
+                    for other in range(1, warpgroups):
+                        total += _load_sums(sums, other, part)
+                    partial_ref[group, part.columns] = total.astype(partial_ref.dtype)
+
+        blocks.run(lax.axis_index("block"), work)
+
+    dx, partials = settings.kernel(
+        bias_activation_gradient,
+        out_type=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((groups, features), sum_dtype if is_sum else jnp.float32),
+        ),
+        grid=(blocks.count,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((warpgroups, blocks.widest), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        compiler_params=COMPILER_PARAMS,
+    )(*operands.values())
+    dx, partials = (varying_like(output, *operands.values()) for output in (dx, partials))
+    return dx, partials[0] if is_sum else jnp.sum(partials.reshape(-1, sums_wanted), axis=0).astype(sum_dtype)
+
+
+def _local(part: Part) -> pl.Slice:
+    return pl.ds(part.start, part.segment.size)
+
+
+def _load_sums(sums, warpgroup: int, part: Part) -> jax.Array:
+    return plgpu.load(sums.at[warpgroup, _local(part)], layout=part.segment.layout, optimized=False)

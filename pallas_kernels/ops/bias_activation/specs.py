@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
-from pallas_kernels.ops.bias_activation.config import column_sum_candidates, elementwise_candidates
 from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forward
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward, column_sum_candidates
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.elementwise import elementwise_candidates
 from pallas_kernels.primitives.random import key_words
 from pallas_kernels.specs import (
     BENCH,
@@ -119,11 +119,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     if phase == "forward":
         configs = elementwise_candidates(has_bias=has_bias)
         return {name: partial(_forward_variant, config=config) for name, config in configs.items()}
-    if has_bias:
-        x = arguments["x"]
-        configs = column_sum_candidates(x.size // x.shape[-1], x.dtype.itemsize)
-    else:
-        configs = elementwise_candidates(has_bias=False)
+    configs = column_sum_candidates() if has_bias else elementwise_candidates()
     return {name: partial(_backward_variant, config=config) for name, config in configs.items()}
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forward
-from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays

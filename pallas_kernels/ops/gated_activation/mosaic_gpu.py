@@ -1,4 +1,7 @@
-"""The gated activation forward on Mosaic GPU: 16-byte accesses straight to registers, many small blocks."""
+"""The gated activation on Mosaic GPU: 16-byte accesses straight to registers, many small blocks.
+
+Nothing is saved for the backward pass but the inputs: computing the activation again costs no bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,14 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.gated_activation.config import ElementwiseConfig, default_forward
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Blocks, launch
+from pallas_kernels.primitives.elementwise import (
+    Blocks,
+    ElementwiseConfig,
+    access_columns,
+    default_elementwise,
+    launch,
+)
 
 
 def gated_activation_forward(
@@ -21,16 +29,14 @@ def gated_activation_forward(
     gate, up: (rows, features) of one floating dtype; or gate (rows, 2, features) and up None.
     """
     rows, features = gate.shape[0], gate.shape[-1]
-    itemsize = gate.dtype.itemsize
-    config = config or default_forward(rows * features, itemsize)
-    blocks = Blocks(rows=rows, features=features, columns=config.columns(itemsize), itemsize=itemsize)
+    blocks = _blocks(rows, features, gate.dtype.itemsize, config)
 
     def make_work(refs, y_ref):
         inputs = tuple(refs.values())
 
         def work(row, parts):
             for part in parts:
-                sources = halves(inputs, row, part.columns)
+                sources = _halves(inputs, row, part.columns)
                 loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
                 gate, up = (value.astype(jnp.float32) for value in loaded)
                 y_ref[row, part.columns] = (activation.value(gate, y_ref.dtype) * up).astype(y_ref.dtype)
@@ -42,8 +48,49 @@ def gated_activation_forward(
     return launch("gated_activation", operands, out_type, blocks, make_work)
 
 
-def halves(refs, row, columns) -> tuple[Any, Any]:
-    """References of the gate's and the other branch's part of a row, in two arrays or packed in one."""
+def gated_activation_backward(
+    gate: jax.Array,
+    up: jax.Array | None,
+    dy: jax.Array,
+    *,
+    activation: Activation,
+    config: ElementwiseConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (dgate, dup), like gate and up; packed as they are packed.
+
+    gate, up: (rows, features) of one floating dtype, or gate (rows, 2, features) and up None. dy: (rows, features).
+    """
+    rows, features = dy.shape
+    blocks = _blocks(rows, features, dy.dtype.itemsize, config)
+    branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
+
+    def make_work(refs, *outputs):
+        inputs, dy_ref = [refs[name] for name in branches], refs["dy"]
+
+        def work(row, parts):
+            for part in parts:
+                sources = (*_halves(inputs, row, part.columns), dy_ref.at[row, part.columns])
+                loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
+                gate, up, dy = (value.astype(jnp.float32) for value in loaded)
+                value, derivative = activation.value_and_derivative(gate, dy_ref.dtype)
+                dgate_ref, dup_ref = _halves(outputs, row, part.columns)
+                dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
+                dup_ref[...] = (dy * value).astype(dup_ref.dtype)
+
+        return work
+
+    out_type = (jax.ShapeDtypeStruct(gate.shape, gate.dtype),) * len(branches)
+    outputs = launch("gated_activation_gradient", {**branches, "dy": dy}, out_type, blocks, make_work)
+    return outputs[0], (None if up is None else outputs[1])
+
+
+def _blocks(rows: int, features: int, itemsize: int, config: ElementwiseConfig | None) -> Blocks:
+    config = config or default_elementwise(rows, features, itemsize)
+    return Blocks(rows=rows, features=features, columns=access_columns(config.vectors, itemsize), itemsize=itemsize)
+
+
+def _halves(refs, row, columns) -> tuple[Any, Any]:
+    """References to the gate's and the other branch's part of a row, in two arrays or packed in one."""
     if len(refs) == 1:
         return refs[0].at[row, 0, columns], refs[0].at[row, 1, columns]
     return refs[0].at[row, columns], refs[1].at[row, columns]

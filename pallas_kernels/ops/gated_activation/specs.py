@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from pallas_kernels.ops.gated_activation.api import gated_activation
-from pallas_kernels.ops.gated_activation.config import candidates
-from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forward
-from pallas_kernels.ops.gated_activation.mosaic_gpu_vjp import gated_activation_backward
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.elementwise import elementwise_candidates
 from pallas_kernels.specs import (
     BENCH,
     GPU,
@@ -108,7 +107,7 @@ def _one_row(arguments: Arguments) -> tuple[Any, Any]:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     del arguments
     variant = _forward_variant if phase == "forward" else _backward_variant
-    return {name: partial(variant, config=config) for name, config in candidates().items()}
+    return {name: partial(variant, config=config) for name, config in elementwise_candidates().items()}
 
 
 def _forward_variant(*, activation, config, **arrays):

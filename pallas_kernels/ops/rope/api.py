@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.rope.config import head_tile
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
-from pallas_kernels.ops.rope.pairs import pairs_of
+from pallas_kernels.ops.rope.pairs import head_tile, pairs_of
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike

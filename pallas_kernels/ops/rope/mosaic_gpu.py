@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.ops.rope.config import HeadTile, RopeConfig, head_tile
-from pallas_kernels.ops.rope.pairs import Pairs, pairs_of
+from pallas_kernels.ops.rope.pairs import HeadTile, Pairs, head_tile, pairs_of
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 
@@ -31,7 +30,6 @@ def rope_rotate(
     theta: float,
     interleaved: bool,
     inverse: bool = False,
-    config: RopeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns query and key rotated by their positions' angles, or by the opposite ones.
 
@@ -40,10 +38,8 @@ def rope_rotate(
     """
     batch, length, _, head_size = query.shape
     tokens = batch * length
-    config = config or RopeConfig()
-    at_once = next(n for n in range(config.tokens, 0, -1) if tokens % n == 0)
     arrays, pairs = (query, key), pairs_of(query.dtype, interleaved=interleaved)
-    tiles = tuple(_tile(array, pairs, config) for array in arrays)
+    tiles = tuple(_tile(array, pairs) for array in arrays)
     tables = _tables(set(tiles), head_size, theta)
     views = [pairs.view(array, tokens) for array in arrays]
     flat_positions = positions.reshape(-1)
@@ -55,31 +51,26 @@ def rope_rotate(
             tile: [plgpu.load(ref, layout=tile.layout, optimized=False) for ref in table_refs[2 * i : 2 * i + 2]]
             for i, tile in enumerate(tables)
         }
-        block = lax.axis_index("block")
-        mine = [block * at_once + i for i in range(at_once)]
+        token = lax.axis_index("token")
         loaded = [
-            [
-                [pairs.load(ref, token, heads, tile) for heads in _heads(ref, tile)]
-                for ref, tile in zip(inputs, tiles, strict=True)
-            ]
-            for token in mine
+            [pairs.load(ref, token, heads, tile) for heads in _heads(ref, tile)]
+            for ref, tile in zip(inputs, tiles, strict=True)
         ]
-        for token, values in zip(mine, loaded, strict=True):
-            position = positions_ref[lax.rem(token, flat_positions.size)]
-            angles = {tile: cosine_and_sine(position, *parts) for tile, parts in frequencies.items()}
-            for ref, tile, tile_values in zip(outputs, tiles, values, strict=True):
-                cosine, sine = angles[tile]
-                sine = -sine if inverse else sine
-                for heads, loaded_pairs in zip(_heads(ref, tile), tile_values, strict=True):
-                    first, second = pairs.members(loaded_pairs)
-                    pairs.store(ref, token, heads, (first * cosine - second * sine, second * cosine + first * sine))
+        position = positions_ref[lax.rem(token, flat_positions.size)]
+        angles = {tile: cosine_and_sine(position, *parts) for tile, parts in frequencies.items()}
+        for ref, tile, tile_values in zip(outputs, tiles, loaded, strict=True):
+            cosine, sine = angles[tile]
+            sine = -sine if inverse else sine
+            for heads, loaded_pairs in zip(_heads(ref, tile), tile_values, strict=True):
+                first, second = pairs.members(loaded_pairs)
+                pairs.store(ref, token, heads, (first * cosine - second * sine, second * cosine + first * sine))
 
     operands = (flat_positions, *(table for pair in tables.values() for table in pair), *views)
     results = settings.kernel(
         rope,
         out_type=tuple(jax.ShapeDtypeStruct(view.shape, view.dtype) for view in views),
-        grid=(tokens // at_once,),
-        grid_names=("block",),
+        grid=(tokens,),
+        grid_names=("token",),
         compiler_params=COMPILER_PARAMS,
     )(*operands)
     query_out, key_out = (
@@ -89,10 +80,9 @@ def rope_rotate(
     return query_out, key_out
 
 
-def _tile(array: jax.Array, pairs: Pairs, config: RopeConfig) -> HeadTile:
+def _tile(array: jax.Array, pairs: Pairs) -> HeadTile:
     heads, head_size = array.shape[2:]
-    access_bytes = min(config.access_bytes, pairs.widest_access)
-    tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=access_bytes)
+    tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
     if tile is None:
         raise ValueError(f"{heads} heads of {head_size} cannot be cut into tiles of a warpgroup.")
     return tile

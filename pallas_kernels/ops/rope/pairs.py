@@ -1,4 +1,7 @@
-"""How the pairs of query and key lie in memory, and how a kernel takes them apart and puts them together.
+"""How the pairs of query and key lie in memory, how a warpgroup shares them, and how a kernel reads and writes them.
+
+The kernel runs for head sizes that are powers of two from 16 on, where a token's query heads, and its key heads, fill
+the 128 threads of a warpgroup: multiples of 4 for head sizes from 64 on, of 8 for 32 and of 16 for 16.
 
 - `Halves`: a pair has one value in each half of a head, and either member is read in 16 bytes a thread.
 - `Words`: a pair is two neighbours of 16 bits, read as one word of 32 bits, four neighbouring pairs in 16 bytes. For
@@ -18,11 +21,48 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.rope.config import HeadTile
-from pallas_kernels.primitives.rows import ACCESS_BYTES
+from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
+
+WARP_LANES = 32
 
 Members = tuple[jax.Array, jax.Array]
 """The first and the second values of pairs, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTile:
+    """A (heads, half) tile of pairs or of one of their members, `vector` to a thread and access."""
+
+    heads: int
+    half: int
+    vector: int
+
+    @property
+    def layout(self) -> plgpu.Layout | Any:
+        """Warps take different heads, and a warp's lanes the pairs of one or several heads."""
+        heads_a_warp = self.heads // WARPS
+        lanes = WARP_LANES // heads_a_warp
+        if heads_a_warp == 1:
+            tiling = plgpu.Tiling(((WARPS, lanes * self.vector), (self.vector,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        tiling = plgpu.Tiling(((self.heads, self.half), (heads_a_warp, self.half), (self.vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def head_tile(heads: int, half: int, itemsize: int, *, access_bytes: int = ACCESS_BYTES) -> HeadTile | None:
+    """The tile with the widest accesses of which `heads` heads are a multiple; None where there is none.
+
+    `itemsize` is that of a member of a pair, or of a pair where both are read as one.
+    """
+    vector = max(1, access_bytes // itemsize)
+    while vector:
+        if half % vector == 0:
+            lanes = min(half // vector, WARP_LANES)
+            heads_a_tile = WARPS * WARP_LANES // lanes
+            if WARP_LANES % lanes == 0 and half % (lanes * vector) == 0 and heads % heads_a_tile == 0:
+                return HeadTile(heads=heads_a_tile, half=half, vector=vector)
+        vector //= 2
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +73,7 @@ class Pairs:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of what a reference's element is."""
+        """Bytes of an element of a reference."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
@@ -42,15 +82,15 @@ class Pairs:
         return ACCESS_BYTES
 
     def view(self, array: jax.Array, tokens: int) -> jax.Array:
-        """(batch, length, heads, head size) as the kernel takes it, (tokens, heads, ...)."""
+        """The kernel's view, (tokens, heads, ...), of an array (batch, length, heads, head size)."""
         raise NotImplementedError
 
     def restore(self, view: jax.Array, like: jax.Array) -> jax.Array:
-        """The other way round."""
+        """The array of a view."""
         return view.reshape(like.shape)
 
     def load(self, ref, token: jax.Array, heads: pl.Slice, tile: HeadTile) -> tuple[jax.Array, ...]:
-        """What `members` takes apart: kept as it was read, it needs fewer registers."""
+        """The pairs as they are stored, which takes fewer registers than their `members`."""
         places = (self.index(token, heads, member) for member in range(2))
         return tuple(plgpu.load(ref.at[place], layout=tile.layout, optimized=False) for place in places)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.rope.api import rope
-from pallas_kernels.ops.rope.config import candidates
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
@@ -71,26 +66,11 @@ def _traffic(arguments: Arguments) -> Traffic:
     return Traffic(read=sizes, written=sizes)
 
 
-def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    del arguments
-    variant = _forward_variant if phase == "forward" else _backward_variant
-    return {name: partial(variant, config=config) for name, config in candidates().items()}
-
-
-def _forward_variant(*, query, key, positions, theta=10000.0, interleaved=False, config):
-    return rope_rotate(query, key, positions, theta=theta, interleaved=interleaved, config=config)
-
-
-def _backward_variant(*, query, key, positions, theta=10000.0, interleaved=False, cotangents, config=None):
-    del query, key
-    dquery, dkey = cotangents
-    return rope_rotate(dquery, dkey, positions, theta=theta, interleaved=interleaved, inverse=True, config=config)
-
-
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    if implementation == "mosaic":
-        return _backward_variant(**arguments, cotangents=cotangents)
     fixed = {name: value for name, value in arguments.items() if name not in ("query", "key")}
+    if implementation == "mosaic":
+        options = {"theta": 10000.0, "interleaved": False, **fixed}
+        return rope_rotate(*cotangents, **options, inverse=True)
 
     def forward(query, key):
         return rope_reference(query, key, **fixed)
@@ -110,5 +90,5 @@ ROPE = OpSpec(
     forward_traffic=_traffic,
     backward_traffic=_traffic,
     backward=_backward,
-    variants=_variants,
+    variants=lambda phase, arguments: {},
 )
