@@ -268,17 +268,3 @@ def even_pieces(columns: int, itemsize: int, *, stride: int) -> tuple[Segment, .
     if columns % size:
         raise ValueError(f"{columns} columns are not whole pieces of {size}")
     return tuple(Segment(offset=offset, size=size, vector=vector) for offset in range(0, columns, size))
-
-
-def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[jax.Array, jax.Array]:
-    """One step of online softmax, each place for itself: running maxima and sums of exp(value - maximum).
-
-    state: (maxima, sums), float32, of one shape with each of `pieces`. A step takes one exponential for each value and
-    one for each place of the state; the maxima of different places are brought together at the end of a row.
-    """
-    before, totals = state
-    highest = functools.reduce(jnp.maximum, pieces, before)
-    totals = totals * jnp.exp(before - highest)
-    for piece in pieces:
-        totals += jnp.exp(piece - highest)
-    return highest, totals

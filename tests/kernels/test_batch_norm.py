@@ -9,11 +9,9 @@ import pytest
 from draws import normal
 
 from pallas_kernels import batch_norm
-from pallas_kernels.ops.batch_norm.config import BatchNormConfig
-from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
-from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
+from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, RowSplit
+from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.ops.batch_norm.split import RowSplit
 
 
 def test_known_values():

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
-from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
+from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported

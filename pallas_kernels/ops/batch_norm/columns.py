@@ -1,4 +1,4 @@
-"""The two shapes of kernel that batch normalisation is made of: sums down the columns, and work on to every element."""
+"""The two large kernels of batch normalisation: sums down the columns, and then work on each element."""
 
 from __future__ import annotations
 
@@ -12,22 +12,90 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.config import BatchNormConfig
 from pallas_kernels.ops.batch_norm.few_rows import moderate_or_zero
-from pallas_kernels.ops.batch_norm.split import RowSplit
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, launch, rows_at_once
+from pallas_kernels.primitives.elementwise import (
+    COMPILER_PARAMS,
+    FEW_BLOCKS,
+    Blocks,
+    Part,
+    access_columns,
+    launch,
+    rows_at_once,
+)
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 Values = Mapping[str, jax.Array]
+Index = jax.Array | int
 
 SHIFT_ROWS = 8
 """Rows whose mean is the shift of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchNormConfig:
+    """How both kernels cut their work: the one that reduces, and the one that applies what was found.
+
+    rows, warpgroups, blocks_per_core: of the reducing kernel, whose blocks are persistent: rows that a warpgroup reads
+        at once, warpgroups of a block, blocks a streaming multiprocessor.
+    apply_rows: rows that a block of one warpgroup takes in the applying kernel; the columns' numbers are read once for
+        them.
+    """
+
+    rows: int = 4
+    warpgroups: int = 8
+    blocks_per_core: int = 1
+    apply_rows: int = 4
+
+
+def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) -> BatchNormConfig:
+    """The untuned choice for a reduction over so many arrays: forward one, backward two."""
+    if rows < 1024:
+        return BatchNormConfig(rows=1, warpgroups=1, blocks_per_core=2, apply_rows=1)
+    blocks = rows * features // (4 * access_columns(1, itemsize))
+    return BatchNormConfig(rows=4 // arrays, apply_rows=4 if blocks >= FEW_BLOCKS else 1)
+
+
+def candidates() -> dict[str, BatchNormConfig]:
+    """The configurations worth measuring, by name, in both phases."""
+    shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 8, 8), (4, 4, 4))
+    return {
+        f"{r} rows {w} warpgroups, {a} rows": BatchNormConfig(rows=r, warpgroups=w, apply_rows=a) for r, w, a in shapes
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSplit:
+    """`units` of `at_once` rows each, taken in turn by `lanes` warpgroups of each of `groups` groups."""
+
+    units: int
+    at_once: int
+    groups: int
+    lanes: int
+
+    @property
+    def together(self) -> int:
+        """Warpgroups that share the rows."""
+        return self.groups * self.lanes
+
+    def unit(self, group: Index, lane: Index, trip: Index) -> Any:
+        """The unit of a warpgroup in its `trip`-th turn."""
+        return trip * self.together + group * self.lanes + lane
+
+    def trips(self, group: Index, lane: Index) -> Any:
+        """How many turns a warpgroup has."""
+        return lax.div(self.units - group * self.lanes - lane + self.together - 1, self.together)
+
+    def count(self, group: jax.Array) -> jax.Array:
+        """Rows of a group: at least one for those there are."""
+        whole, left = divmod(self.units, self.together)
+        rest = jnp.minimum(jnp.maximum(left - group * self.lanes, 0), self.lanes)
+        return self.at_once * (self.lanes * whole + rest)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Partials:
-    """What the blocks of a reduction found of the rows of each group.
+    """The sums of each group of rows.
 
     found: (groups, 2 or 3, features) float32: both sums and, where there is one, what was subtracted from an array.
     """

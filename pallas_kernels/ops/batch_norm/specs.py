@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.batch_norm.api import batch_norm
-from pallas_kernels.ops.batch_norm.config import candidates
-from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_forward
-from pallas_kernels.ops.batch_norm.mosaic_gpu_vjp import batch_norm_backward
+from pallas_kernels.ops.batch_norm.columns import candidates
+from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.specs import (
     BENCH,

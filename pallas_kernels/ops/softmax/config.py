@@ -1,9 +1,8 @@
-"""Launch configurations of the softmax kernels: what may be chosen, and what is chosen untuned."""
+"""Launch configurations of the softmax kernels: the choices, the untuned defaults, and the candidates."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 CAUSAL_PIECES = 8
 """A causal row in registers is read in up to so many pieces; those right of the diagonal are not read from memory."""
@@ -21,21 +20,16 @@ class RowConfig:
         divides over them; 0 for no such block.
     shared_columns: of such a row, columns that a warp has in registers at a time.
     chunk: columns in registers at a time in a longer row yet, which is read twice, the second time from the L2 cache.
-    second_read: where the backward kernel finds a row in registers once it has its sums: still there, as float32, or
-        read again from the L1 cache, so that more blocks share a multiprocessor.
     """
 
     register_columns: int
     shared_warpgroups: int = 0
     shared_columns: int = 512
     chunk: int = 4096
-    second_read: Literal["registers", "reload"] = "registers"
 
 
-def default_forward(itemsize: int) -> RowConfig:
-    """The untuned choice for values of `itemsize` bytes: 64 KiB of float32 weights fill half of the registers."""
-    del itemsize
-    return RowConfig(register_columns=16384)
+DEFAULT_FORWARD = RowConfig(register_columns=16384)
+"""The untuned choice: 64 KiB of float32 weights fill half of the registers."""
 
 
 def default_backward(itemsize: int) -> RowConfig:
@@ -43,21 +37,18 @@ def default_backward(itemsize: int) -> RowConfig:
     return RowConfig(register_columns=8192, shared_warpgroups=4, chunk=8192 // itemsize)
 
 
-def forward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
+def forward_candidates(features: int) -> dict[str, RowConfig]:
     """The configurations worth measuring, by name."""
-    return _candidates(features, default_forward(itemsize).register_columns)
+    return _candidates(features, DEFAULT_FORWARD.register_columns)
 
 
 def backward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
     """The configurations worth measuring, by name."""
     candidates = _candidates(features, default_backward(itemsize).register_columns)
-    if "registers" in candidates:
-        candidates["reload"] = replace(candidates["registers"], second_read="reload")
     if features >= 8192 and 2 * features * itemsize <= SHARED_BYTES:
-        for warpgroups, columns in ((2, 512), (4, 256), (4, 512)):
-            candidates[f"shared {warpgroups} warpgroups, {columns} columns"] = RowConfig(
-                register_columns=0, shared_warpgroups=warpgroups, shared_columns=columns
-            )
+        for warpgroups in (2, 4):
+            config = RowConfig(register_columns=0, shared_warpgroups=warpgroups)
+            candidates[f"shared {warpgroups} warpgroups"] = config
     return candidates
 
 

@@ -1,4 +1,4 @@
-"""Three forms of one softmax, for studying what fusion is worth. `pallas_kernels.softmax` takes the best.
+"""Three forms of one softmax, for a study of what fusion saves. `pallas_kernels.softmax` takes the best.
 
 | form | launches | reads of x | writes | further arrays |
 | --- | --- | --- | --- | --- |

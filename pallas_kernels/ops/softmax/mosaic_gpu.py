@@ -16,10 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import RowConfig, default_forward
+from pallas_kernels.ops.softmax.config import DEFAULT_FORWARD, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
-from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, sum_of_weights
-from pallas_kernels.ops.softmax.rounding import online_add as exact_online_add
+from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, online_add, sum_of_weights
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
@@ -30,7 +29,6 @@ from pallas_kernels.primitives.rows import (
     full_row,
     load_row,
     map_row,
-    online_add,
     row_max,
     row_sum,
     split_row,
@@ -56,7 +54,7 @@ def softmax_forward(
     x: (rows, features) of a floating dtype, features >= 128. mask: (rows of its own, features), int8 where
     `masking.is_boolean`, else floating.
     """
-    config = config or default_forward(x.dtype.itemsize)
+    config = config or DEFAULT_FORWARD
     make_body = _whole_row_body if x.shape[1] <= config.register_columns else _online_body
     body = make_body(x, masking, config)
 
@@ -99,7 +97,6 @@ def _whole_row_body(x, masking, config):
 def _online_body(x, masking, config):
     features, itemsize = x.shape[1], x.dtype.itemsize
     is_exact = itemsize == 4
-    add = exact_online_add if is_exact else online_add
     chunk = min(config.chunk, features)
     trips = features // chunk
     segments = split_row(chunk, itemsize, stride=features)
@@ -117,7 +114,7 @@ def _online_body(x, masking, config):
         needed = trips if masking.queries is None else jnp.minimum(trips, masking.query(row) // chunk + 1)
 
         def accumulate(i, state):
-            return add(state, scores(i * chunk, pieces))
+            return online_add(state, scores(i * chunk, pieces))
 
         highest, totals = lax.fori_loop(
             0, needed, accumulate, (full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0])

@@ -57,7 +57,12 @@ def remainder(mean: jax.Array, first: jax.Array) -> jax.Array:
 
 
 def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[jax.Array, jax.Array]:
-    """`rows.online_add`, with a step's exponentials added up in pairs before they join the sums."""
+    """One step of online softmax, each place for itself: running maxima and sums of exp(value - maximum).
+
+    state: (maxima, sums), float32, of one shape with each of `pieces`. A step takes one exponential for each value and
+    one for each place of the state; exponentials are added up in pairs before they join the sums. The maxima of
+    different places are brought together at the end of a row.
+    """
     before, totals = state
     highest = functools.reduce(jnp.maximum, pieces, before)
     weights = [jnp.exp(piece - highest) for piece in pieces]

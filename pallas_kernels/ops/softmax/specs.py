@@ -134,7 +134,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     if phase == "backward":
         candidates = backward_candidates(features, itemsize)
         return {name: partial(_backward_variant, config=config) for name, config in candidates.items()}
-    candidates = forward_candidates(features, itemsize)
+    candidates = forward_candidates(features)
     variants = {name: partial(_forward_variant, config=config) for name, config in candidates.items()}
     if set(arguments) == {"x"}:
         forms = {name: form for name, form in FORMS.items() if features <= 16384 or name not in FORMS}
