@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hlo_analysis.capture import Capture
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.caveats import kernels_elsewhere, notes_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.resources import read_resources, resources_of
@@ -21,12 +22,14 @@ from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 
 
-def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
-    """What the compiler did with the captured program, and why. Pure: reads the capture and nothing else.
+def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue = ()) -> Analysis:
+    """Explains what the compiler did with the captured program. Pure: reads the capture and nothing else.
 
     Args:
       capture: from `hlo_analysis.capture`, or `Capture.load`.
       label: a name for reports; the capture's own by default.
+      catalogue: kernels that remedies may name; see `hlo_analysis.catalogue.Kernel`. Without any, a remedy says what a
+        kernel would do.
 
     Raises:
       TypeError: it is no Capture.
@@ -41,7 +44,7 @@ def analyze(capture: Capture, *, label: str | None = None) -> Analysis:
     try:
         module, notes = _final_module(capture)
         table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
-        return _assemble(capture, module, table, label=label or capture.manifest.label, notes=notes)
+        return _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
     except HloParseError as error:
         told = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
         raise HloParseError(told, line=error.line, column=error.column) from error
@@ -62,7 +65,9 @@ def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
     )
 
 
-def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: str, notes: tuple[str, ...]) -> Analysis:
+def _assemble(
+    capture: Capture, module: Module, table: LaunchTable, label: str, notes: tuple[str, ...], catalogue: Catalogue
+) -> Analysis:
     provenance = capture.manifest.provenance
     device = capture.manifest.device
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
@@ -73,6 +78,7 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
         launch_of=launch_of,
         device=device,
         compiler_options=dict(provenance.compiler_options),
+        library_packages=frozenset(kernel.package for kernel in catalogue),
         resources=resources_of(
             table.sites,
             mosaic=read_resources(capture.text("mosaic_resources")),
@@ -86,8 +92,16 @@ def _assemble(capture: Capture, module: Module, table: LaunchTable, *, label: st
     )
     decisions = decide(capture, module, launch_of)
     outputs = _outputs(module, flow)
-    missed = rank(launches, intermediates, decisions, device, outputs=outputs, donated=_donated(module))
-    found = (*notes_of(launches, outputs), *kernels_elsewhere(missed, capture.manifest.compute_capability))
+    missed = rank(
+        launches,
+        intermediates,
+        decisions,
+        device,
+        outputs=outputs,
+        donated=_donated(module),
+        catalogue=catalogue,
+    )
+    found = (*notes_of(launches, outputs), *kernels_elsewhere(missed, capture.manifest.compute_capability, catalogue))
     notes = (*provenance.notes, *notes, *table.notes, *found)
     return Analysis(
         label=label,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.patterns.launch_patterns import calls_python
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.program.launch_kinds import EMITTERS
@@ -13,9 +13,6 @@ from hlo_analysis.records import OPAQUE_KINDS, MissedFusion
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
-
-_HOPPER = 9
-_NAMED = re.compile(r"[a-z_]+: ")
 
 _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
 
@@ -38,12 +35,20 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterato
     yield from _callbacks(launches)
 
 
-def kernels_elsewhere(missed: Sequence[MissedFusion], compute_capability: tuple[int, int]) -> Iterator[str]:
-    """A note on remedies that name operations whose kernels are for another GPU; a capability of 0 is not known."""
-    if compute_capability[0] not in (0, _HOPPER) and any(_NAMED.match(found.remedy) for found in missed):
+def kernels_elsewhere(
+    missed: Sequence[MissedFusion], compute_capability: tuple[int, int], catalogue: Catalogue
+) -> Iterator[str]:
+    """Yields a note on remedies that name kernels for another GPU; a capability of 0 is not known."""
+    named = {found.remedy.partition(":")[0] for found in missed}
+    major = compute_capability[0]
+    others = [kernel for kernel in catalogue if kernel.name in named and kernel.compute_capabilities]
+    others = [kernel for kernel in others if major not in (0, *kernel.compute_capabilities)]
+    if others:
+        made_for = sorted({f"{capability}.x" for kernel in others for capability in kernel.compute_capabilities})
         yield (
-            "Remedies that begin with a name are operations of pallas_kernels, whose kernels are for Hopper GPUs: here "
-            "they are XLA's (norms and softmax may be Triton's), and what a remedy says asks for a kernel of one's own."
+            f"The remedies {', '.join(sorted({kernel.name for kernel in others}))} name kernels for GPUs of compute "
+            f"capability {' and '.join(made_for)}; this one has {major}.{compute_capability[1]}, where the same "
+            "functions may fall back to XLA."
         )
 
 

@@ -156,9 +156,11 @@ def _analysed(
 ) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
-    from hlo_analysis.capture.lowering import leave_out_frames
+    from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
+    from xlafuse.catalogue import KERNELS
 
     leave_out_frames(__file__)
+    leave_out_packages("xlafuse", "pallas_kernels")
     strategy = job.strategy
     result = StrategyResult(name=strategy.name, description=job.description, analysis=None, error=job.refusal)
     if job.refusal is not None:
@@ -180,7 +182,7 @@ def _analysed(
             **capture_options,
         )
         told(strategy.name, "analysing")
-        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name))
+        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=KERNELS))
     # One strategy's failure, of whatever kind, must not cost the others their result.
     except Exception as error:
         told(strategy.name, "failed")

@@ -33,8 +33,8 @@ Mode = Literal["forward", "grad"]
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
-_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "functools", "contextlib", "hlo_analysis", "xlafuse", "pallas_kernels")
-"""Packages whose frames are not the user's."""
+_LIBRARIES = {"jax", "jaxlib", "flax", "numpy", "functools", "contextlib", "hlo_analysis"}
+"""Packages whose frames are not the user's; `leave_out_packages` adds to them."""
 _HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
@@ -42,6 +42,11 @@ _HOST_MEMORY = ("pinned_host", "unpinned_host")
 def leave_out_frames(file: str) -> None:
     """No instruction is to name this file, which calls `capture`, among its callers: it is not the user's."""
     source_info_util.register_exclusion(file)
+
+
+def leave_out_packages(*names: str) -> None:
+    """Errors are to name no line of these packages as the user's."""
+    _LIBRARIES.update(names)
 
 
 for _name in ("lowering.py", "api.py"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.layout_roundtrip import find_turned, turned_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
@@ -35,6 +36,7 @@ def rank(
     *,
     outputs: Collection[str] = (),
     donated: Collection[str] = (),
+    catalogue: Catalogue = (),
 ) -> tuple[MissedFusion, ...]:
     """The missed fusions, costliest first.
 
@@ -49,16 +51,19 @@ def rank(
         device: bandwidth and launch overhead.
         outputs: names of values (as in `Intermediate.name`) that the program returns.
         donated: names of the arguments whose buffers the program may overwrite.
+        catalogue: kernels that remedies may name.
     """
     scores = attention_scores(launches, intermediates)
     turned = find_turned(launches, intermediates)
     without = {move.index for found in turned for move in found.moves}
     missed = [
-        *between_launches(launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated)),
+        *between_launches(
+            launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated), catalogue
+        ),
         *through_updates(launches, intermediates, device, frozenset(outputs)),
         *filled_for_loops(launches, intermediates, device),
         *read_at_once(launches, intermediates, device, scores),
-        *read_again(launches, device),
+        *read_again(launches, device, catalogue),
     ]
     missed = [found for found in missed if found.producer not in without]  # what would not be there
     missed += turned_for_updates(turned, device, donated)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import missed, read_by_each, updates_in_place, waits, written
 from hlo_analysis.patterns.attention_scores import attention_products
@@ -41,8 +42,9 @@ def between_launches(
     scores: frozenset[str],
     outputs: frozenset[str],
     donated: frozenset[str],
+    catalogue: Catalogue,
 ) -> Iterator[MissedFusion]:
-    """One missed fusion for all that a launch hands the same readers."""
+    """Yields one missed fusion for all values that one launch writes for the same readers."""
     why = _Reasons(decisions, launches)
     table = Table(launches)
     products = attention_products(launches, intermediates, scores)
@@ -70,7 +72,7 @@ def between_launches(
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
-            remedy=remedy,
+            remedy=remedy.named(catalogue, (producer, *near)),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import missed, read_by_each, waits
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
@@ -59,13 +60,13 @@ def read_at_once(
         )
 
 
-def read_again(launches: Sequence[LaunchRow], device: Device) -> Iterator[MissedFusion]:
-    """Arguments of which one kernel could have read each row once, with its sum and with what needs the sum."""
+def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalogue) -> Iterator[MissedFusion]:
+    """Yields arguments of which one kernel could read each row once, with its sum and with what needs the sum."""
     table = Table(launches)
     for found in find_rereads(launches):
         first, *later = found.readers
         again = found.value.bytes * first.repeat
-        gone = [*later, *found.between]
+        gone, ends = [*later, *found.between], [*found.readers, *found.between]
         waited = sum(waits(launch, again, device) for launch in later)
         yield missed(
             found.value,
@@ -73,10 +74,10 @@ def read_again(launches: Sequence[LaunchRow], device: Device) -> Iterator[Missed
             consumers=tuple(launch.index for launch in found.readers),
             stake=again * len(later),
             time=waited + sum(device.launch_overhead_us * launch.repeat for launch in gone),
-            ends=[*found.readers, *found.between],
+            ends=ends,
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,
-            remedy=rows_remedy(table, [*found.readers, *found.between]),
+            remedy=rows_remedy(table, ends).named(catalogue, ends),
         )
 
 

@@ -35,6 +35,8 @@ class Context:
     """Instruction → the last launch that it needs."""
     device: Device
     compiler_options: Mapping[str, str]
+    library_packages: frozenset[str] = frozenset()
+    """Packages whose source lines are not the user's, beside the installed ones."""
     resources: Mapping[int, Resources]
     """By index of the launch."""
 
@@ -63,7 +65,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
     resources = context.resources.get(index, Resources())
     shared = thunk.shared_memory_bytes
-    op_name, frame = _origin(module, instruction)
+    op_name, frame = _origin(module, instruction, context.library_packages)
     scope, phase = scope_of(op_name)
     facts = facts_of(module, instruction)
     launch = LaunchRow(
@@ -203,7 +205,7 @@ def _value(access: Access, context: Context) -> Value:
     )
 
 
-def _origin(module: Module, instruction: Instruction) -> tuple[str, SourceFrame | None]:
+def _origin(module: Module, instruction: Instruction, libraries: frozenset[str]) -> tuple[str, SourceFrame | None]:
     """JAX's name for a launch and the innermost user frame: the instruction's own, else those of what it computes."""
     candidates = [instruction]
     if instruction.opcode == "fusion":
@@ -211,7 +213,7 @@ def _origin(module: Module, instruction: Instruction) -> tuple[str, SourceFrame 
         candidates += [body.root_instruction, *reversed(body.instructions.values())]
     op_name = next((found.op_name for found in candidates if found.op_name), "")
     frames = next((found.metadata.frames for found in candidates if found.metadata and found.metadata.frames), ())
-    user = next((frame for frame in frames if not _is_installed(frame.file)), frames[0] if frames else None)
+    user = next((frame for frame in frames if not _is_library(frame.file, libraries)), frames[0] if frames else None)
     return op_name, user
 
 
@@ -234,10 +236,10 @@ def scopes_of(facts: LaunchFacts, own: tuple[str, Phase]) -> tuple[tuple[str, Ph
     return tuple(found) if own in found else (own, *found)
 
 
-def _is_installed(file: str) -> bool:
-    """Whether a file is no user's: of an installed package, or of the operations that a clone brings along."""
+def _is_library(file: str, libraries: frozenset[str]) -> bool:
+    """Whether a file belongs to an installed package or to one of the libraries."""
     parts = PurePosixPath(file.replace("\\", "/")).parts
-    return not {"site-packages", "dist-packages", "pallas_kernels"}.isdisjoint(parts)
+    return not ({"site-packages", "dist-packages"} | libraries).isdisjoint(parts)
 
 
 def _snippet(module: Module, instruction: Instruction) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.dot_merger import can_merge
@@ -16,7 +15,6 @@ from hlo_analysis.patterns.launch_patterns import (
     normalizes,
     only_casts,
     repeats_rows,
-    takes_sixteen_bits,
 )
 from hlo_analysis.patterns.pair_patterns import (
     accumulates,
@@ -40,15 +38,12 @@ def of_products(
 ) -> Remedy | None:
     """The remedy where one end is a matrix product, None where none is."""
     if is_product(producer):
-        remedy, product = _after_product(table, producer, readers), producer
-    elif products := [reader for reader in readers if is_product(reader)]:
-        remedy, product = _before_product(table, producer, readers), products[0]
+        remedy = _after_product(table, producer, readers)
+    elif any(map(is_product, readers)):
+        remedy = _before_product(table, producer, readers)
     else:
         return None
-    if remedy is texts.LINEAR_EPILOGUE and of_attention:
-        return texts.ATTENTION
-    is_ours = remedy in texts.SINGLE_PRODUCTS and not (takes_sixteen_bits(product) and not is_batched(product))
-    return replace(remedy, text=remedy.text + texts.TAKES_SINGLE) if is_ours else remedy
+    return texts.ATTENTION if remedy is texts.LINEAR_EPILOGUE and of_attention else remedy
 
 
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:

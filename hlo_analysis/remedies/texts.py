@@ -1,41 +1,63 @@
-"""What a report says to do about a missed fusion. Which of these fits is decided in the modules beside this one."""
+"""What a report says to do about a missed fusion; the modules beside this one choose among these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from hlo_analysis.catalogue import Catalogue
+from hlo_analysis.program.facts import LaunchRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """`kind` and `text` are `remedy_kind` and `remedy` of `records.MissedFusion`."""
+    """What removes a missed fusion: `remedy_kind` and `remedy` of `records.MissedFusion`.
+
+    pattern: of `catalogue.PATTERNS`, where a kernel of the catalogue can be named.
+    """
 
     kind: Literal["option", "rewrite", "kernel"]
     text: str
+    pattern: str | None = None
+
+    def named(self, catalogue: Catalogue, launches: Sequence[LaunchRow]) -> Remedy:
+        """Names the first kernel of the catalogue that covers the pattern, and what it asks of the launches."""
+        kernel = next((kernel for kernel in catalogue if kernel.pattern == self.pattern), None)
+        if kernel is None:
+            return self
+        limit = kernel.limit(launches)
+        return replace(self, text=f"{kernel.name}: {self.text}{f'; {limit}' if limit else ''}")
 
 
 ATTENTION = Remedy(
     kind="kernel",
-    text="attention: one kernel that keeps the scores on the chip, e.g. cuDNN's through "
-    "jax.nn.dot_product_attention(implementation='cudnn') for bf16 and f16; for few queries and a long cache "
-    "decode_attention of pallas_kernels",
+    pattern="attention",
+    text="one kernel that keeps the scores on the chip, e.g. cuDNN's through "
+    "jax.nn.dot_product_attention(implementation='cudnn') for bfloat16 and float16; few queries against a long cache "
+    "want a kernel for decoding",
 )
 AS_PROJECTED = Remedy(
     kind="kernel",
-    text="attention: a kernel that takes query, key and value as their projections write them (batch, length, heads, "
+    pattern="attention",
+    text="a kernel that takes query, key and value as their projections write them (batch, length, heads, "
     "size), e.g. cuDNN's through jax.nn.dot_product_attention, so that none is transposed first",
 )
 GATED_LINEAR = Remedy(
     kind="kernel",
-    text="gated_linear: both products and the gated activation in one kernel, which writes only the result",
+    pattern="gated_linear",
+    text="both products and the gated activation in one kernel, which writes only the result",
 )
 LORA_LINEAR = Remedy(
     kind="kernel",
-    text="lora_linear: x @ w + (x @ a) @ b in one kernel, which adds the correction before the result is written; "
+    pattern="lora_linear",
+    text="x @ w + (x @ a) @ b in one kernel, which adds the correction before the result is written; "
     "w + a @ b, where that is made first, is an array as large as w",
 )
 LINEAR_EPILOGUE = Remedy(
-    kind="kernel", text="linear: the work after the product done in its epilogue, before the result is written"
+    kind="kernel",
+    pattern="linear",
+    text="the work after the product done in its epilogue, before the result is written",
 )
 EPILOGUE = Remedy(
     kind="kernel", text="a product that does the work after it in its epilogue, before the result is written"
@@ -47,8 +69,9 @@ REDUCED = Remedy(
 )
 RESIDUAL_NORM = Remedy(
     kind="kernel",
-    text="linear_residual_norm: product, residual and the mean squares of their rows in one kernel; the layer behind "
-    "divides by their roots as it loads (norm_linear)",
+    pattern="linear_residual_norm",
+    text="product, residual and the mean squares of their rows in one kernel; the next "
+    "layer divides by their roots as it loads its input",
 )
 SCATTERED = Remedy(
     kind="kernel",
@@ -60,7 +83,8 @@ TAKEN = Remedy(
 )
 QUANTIZED = Remedy(
     kind="kernel",
-    text="quantized_linear: the product widens int8 or int4 weights as it loads them. Scales of whole columns may as "
+    pattern="quantized_linear",
+    text="the product widens int8 or int4 weights as it loads them. Scales of whole columns may as "
     "well go behind the product, (x @ w.astype(x.dtype)) * scale: XLA then loads the integers, too",
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
@@ -81,33 +105,37 @@ GROUPED = Remedy(
     "of them zeros, and multiplies all of it",
 )
 NORM_LINEAR = Remedy(
-    kind="kernel", text="norm_linear: the product normalises its rows as it loads them, or scales its result afterwards"
+    kind="kernel",
+    pattern="norm_linear",
+    text="the product normalises its rows as it loads them, or scales its result afterwards",
 )
 RMS_NORM = Remedy(
-    kind="kernel", text="rms_norm: the reduction and all that follows it in one kernel, the row read once"
+    kind="kernel", pattern="rms_norm", text="the reduction and all that follows it in one kernel, the row read once"
 )
 LAYER_NORM = Remedy(
-    kind="kernel", text="layer_norm: mean, variance and all that follows in one kernel, the row read once"
+    kind="kernel", pattern="layer_norm", text="mean, variance and all that follows in one kernel, the row read once"
 )
 DROPOUT_NORM = Remedy(
     kind="kernel",
-    text="dropout_residual_norm: dropout, residual and norm in one kernel, the row read once, which draws a mask of "
+    pattern="dropout_residual_norm",
+    text="dropout, residual and norm in one kernel, the row read once, which draws a mask of "
     "its own (another than jax.random's)",
 )
 BATCH_NORM = Remedy(
     kind="kernel",
-    text="batch_norm: mean and variance of a feature in one pass over the rows, and what follows in a second",
+    pattern="batch_norm",
+    text="mean and variance of a feature in one pass over the rows, and what follows in another",
 )
 GROUP_NORM = Remedy(
     kind="kernel",
     text="one kernel a group: mean, variance and all that follows, what is normalized together read once and kept on "
     "the chip where it fits",
 )
-SOFTMAX = Remedy(kind="kernel", text="softmax: maximum, sum and quotient in one kernel, the row read once")
+SOFTMAX = Remedy(kind="kernel", pattern="softmax", text="maximum, sum and quotient in one kernel, the row read once")
 LOG_SOFTMAX = Remedy(
     kind="kernel",
-    text="cross_entropy: maximum, sum and logarithm in one kernel, the row read once (where a loss is what is made of "
-    "them)",
+    pattern="cross_entropy",
+    text="maximum, sum and logarithm in one kernel, the row read once (where the result is a loss)",
 )
 LAYOUT = Remedy(
     kind="rewrite",
@@ -116,13 +144,13 @@ LAYOUT = Remedy(
 )
 FOURIER = Remedy(
     kind="kernel",
-    text="one kernel that pads, transforms, works on what comes out and transforms it back, a row on the chip where it "
-    "fits (as FlashFFTConv's): cuFFT takes no work of others",
+    text="one kernel that pads, transforms, works on the result and transforms it back, a row on the chip where it "
+    "fits (as FlashFFTConv does): XLA cannot fuse other work into cuFFT",
 )
 TURNED = Remedy(
     kind="rewrite",
     text="keep the array as its readers take it (keys and values of a cache: (batch, heads, length, size)), or have a "
-    "kernel read it as it lies (decode_attention of pallas_kernels): all of it is transposed for a part that is new",
+    "kernel read it as it lies: all of it is transposed for a part that is new",
 )
 TURNED_KEPT = replace(TURNED, text=f"{TURNED.text}; and donate it (jax.jit(..., donate_argnums=...))")
 PARTS = Remedy(
@@ -149,12 +177,12 @@ INDEXED = Remedy(
 ADD_TO = Remedy(
     kind="rewrite",
     text="add into an array that exists anyway (residual.at[indices].add(...) in place of zeros), or gather what "
-    "belongs to each row where the indices can be turned round: here an array of zeros is written first",
+    "belongs to each row where the indices can be inverted: here an array of zeros is written first",
 )
 GATHERED = Remedy(
     kind="rewrite",
-    text="gather in place of .at[...].set: with the indices turned round (jnp.argsort of a permutation) whoever reads "
-    "the rows takes them from where they are, since a gather fuses into its reader and a scatter does not",
+    text="gather in place of .at[...].set: with the indices inverted (jnp.argsort of a permutation) the readers "
+    "take the rows from where they are, since a gather fuses into its reader and a scatter does not",
 )
 PICKED = Remedy(
     kind="rewrite",
@@ -189,23 +217,14 @@ TOP_K = Remedy(
 )
 SCAN = Remedy(
     kind="kernel",
-    text="one kernel that goes along the axis with its state on the chip: lax.associative_scan hands arrays through "
-    "memory at each of its log2(n) levels, up and down",
+    text="one kernel that goes along the axis with its state on the chip: lax.associative_scan writes and reads arrays "
+    "at each of its log2(n) levels, up and down",
 )
 LINEAR_CROSS_ENTROPY = Remedy(
-    kind="kernel", text="linear_cross_entropy: product and loss in one kernel, which never writes an array of logits"
+    kind="kernel",
+    pattern="linear_cross_entropy",
+    text="product and loss in one kernel, which never writes an array of logits",
 )
-SINGLE_PRODUCTS = (
-    GATED_LINEAR,
-    LORA_LINEAR,
-    LINEAR_EPILOGUE,
-    RESIDUAL_NORM,
-    NORM_LINEAR,
-    LINEAR_CROSS_ENTROPY,
-    QUANTIZED,
-)
-"""Kernels of `pallas_kernels` that multiply by one matrix, of 16 bits."""
-TAKES_SINGLE = "; the one of pallas_kernels multiplies by a single matrix, in bfloat16 or float16"
 WHOLE_SUM = Remedy(
     kind="option",
     text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
@@ -228,13 +247,13 @@ DONATED = Remedy(
 )
 KEPT = Remedy(
     kind="rewrite",
-    text="let nothing read the value once it is updated in place (as a loop's state, or .at[...].set): XLA copies what "
-    "is needed twice",
+    text="let nothing read the value after its update in place (a loop's state, or .at[...].set): XLA copies what is "
+    "needed twice",
 )
 UNCHANGED = Remedy(
     kind="rewrite",
-    text="return nothing that is the same after each run, as the placeholders in an optimizer's state: each constant "
-    "among the results is copied into an array of its own",
+    text="return no constants (as the placeholders in an optimizer's state): XLA copies each constant among the "
+    "results into an array of its own",
 )
 TYPED = Remedy(
     kind="rewrite",
@@ -268,7 +287,8 @@ TWO_STEPS = Remedy(
     "launches",
 )
 OWN_KERNEL = Remedy(
-    kind="kernel", text="a kernel of one's own in the library's place: what a library brings takes no work of others"
+    kind="kernel",
+    text="a kernel of one's own in the library's place: XLA cannot fuse other work into a library's kernel",
 )
 KEEP_TRITON = Remedy(
     kind="option",

@@ -8,6 +8,7 @@ import pytest
 
 from hlo_analysis import HloParseError, analyze
 from hlo_analysis.capture import Capture
+from hlo_analysis.catalogue import Kernel
 from hlo_analysis.report.words import gemm_words
 
 LOOP = """HloModule jit_f, is_scheduled=true
@@ -124,12 +125,13 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     [
         ("/home/me/layers.py", "layers.py:53"),
         ("/home/me/.venv/lib/site-packages/optax/base.py", "train.py:7"),
-        ("/home/me/xlafuse/pallas_kernels/primitives/settings.py", "train.py:7"),  # of a clone, not installed
+        ("/home/me/clone/kernels/settings.py", "train.py:7"),  # a package of the catalogue, not installed
     ],
 )
 def test_a_launch_is_told_by_the_users_own_line(tmp_path: Path, file: str, source: str) -> None:
     (tmp_path / "module_0001.jit_f.sm_9.0_gpu_after_optimizations.txt").write_text(FRAMES.replace("FILE", file))
-    (launch,) = analyze(Capture.load(tmp_path)).launches
+    kernel = Kernel(name="k", pattern="linear", package="kernels")
+    (launch,) = analyze(Capture.load(tmp_path), catalogue=[kernel]).launches
     assert launch.source == source
 
 

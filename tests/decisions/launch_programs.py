@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hlo_analysis.catalogue import PATTERNS, Kernel
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.missed import rank
 from hlo_analysis.program.facts import LaunchFacts, LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion, Value
+from hlo_analysis.remedies import Remedy
 
 MIB = 2**20
 DEVICE = Device(
@@ -38,6 +40,14 @@ def facts_of(body: str, **passed: str) -> LaunchFacts:
     module = parse_module(f"HloModule m\n\n{sums}\n\nbody {{\n{parameters}{body}\n}}")
     instructions = {name: found for name, found in module.entry.instructions.items() if name not in outside}
     return LaunchFacts(instructions=instructions, launched=module.entry.root_instruction, parameters=passed)
+
+
+CATALOGUE = [Kernel(name=name, pattern=name, package="kernels", compute_capabilities=(9,)) for name in PATTERNS]
+
+
+def text_of(remedy: Remedy) -> str:
+    """What a missed fusion says where this is its remedy."""
+    return remedy.named(CATALOGUE, ()).text
 
 
 class Program:
@@ -124,4 +134,4 @@ class Program:
                         bytes_moved=size * MIB * repeats,
                     )
                 )
-        return rank(self.launches, between, self.decisions, DEVICE, **options)
+        return rank(self.launches, between, self.decisions, DEVICE, **{"catalogue": CATALOGUE, **options})

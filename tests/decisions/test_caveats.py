@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch_programs import Program
+from launch_programs import CATALOGUE, Program
 
 from hlo_analysis.caveats import kernels_elsewhere, notes_of
 
@@ -58,6 +58,6 @@ def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
 def test_kernels_of_another_gpu_are_told(capability: tuple[int, int], is_told: bool) -> None:
     program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",)).launch("y", {"d": 100}, 9)
     assert program.rank()[0].remedy.startswith("linear: ")
-    assert len(list(kernels_elsewhere(program.rank(), capability))) == is_told
+    assert len(list(kernels_elsewhere(program.rank(), capability, CATALOGUE))) == is_told
     unnamed = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100).rank()
-    assert not list(kernels_elsewhere(unnamed, capability))
+    assert not list(kernels_elsewhere(unnamed, capability, CATALOGUE))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import DEVICE, MIB, Program
+from launch_programs import DEVICE, MIB, Program, text_of
 
-import pallas_kernels
+from hlo_analysis.catalogue import PATTERNS, Kernel
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed import rank
 from hlo_analysis.records import Intermediate, Value
@@ -36,11 +35,26 @@ def test_attention_scores_have_the_remedy_of_attention() -> None:
         assert "cudnn" in missed.remedy
 
 
-def test_kernels_that_are_named_are_operations() -> None:
-    """As the page and the README say."""
-    kernels = [found.text for found in vars(texts).values() if isinstance(found, texts.Remedy)]
-    named = {found[1] for text in kernels if (found := re.match(r"([a-z_]+): ", text))}
-    assert {"attention", "rms_norm", "linear_cross_entropy"} < named <= set(dir(pallas_kernels))
+def test_a_pattern_without_a_kernel_is_told_in_general_terms() -> None:
+    first, *_ = attention().rank(catalogue=())
+    assert first.remedy.startswith("one kernel that keeps the scores on the chip")
+
+
+def test_what_a_kernel_asks_for_stands_beside_it() -> None:
+    kernel = Kernel(name="flash", pattern="attention", package="p", limit=lambda launches: f"of {launches[0].name}")
+    first, *_ = attention().rank(catalogue=[kernel])
+    assert first.remedy.startswith("flash: ")
+    assert first.remedy.endswith("; of s")
+
+
+def test_a_kernel_covers_a_pattern_that_there_is() -> None:
+    with pytest.raises(ValueError, match=r"got 'atention' for kernel 'flash'; did you mean 'attention'"):
+        Kernel(name="flash", pattern="atention", package="p")
+
+
+def test_every_pattern_of_a_remedy_is_known() -> None:
+    found = [found.pattern for found in vars(texts).values() if isinstance(found, texts.Remedy) and found.pattern]
+    assert set(found) == set(PATTERNS)
 
 
 def test_attention_scores_need_not_be_kept_for_the_backward_pass() -> None:
@@ -383,7 +397,7 @@ def test_constants_that_are_returned_are_copied(kind: Any, remedy: Any) -> None:
     for name in ("a", "b", "c"):
         program.launch(name, {"constant_26_0": 1}, 1, kind, opcodes=("copy",))
     (shared,) = program.rank(outputs=("a", "b", "c"))
-    assert shared.remedy == remedy.text
+    assert shared.remedy == text_of(remedy)
 
 
 def test_gradients_of_a_product_sum_over_different_axes_of_what_they_share() -> None:

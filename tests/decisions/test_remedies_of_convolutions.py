@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import Program
+from launch_programs import Program, text_of
 
 from hlo_analysis.remedies import conv_texts, texts
 
@@ -34,7 +34,7 @@ def test_zeros_between_elements_are_of_a_transposed_convolution(
     hlo = f"ROOT %p = bf16[8,115,115,256]{{3,2,1,0}} pad(%x, %zero), padding={padding}, metadata={{}}"
     program = Program().launch("p", {"x": 25}, 100, opcodes=opcodes, hlo=hlo, phase=phase)
     (missed,) = conv(program, {"p": 100, "w": 1}, phase=phase).rank()
-    assert missed.remedy == remedy.text
+    assert missed.remedy == text_of(remedy)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_short_convolution_of_each_feature_alone_is_a_sum(window: str, groups:
     x, w = program.launches[0].inputs
     program.launches[0] = replace(program.launches[0], inputs=(x, replace(w, shape="bf16[1536,4,1]")))
     (missed,) = program.launch("y", {"c": 100}, 100, opcodes=("logistic", "multiply")).rank()
-    assert missed.remedy == remedy.text
+    assert missed.remedy == text_of(remedy)
 
 
 @pytest.mark.parametrize(("phase", "remedy"), [("backward", conv_texts.PADDED), ("forward", texts.PARTS)])
@@ -63,7 +63,7 @@ def test_a_gradient_is_cut_where_the_image_was_padded_on_one_side(phase: Any, re
     program = conv(Program(), {"dy": 100, "w": 1}, FORWARD.replace("Forward", "BackwardInput"), phase=phase)
     program.launch("dx", {"c": 100}, 90, opcodes=("slice",), phase=phase)
     (missed,) = program.rank()
-    assert missed.remedy == remedy.text
+    assert missed.remedy == text_of(remedy)
 
 
 @pytest.mark.parametrize(

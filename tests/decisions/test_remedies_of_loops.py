@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import Program
+from launch_programs import Program, text_of
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.remedies import loop_texts, texts
@@ -67,7 +67,7 @@ def test_a_products_factors_may_be_scaled_and_the_sum_may_not(op_name: str, carr
     program.launches[0] = replace(
         launch, kind="triton_gemm", inputs=(launch.inputs[0], replace(launch.inputs[1], producer=0))
     )
-    assert [missed.remedy for missed in program.rank()] == [remedy.text]
+    assert [missed.remedy for missed in program.rank()] == [text_of(remedy)]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop(phase:
     program.launch("dw", {"d": 100, "dw": 100}, 100, opcodes=("add",), repeat=8)
     carried = replace(program.launches[1].inputs[1], producer=1)
     program.launches[1] = replace(program.launches[1], inputs=(program.launches[1].inputs[0], carried))
-    assert {missed.remedy for missed in program.rank()} == {remedy.text}
+    assert {missed.remedy for missed in program.rank()} == {text_of(remedy)}
 
 
 def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> None:
@@ -89,7 +89,7 @@ def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> N
     first, second = program.launches
     program.launches[1] = replace(second, inputs=(second.inputs[0], replace(second.inputs[1], name="x", producer=1)))
     program.launches[0] = replace(first, inputs=(replace(first.inputs[0], producer=1), first.inputs[1]))
-    assert all(missed.remedy != loop_texts.SUMMED_AFTER.text for missed in program.rank())
+    assert all(missed.remedy != text_of(loop_texts.SUMMED_AFTER) for missed in program.rank())
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -101,7 +101,7 @@ def test_what_a_loops_steps_leave_is_copied_into_a_stack(is_read: bool) -> None:
     if is_read:
         program.launch("y", {"s": 10}, 10, "reduction", opcodes=("reduce",), repeat=8, computation="body")
     (missed,) = (missed for missed in program.rank() if missed.value == "h")
-    assert (missed.remedy == loop_texts.STACKED.text) is not is_read
+    assert (missed.remedy == text_of(loop_texts.STACKED)) is not is_read
 
 
 def test_a_stack_beside_the_product_s_reader_changes_no_remedy() -> None:

@@ -29,6 +29,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
     from hlo_analysis.diff import compare_analyses
     from hlo_analysis.errors import nearest_names
     from hlo_analysis.records import StrategyResult
+    from xlafuse.catalogue import KERNELS
 
     names = capture_names(paths)
     if baseline is not None and baseline not in names:
@@ -42,7 +43,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
             "--module names one of the modules in a folder that xla_dump_to wrote; "
             f"{', '.join(names)} holds one program"
         )
-    analyses = [analyze(found, label=name) for found, name in zip(captures, names, strict=True)]
+    analyses = [analyze(found, label=name, catalogue=KERNELS) for found, name in zip(captures, names, strict=True)]
     results = [
         StrategyResult(name=name, description=f"{found.provenance.function}, {found.provenance.mode}", analysis=found)
         for name, found in zip(names, analyses, strict=True)

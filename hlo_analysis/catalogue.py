@@ -1,0 +1,59 @@
+"""Kernels that remedies may name: `analyze(capture, catalogue=...)` takes them from whoever has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hlo_analysis.errors import nearest_names
+from hlo_analysis.program.facts import LaunchRow
+
+PATTERNS = {
+    "attention": "products of query, key and value with a softmax between them",
+    "batch_norm": "a normalization over the rows of a batch",
+    "cross_entropy": "the maximum, the sum and the logarithm of a row",
+    "dropout_residual_norm": "dropout, a residual sum and a normalization of rows",
+    "gated_linear": "two products of one input, one activated, multiplied with each other",
+    "layer_norm": "a normalization of rows that subtracts their mean",
+    "linear": "a product and element-wise work on its result",
+    "linear_cross_entropy": "a product and the cross-entropy of its rows",
+    "linear_residual_norm": "a product, a residual sum and a normalization of the sum",
+    "lora_linear": "a product with a correction of low rank",
+    "norm_linear": "a normalization of rows and a product of them",
+    "quantized_linear": "a product with weights that are widened from integers",
+    "rms_norm": "a normalization of rows by their root mean square",
+    "softmax": "a softmax of rows",
+}
+"""What the analyzer recognizes and a kernel can replace, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel that covers a pattern.
+
+    name: as the user calls it.
+    pattern: of `PATTERNS`.
+    package: where it is imported from. Its source lines are not the user's.
+    compute_capabilities: major compute capabilities of the GPUs that it runs on; none means all.
+    limit: given the launches that it would replace, the producer first, says what it asks of them beyond what they
+      show, or None where it takes them as they are.
+
+    Raises:
+        ValueError: no such pattern.
+    """
+
+    name: str
+    pattern: str
+    package: str
+    compute_capabilities: tuple[int, ...] = ()
+    limit: Callable[[Sequence[LaunchRow]], str | None] = lambda launches: None
+
+    def __post_init__(self) -> None:
+        if self.pattern not in PATTERNS:
+            raise ValueError(
+                f"expected a pattern of {', '.join(PATTERNS)}; got {self.pattern!r} for kernel {self.name!r}"
+                f"{nearest_names(self.pattern, list(PATTERNS))}"
+            )
+
+
+Catalogue = Sequence[Kernel]
