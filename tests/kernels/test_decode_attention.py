@@ -61,7 +61,7 @@ def test_lengths_and_windows_beyond_int32():
 
 
 CUT = DecodeConfig(splits=3, stages=2)
-WHOLE = DecodeConfig(is_persistent=False, warpgroups=1)
+WHOLE = DecodeConfig(warpgroups=1)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Decoding attention on Mosaic GPU: every key and value is read once, by as many blocks as there are multiprocessors.
 
-The heads that share keys and the newest tokens are the rows of one product. A sequence's keys are cut into parts; a
-block takes part after part. One of its warpgroups brings tiles of keys and values by TMA, ahead of the others across
-parts too; those take tiles in turn, each with a ring of places and an online softmax of its own, and put together what
-they have at the end of a part (unnormalised sums, maxima and sums of weights). Where parts are less than a sequence
-that goes to device memory, and a second, small kernel puts parts together in a fixed order.
+The heads that share keys and the newest tokens are the rows of one product. A sequence's keys are split into parts; a
+block takes part after part. Its producer warpgroup loads tiles of keys and values by TMA, ahead of the consumers across
+parts too; those take tiles in turn, each with a ring of stages and an online softmax of its own, and add up their
+results at the end of a part (unnormalised sums, maxima and sums of weights). Where parts are less than a sequence the
+results go to device memory, and a second, small kernel combines the parts in a fixed order.
 
 Tiles that no query sees are not read: the time is that of the lengths, not of the cache.
 """
@@ -17,13 +17,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.combine import LANES, combine
-from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, default_config
-from pallas_kernels.ops.decode_attention.finish import Finish, finish_types
+from pallas_kernels.ops.decode_attention.combine import Finish, combine, finish_types
+from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS, DecodeConfig, default_config
 from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
 from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.stated import product
 
 _LOWEST = -1e30
@@ -94,7 +94,6 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
     """The result, where parts are whole sequences; else sums (parts, B, K, rows, D rounded up to 128), and maxima and
     sums of weights (parts, 2, B, K, 64 times row blocks)."""
     config = plan.config
-    blocks = min(cores, plan.items) if config.is_persistent else plan.items
     rows = plan.batch * plan.kv_heads * plan.group * plan.tokens
 
     def decode_attention(query_ref, keys_ref, values_ref, index_refs, *refs):
@@ -105,14 +104,14 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
 
         @pl.when(warpgroup == config.warpgroups)
         def _():
-            if config.memory_registers is not None:
-                plgpu.set_max_registers(config.memory_registers, action="decrease")
+            if config.warpgroups > 1:
+                plgpu.set_max_registers(24, action="decrease")
             produce(plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring)
 
         @pl.when(warpgroup < config.warpgroups)
         def _():
-            if config.compute_registers is not None:
-                plgpu.set_max_registers(config.compute_registers, action="increase")
+            if config.warpgroups > 1:
+                plgpu.set_max_registers(240, action="increase")
             _compute(plan, lengths_ref, ring, finish, warpgroup)
 
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.tokens, plan.kv_heads * plan.group, plan.head_size), plan.dtype)]
@@ -123,7 +122,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
     return settings.kernel(
         decode_attention,
         out_type=out_type,
-        grid=(blocks,),
+        grid=(min(cores, plan.items),),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
@@ -136,8 +135,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
     """Attention of the queries over this warpgroup's tiles of every part."""
     config, layout = plan.config, plgpu.Layout.WGMMA
-    queries = 2 if config.is_persistent else 1
-    tile_shape = (ROWS, config.tile_keys)
+    tile_shape = (ROWS, TILE_KEYS)
 
     def full(shape, value, layout):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -153,7 +151,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
     def work(item: Item, number, before):
         length, first, count = item.tiles(lengths_ref)
         own = item.own(count, warpgroup)
-        query_slot = lax.rem(number, queries)
+        query_slot = lax.rem(number, QUERIES)
         plgpu.barrier_wait(ring.query_full.at[query_slot])
 
         def tile(i, carry, *, is_masked: bool):
@@ -170,7 +168,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
             plgpu.barrier_arrive(ring.keys_empty.at[place])
             scores = plan.scores.prepare(scores)
             if is_masked:
-                start = (first + i * config.warpgroups + warpgroup) * config.tile_keys
+                start = (first + i * config.warpgroups + warpgroup) * TILE_KEYS
                 key = plgpu.broadcasted_iota(jnp.int32, tile_shape, 1, layout=layout) + start
                 position = positions(item, length)
                 is_seen = key <= position
@@ -201,7 +199,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
         unmasked = jnp.int32(0)
         if plan.scores.window is None:
             # Tiles whose last key all tokens see.
-            seen = (length - plan.tokens + 1) // config.tile_keys - first
+            seen = (length - plan.tokens + 1) // TILE_KEYS - first
             unmasked = jnp.clip((seen + config.warpgroups - 1 - warpgroup) // config.warpgroups, 0, own)
             carry = lax.fori_loop(0, unmasked, lambda i, c: tile(i, c, is_masked=False), carry)
         sums, maximum, total = lax.fori_loop(unmasked, own, lambda i, c: tile(i, c, is_masked=True), carry)

@@ -1,4 +1,4 @@
-"""One launch without its arrays: what is done to scores, and which block reads which keys."""
+"""One launch without its arrays: the arithmetic of scores, and which block reads which keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.config import ROWS, DecodeConfig, stored_columns
+from pallas_kernels.ops.decode_attention.config import ROWS, TILE_KEYS, DecodeConfig, stored_columns
 
 _LOG2E = math.log2(math.e)
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
@@ -19,7 +19,7 @@ _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What is done to scores, and which keys are seen."""
+    """How products become scores, and the window of keys that are seen."""
 
     scale: float
     window: int | None
@@ -69,24 +69,24 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Copies that bring a tile of keys: it may be of several pages."""
-        return 1 if self.pages is None else max(1, self.config.tile_keys // self.page_size)
+        """Copies that load a tile of keys: it may be of several pages."""
+        return 1 if self.pages is None else max(1, TILE_KEYS // self.page_size)
 
     @property
     def rows(self) -> int:
-        """Of all row blocks, as they lie in memory: fewer than eight or whole groups of eight, which TMA wants."""
+        """Rows of all row blocks, padded as TMA wants them: fewer than eight or whole groups of eight."""
         rows = self.tokens * self.group
         whole = 8 if rows <= ROWS else ROWS
         return rows if rows < whole else -(-rows // whole) * whole
 
     @property
     def row_blocks(self) -> int:
-        """Each reads all keys."""
+        """Blocks of up to 64 rows, each of which reads all keys."""
         return pl.cdiv(self.rows, ROWS)
 
     @property
     def items(self) -> int:
-        """Pieces of work."""
+        """Work items of the launch."""
         return self.row_blocks * self.batch * self.kv_heads * self.config.splits
 
     @property
@@ -97,8 +97,8 @@ class Plan:
         return self.config.splits == 1 and self.row_blocks == 1 and is_aligned
 
     def item(self, index: jax.Array) -> Item:
-        """Work number `index`. Heads of the same keys are next to each other: their rows lie side by side in memory.
-        A sequence's parts are too, so that each block gets parts of many sequences, long ones and short ones."""
+        """Work item number `index`. Heads of keys come first: their rows lie side by side in memory. A sequence's parts
+        come next, so that each block gets parts of many sequences, long ones and short ones."""
         index, head = index // self.kv_heads, lax.rem(index, self.kv_heads)
         index, row_block = index // self.row_blocks, lax.rem(index, self.row_blocks)
         batch, split = index // self.config.splits, lax.rem(index, self.config.splits)
@@ -117,8 +117,7 @@ class Item:
 
     def tiles(self, lengths: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The sequence's length, the part's first tile and number of tiles."""
-        plan = self.plan
-        size = plan.config.tile_keys
+        plan, size = self.plan, TILE_KEYS
         length = jnp.clip(lengths[self.batch], 0, plan.keys)
         end = (length + size - 1) // size
         begin = jnp.int32(0)
@@ -130,11 +129,11 @@ class Item:
         return length, begin + first, last - first
 
     def sources(self, tile: jax.Array, page_table: Any) -> list[tuple[Any, ...]]:
-        """Where in the caches the pieces of a tile are."""
-        plan, first = self.plan, tile * self.plan.config.tile_keys
+        """The places of a tile's pieces in the caches."""
+        plan, first = self.plan, tile * TILE_KEYS
         if plan.pages is None:
-            return [(self.batch, pl.ds(first, plan.config.tile_keys), self.head)]
-        size = plan.config.tile_keys // plan.pieces
+            return [(self.batch, pl.ds(first, TILE_KEYS), self.head)]
+        size = TILE_KEYS // plan.pieces
         found = []
         for piece in range(plan.pieces):
             key = jnp.minimum(first + piece * size, plan.keys - size)

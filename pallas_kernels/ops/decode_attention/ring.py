@@ -1,4 +1,4 @@
-"""What brings queries, keys and values into a block's shared memory, ahead of the warpgroups that compute."""
+"""The producer warpgroup, which loads queries, keys and values into a block's shared memory ahead of the consumers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.config import ROWS
+from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS
 from pallas_kernels.ops.decode_attention.plan import Item, Plan
 from pallas_kernels.primitives.gemm.shared import shared
 
@@ -33,15 +33,14 @@ class Ring:
 def ring_types(plan: Plan) -> dict[str, Any]:
     """A block's scratch, by the names that `Ring` has."""
     config = plan.config
-    tiles = (config.warpgroups, config.stages, config.tile_keys, plan.head_size)
-    queries = 2 if config.is_persistent else 1
+    tiles = (config.warpgroups, config.stages, TILE_KEYS, plan.head_size)
     rings = config.warpgroups * config.stages
     return {
-        "query": shared((queries, ROWS, plan.head_size), plan.dtype),
+        "query": shared((QUERIES, ROWS, plan.head_size), plan.dtype),
         "keys": shared(tiles, plan.dtype),
         "values": shared(tiles, plan.dtype),
-        "query_full": plgpu.Barrier(num_barriers=queries),
-        "query_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=queries),
+        "query_full": plgpu.Barrier(num_barriers=QUERIES),
+        "query_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=QUERIES),
         **{n: plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings) for n in ("keys_full", "values_full")},
         **{name: plgpu.Barrier(num_barriers=rings) for name in ("keys_empty", "values_empty")},
     }
@@ -58,26 +57,25 @@ def for_each_item(plan: Plan, work, carry: Any) -> Any:
 
 
 def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring: Ring) -> None:
-    """Brings queries, keys and values of every part, as early as there is room."""
+    """Loads queries, keys and values of every part, as early as there is room."""
     config = plan.config
-    queries = 2 if config.is_persistent else 1
-    brought = min(ROWS, -(-plan.rows // 8) * 8)
+    loaded = min(ROWS, -(-plan.rows // 8) * 8)
 
     def work(item: Item, number, before):
         first, count = item.tiles(lengths_ref)[1:]
-        slot = lax.rem(number, queries)
+        slot = lax.rem(number, QUERIES)
 
-        @pl.when(number >= queries)
+        @pl.when(number >= QUERIES)
         def _():
             plgpu.barrier_wait(ring.query_empty.at[slot])
 
         plgpu.copy_gmem_to_smem(
-            query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, brought)],
-            ring.query.at[slot, pl.ds(0, brought)],
+            query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, loaded)],
+            ring.query.at[slot, pl.ds(0, loaded)],
             ring.query_full.at[slot],
         )
 
-        def bring(i, _):
+        def load_tiles(i, _):
             for warpgroup in range(config.warpgroups):
                 tile = i * config.warpgroups + warpgroup
 
@@ -85,7 +83,7 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table
                 def _(warpgroup=warpgroup, tile=tile):
                     load = before[warpgroup] + i
                     stage = lax.rem(load, config.stages)
-                    place = warpgroup * config.stages + stage
+                    barrier = warpgroup * config.stages + stage
                     sources = item.sources(first + tile, page_table_ref)
                     for ref, buffer, full, empty in (
                         (keys_ref, ring.keys, ring.keys_full, ring.keys_empty),
@@ -94,17 +92,17 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table
 
                         @pl.when(load >= config.stages)
                         def _(empty=empty):
-                            plgpu.barrier_wait(empty.at[place])
+                            plgpu.barrier_wait(empty.at[barrier])
 
-                        size = config.tile_keys // plan.pieces
+                        size = TILE_KEYS // plan.pieces
                         for piece, source in enumerate(sources):
                             rows = pl.ds(piece * size, size)
                             target = (
                                 buffer.at[warpgroup, stage, rows] if plan.pieces > 1 else buffer.at[warpgroup, stage]
                             )
-                            plgpu.copy_gmem_to_smem(ref.at[source], target, full.at[place])
+                            plgpu.copy_gmem_to_smem(ref.at[source], target, full.at[barrier])
 
-        lax.fori_loop(0, item.own(count, 0), bring, None)
+        lax.fori_loop(0, item.own(count, 0), load_tiles, None)
         return *(before[w] + item.own(count, w) for w in range(config.warpgroups)), number + 1
 
     *loads, items = for_each_item(plan, work, (jnp.int32(0),) * (config.warpgroups + 1))
@@ -119,4 +117,4 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table
     for warpgroup, total in enumerate(loads):
         for barriers in (ring.keys_empty, ring.values_empty):
             drain(barriers, warpgroup * config.stages, config.stages, total)
-    drain(ring.query_empty, 0, queries, items)
+    drain(ring.query_empty, 0, QUERIES, items)

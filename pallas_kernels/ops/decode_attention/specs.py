@@ -13,7 +13,6 @@ from pallas_kernels.ops.decode_attention.config import DecodeConfig, candidates
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
-from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
 
 
@@ -126,8 +125,7 @@ def flops(arguments: Arguments, phase: str) -> int:
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
     if phase == "backward":
         return {}
-    cache = arguments["key_cache"]
-    found = candidates(sequences=cache.shape[0] * cache.shape[2], keys=cache.shape[1], cores=target_device().core_count)
+    found = candidates(arguments["key_cache"].shape[1])
     return {name: partial(_forward_variant, config=config) for name, config in found.items()}
 
 
