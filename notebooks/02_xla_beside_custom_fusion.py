@@ -34,9 +34,8 @@ from hlo_analysis import analyze, capture
 from pallas_kernels import layer_norm
 from pallas_kernels.ops.softmax.forms import FORMS
 from xlafuse.bench.ceiling import COPY
-from xlafuse.bench.products import is_bound_by_products, teraflops_per_second
 from xlafuse.bench.results import geometric_mean, load
-from xlafuse.bench.rows import grouped, rows
+from xlafuse.bench.rows import grouped, is_bound_by_products, rows, teraflops_per_second
 
 GRAY, BLUE = "#9498a0", "#4269d0"
 plt.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

@@ -107,7 +107,7 @@ def launch(cases: list[str]) -> None:
     import jax.numpy as jnp
 
     from pallas_kernels import get_op, testing
-    from xlafuse.bench.calls import callable_of
+    from xlafuse.bench.candidates import callable_of
 
     driver = ctypes.CDLL("libcuda.so.1")
     separator = jax.jit(jnp.tan)

@@ -276,7 +276,7 @@ def run(operation: str, tool: str, match: str = "", skip: int = 0, *, is_every: 
     import jax
 
     from pallas_kernels import get_op, testing
-    from xlafuse.bench.calls import callable_of
+    from xlafuse.bench.candidates import callable_of
 
     if operation == PLANTED:
         print(f"{_CASE}{operation}", flush=True)

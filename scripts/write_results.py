@@ -4,7 +4,7 @@ scripts/write_results.py                        # the tables, from notebooks/res
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
-scripts/write_results.py --missed FILE          # the cases for scripts/read_counters.py: what misses a bar
+scripts/write_results.py --missed FILE          # the cases for scripts/read_counters.py: what misses a goal
 scripts/write_results.py --memory               # compiles the losses for memory-h200.json; no GPU needed, 20 s
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
@@ -16,10 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xlafuse.bench import block_lines, checks, coverage, limits, memory
-from xlafuse.bench.lines import problem_lines, result_lines, summary_lines, title
+from xlafuse.bench import coverage, gpu_checks, memory
+from xlafuse.bench.block_tables import block_details, block_overview
+from xlafuse.bench.counters import load_counters
+from xlafuse.bench.goal_tables import goal_tables, missed_cases
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
-from xlafuse.bench.table import details, overview, place, summary
+from xlafuse.bench.tables import details, overview, place, summary
+from xlafuse.bench.text import block_lines, block_summary, kernel_lines, kernel_summary, problem_lines, title
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -52,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shown(load(options.show), options.characters))
             return 0
         if options.missed:
-            print(*limits.missed(load(options.missed)))
+            print(*missed_cases(load(options.missed)))
             return 0
         if options.memory:
             memory.write(MEMORY, memory.count())
             return 0
         if options.tests:
-            summary = checks.summarize(options.tests)
-            checks.write_summary(options.output, summary)
+            summary = gpu_checks.summarize(options.tests)
+            gpu_checks.write_summary(options.output, summary)
             print(f"{summary.passed} passed, {summary.failed} failed, {summary.skipped} skipped")
             return 0
         return _pages(check_only=options.check)
@@ -83,16 +86,16 @@ def _pages(*, check_only: bool) -> int:
 
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
     """The pages with what is between their markers made anew."""
-    results, counters = load(KEPT), limits.load_counters(COUNTERS)
+    results, counters = load(KEPT), load_counters(COUNTERS)
     block = load(BLOCK) if BLOCK.is_file() else None
     tables = {
         README: {"summary": summary(results)},
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
-            "limits": f"{limits.markdown(results, counters)}\n\n{memory.markdown(memory.load(MEMORY))}",
-            "block": f"{block_lines.overview(block)}\n\n{block_lines.details(block)}" if block else "Not measured yet.",
+            "limits": f"{goal_tables(results, counters)}\n\n{memory.markdown(memory.load(MEMORY))}",
+            "block": f"{block_overview(block)}\n\n{block_details(block)}" if block else "Not measured yet.",
         },
-        DOCS / "correctness.md": {"checks": checks.markdown(checks.load(TESTS), checks.load(SANITIZER))},
+        DOCS / "correctness.md": {"checks": gpu_checks.markdown(gpu_checks.load(TESTS), gpu_checks.load(SANITIZER))},
         DOCS / "kernels.md": {"coverage": coverage.markdown()},
     }
     made = dict(pages)
@@ -105,14 +108,14 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
 def shown(results: Results, characters: int) -> str:
     """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
     if any(shape.of_kind("strategy") for shape in results.shapes):
-        told = (line for shape in results.shapes for line in (*block_lines.result_lines(shape), *problem_lines(shape)))
-        return "\n".join((*block_lines.summary_lines(results), *told))[:characters]
-    lines = summary_lines(results)
+        told = (line for shape in results.shapes for line in (*block_lines(shape), *problem_lines(shape)))
+        return "\n".join((*block_summary(results), *told))[:characters]
+    lines = kernel_summary(results)
     group = ""
     for shape in results.shapes:
         if shape.op != group:
             lines.append(group := shape.op)
-        lines.append(result_lines(shape)[0])
+        lines.append(kernel_lines(shape)[0])
     problems: dict[str, list[str]] = {}  # the same problem on many shapes is told once
     for shape in results.shapes:
         for line in problem_lines(shape):
@@ -121,7 +124,7 @@ def shown(results: Results, characters: int) -> str:
         f"{line} [{where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}]" for line, where in problems.items()
     ]
     for shape in results.shapes:
-        for line in result_lines(shape)[1:2]:
+        for line in kernel_lines(shape)[1:2]:
             lines.append(f"{shape.op} {title(shape)} best {line.strip()}")
     text = ""
     for i, line in enumerate(lines):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xlafuse.bench import limits, memory
+from xlafuse.bench import memory
+from xlafuse.bench.counters import load_counters
 from xlafuse.bench.results import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ def test_script_reads_what_is_kept(script):
     files = (script.KEPT, script.BLOCK, script.COUNTERS, script.TESTS, script.SANITIZER, script.MEMORY)
     names = ("kernels", "block", "counters", "gpu-tests", "sanitizer", "memory")
     assert [path.name for path in files] == [f"{name}-h200.json" for name in names]
-    assert limits.load_counters(script.COUNTERS).cases
+    assert load_counters(script.COUNTERS).cases
     counts = memory.load(script.MEMORY)
     assert counts is not None
     ours = [count for count in counts.counts if count.implementation == "mosaic"]

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xlafuse.bench import block, block_lines, supervisor, worker
+from xlafuse.bench import block, supervisor, worker
 from xlafuse.bench.block import BlockSettings, bench_block, bench_case, check_close, make_case
+from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Results, Run, load
+from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -161,20 +163,20 @@ def block_timing(us):
 
 
 def test_lines_have_times_and_ratios(kept):
-    first, walls = block_lines.result_lines(kept.shapes[1])
+    first, walls = block_lines(kept.shapes[1])
     told = "forward llama3-8b 2x4096 xla 6000.0 µs 641 TF/s pallas 1.500 torch_compile 1.200"
     assert " ".join(first.split()) == told
     assert walls.strip() == "wall µs: xla 6010  pallas 4010  torch_compile 5010"
-    assert block_lines.summary_lines(kept) == [
+    assert block_summary(kept) == [
         f"forward, times as fast as xla: pallas {math.sqrt(1.5 * 1.25):.3f}  torch_compile 1.200  (2 shapes)",
         "grad, times as fast as xla: pallas 1.250  (1 shapes)",
         "left out: late",
     ]
-    assert "not measured" in block_lines.result_lines(dataclasses.replace(kept.shapes[0], candidates=()))[0]
+    assert "not measured" in block_lines(dataclasses.replace(kept.shapes[0], candidates=()))[0]
 
 
 def test_table_has_a_row_a_case_and_the_fastest_is_bold(kept):
-    table, details = block_lines.overview(kept), block_lines.details(kept)
+    table, details = block_overview(kept), block_details(kept)
     assert "| block | batch × length |  | `xla` | `pallas` | torch.compile |" in table
     assert "| llama3-8b | 2 × 4096 | forward | 6000 | **4000** | 5000 |" in table
     assert "| llama3-8b | 1 × 1 | forward | 130.0 | **104.0** | – |" in table
@@ -186,7 +188,7 @@ def test_table_has_a_row_a_case_and_the_fastest_is_bold(kept):
 def test_what_was_not_measured_is_told(kept):
     problem = block.Problem(candidate="xla_cudnn", message="ValueError: one\ntoken", kind="failed")
     shape = dataclasses.replace(kept.shapes[2], problems=(problem,))
-    told = block_lines.details(dataclasses.replace(kept, runs=(dataclasses.replace(kept.runs[0], shapes=(shape,)),)))
+    told = block_details(dataclasses.replace(kept, runs=(dataclasses.replace(kept.runs[0], shapes=(shape,)),)))
     assert told.endswith("Not measured:\n\n- forward llama3-8b 1x1, xla_cudnn: ValueError: one token")
 
 

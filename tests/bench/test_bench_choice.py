@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from pallas_kernels import REGISTRY, get_op, random_calls, testing
 from pallas_kernels.random_calls import Limits, random_call
 from xlafuse.bench import choice, supervisor, worker
-from xlafuse.bench.calls import callable_of, check_close, inputs_of
+from xlafuse.bench.candidates import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import ChoiceSettings, bench_call, bench_choice, drawn
-from xlafuse.bench.choice_lines import result_lines, summary_lines
 from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.results import Problem, load
+from xlafuse.bench.text import choice_lines, choice_summary
 from xlafuse.cli import app
 
 SETTINGS = ChoiceSettings(rounds=1, calls=2)
@@ -159,32 +159,32 @@ def call(none: float, mosaic: float, xla: float, **more):
 
 
 def test_a_call_has_a_line_with_the_ratio_and_one_with_times():
-    assert result_lines(call(10.0, 10.1, 9.7)) == [
+    assert choice_lines(call(10.0, 10.1, 9.7)) == [
         " 0.970 !! forward rms_norm 0.3 x=8x8-bf16",
         "      None: mosaic 10.00 µs (1), xla 9.70 µs (1), mosaic 10.10 µs (1)",
     ]
-    first, second = result_lines(call(10.0, 10.1, 20.0, is_steady=False))
+    first, second = choice_lines(call(10.0, 10.1, 20.0, is_steady=False))
     assert first == " 1.010 forward rms_norm 0.3 x=8x8-bf16"
     assert second.endswith("xla 20.00 µs (1) (the same) (not steady)")
-    assert result_lines(call(1.0, 1.0, 1.0, candidates=())) == [" not measured: forward rms_norm 0.3 x=8x8-bf16"]
+    assert choice_lines(call(1.0, 1.0, 1.0, candidates=())) == [" not measured: forward rms_norm 0.3 x=8x8-bf16"]
 
 
 def test_the_summary_has_the_least_ratio_and_all_below_the_bar():
     kept, slow = call(10.0, 9.81, 20.0), call(10.0, 10.0, 9.0, spec="0.4")
     assert choice.is_kept(results(kept))
-    assert summary_lines(results(kept)) == [
+    assert choice_summary(results(kept)) == [
         "rms_norm forward: 1 calls, best / None at least 0.981, mean 0.981",
         "1 of 1 calls measured, 0 below 0.98, the least ratio 0.981",
     ]
     assert not choice.is_kept(results(kept, slow))
-    assert summary_lines(results(kept, slow))[1:] == [
-        *result_lines(slow),
+    assert choice_summary(results(kept, slow))[1:] == [
+        *choice_lines(slow),
         "2 of 2 calls measured, 1 below 0.98, the least ratio 0.900",
     ]
     broken = call(1.0, 1.0, 1.0, candidates=(), problems=(Problem(candidate="None", message="no memory"),))
     assert not choice.is_kept(results(kept, broken))
-    assert summary_lines(results(kept, broken, left_out=("linear 3: died",)))[1:] == [
-        *result_lines(broken),
+    assert choice_summary(results(kept, broken, left_out=("linear 3: died",)))[1:] == [
+        *choice_lines(broken),
         "      failed: None: no memory",
         "left out: linear 3: died",
         "1 of 2 calls measured, 0 below 0.98, the least ratio 0.981",

@@ -13,8 +13,8 @@ import pytest
 import pallas_kernels
 from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import assembler, kernels, peers, timing
-from xlafuse.bench.calls import check_close
+from xlafuse.bench import kernels, peers, ptxas, timing
+from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import (
     NoGpuError,
@@ -25,9 +25,9 @@ from xlafuse.bench.kernels import (
     is_wanted,
     require_gpu,
 )
-from xlafuse.bench.lines import result_lines
 from xlafuse.bench.results import Results, Run, rivals
-from xlafuse.bench.table import overview
+from xlafuse.bench.tables import overview
+from xlafuse.bench.text import kernel_lines
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
@@ -79,7 +79,7 @@ def test_a_variant_that_is_wrong_or_serialized_is_reported_and_not_timed(monkeyp
 
     variants = MappingProxyType({"twice": twice, "serialized": serialized})
     op = dataclasses.replace(get_op("rms_norm"), implementations=("xla",), variants=lambda *_: variants)
-    monkeypatch.setenv(assembler.VARIABLE, "1")
+    monkeypatch.setenv(ptxas.VARIABLE, "1")
     result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, variants=True))
     assert result.of_kind("variant") == ()
     assert [problem.candidate for problem in result.problems] == ["variant: twice", "variant: serialized"]
@@ -167,7 +167,7 @@ def test_jax_triton_is_the_operations_own_triton_kernel(phase, spec):
     assert result.problems == ()
     assert [c.name for c in result.of_kind("implementation")] == ["xla", "mosaic", "triton"]
     assert rivals(result) == ("triton",)
-    assert "triton 1.00" in result_lines(result)[0]
+    assert "triton 1.00" in kernel_lines(result)[0]
     run = Run(started="2026-01-01T00:00", environment=environment(), settings={}, shapes=(result,))
     assert "× jax-triton" in overview(Results(runs=(dataclasses.replace(run, shapes=(big(result),)),)))
     asked.clear()

@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import REGISTRY, testing
 from pallas_kernels.specs import ArgSpec, ArraySpec
 from xlafuse.bench import peers
-from xlafuse.bench.calls import check_close
+from xlafuse.bench.candidates import check_close
 from xlafuse.bench.kernels import _peer, _peers_results
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

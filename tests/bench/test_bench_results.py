@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,6 @@ from pallas_kernels import get_op
 from xlafuse.bench import supervisor, worker
 from xlafuse.bench.environment import Environment
 from xlafuse.bench.kernels import Settings
-from xlafuse.bench.lines import problem_lines, result_lines, summary_lines
 from xlafuse.bench.results import (
     Measured,
     Problem,
@@ -29,6 +29,7 @@ from xlafuse.bench.results import (
 )
 from xlafuse.bench.rows import rows
 from xlafuse.bench.supervisor import BenchError
+from xlafuse.bench.text import kernel_lines, kernel_summary, problem_lines
 from xlafuse.bench.timing import Timing
 
 H200 = Environment(device_kind="NVIDIA H200", platform_version="cuda 13", python="3.12", packages={"jax": "0.11.2"})
@@ -116,24 +117,24 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
 
 
 def test_a_line_has_time_rate_share_and_ratios():
-    first, *variants = result_lines(shape(problems=(Problem(candidate="torch_compile", message="a\nb"),)))
+    first, *variants = kernel_lines(shape(problems=(Problem(candidate="torch_compile", message="a\nb"),)))
     assert first.split() == (
         "fwd 32768x4096-bf16 mosaic 250.00 µs 4000 GB/s 98 % xla 2.00 liger 1.20".split()  # noqa: SIM905
     )
     assert variants == ["      variant: a: 240.00 µs, 1.042 of it"]
     assert problem_lines(shape(problems=(Problem(candidate="t", message="a\nb"),))) == ["      failed: t: a b"]
-    assert "not measured" in result_lines(shape(candidates=()))[0]
+    assert "not measured" in kernel_lines(shape(candidates=()))[0]
 
 
 def test_matrix_products_have_teraflops():
     product = shape(spec="8192-4096-4096-bfloat16", us=500.0, op="linear")
-    assert "  550 TF/s" in result_lines(product)[0]  # 2 * 8192 * 4096 * 4096 operations
-    assert "GB/s" in result_lines(shape(us=500.0))[0]
+    assert "  550 TF/s" in kernel_lines(product)[0]  # 2 * 8192 * 4096 * 4096 operations
+    assert "GB/s" in kernel_lines(shape(us=500.0))[0]
 
 
 def test_summary_has_geometric_means_of_large_shapes():
     small = shape("1x4096", bytes=1000, us=1.0)
-    lines = summary_lines(results(shape(us=250.0), shape("b", us=125.0), small, left_out=("softmax: died",)))
+    lines = kernel_summary(results(shape(us=250.0), shape("b", us=125.0), small, left_out=("softmax: died",)))
     share = 100 * math.sqrt(245 / 250 * 245 / 125)
     assert lines == [f"rms_norm forward: {share:.0f} % of the ceiling  xla 2.83  liger 1.70  (2 shapes)",
                      "left out: softmax: died"]  # fmt: skip
@@ -188,8 +189,8 @@ def run(tmp_path, monkeypatch):
     )
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    folder = __file__.rpartition("/")[0]
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{folder}")
+    folder = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{folder}:{folder.parents[1]}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def measure(*operations, stall_seconds=60.0):

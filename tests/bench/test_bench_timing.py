@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import Traffic
 from xlafuse.bench import timing
 from xlafuse.bench.ceiling import array_counts, ceiling_candidates, elementwise, fastest
-from xlafuse.bench.sampling import Sampler, sampling
+from xlafuse.bench.environment import Sampler, sampling
 from xlafuse.bench.timing import Candidate, Timing, time_candidates
 
 NO_WARM_UP = {"warm_up_seconds": (0.0, 0.0)}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from pallas_kernels import REGISTRY, get_op, tuning
 from pallas_kernels.specs import plain
-from xlafuse.bench import assembler, kernels, tune
+from xlafuse.bench import kernels, ptxas, tune
 from xlafuse.bench.kernels import Settings, bench_operation
 from xlafuse.bench.results import write
 from xlafuse.bench.tune import NothingToTuneError
@@ -170,13 +170,13 @@ GMMA in function 'linear'
 """
 
 
-def test_what_slows_a_kernel_is_read_from_what_the_assembler_prints(monkeypatch, capfd):
-    with assembler.faults() as faults:
+def test_what_slows_a_kernel_is_read_from_what_the_ptxas_prints(monkeypatch, capfd):
+    with ptxas.faults() as faults:
         os.write(1, SPILLS.encode())
     assert faults() == ()  # not asked for
     assert capfd.readouterr().out == SPILLS
-    monkeypatch.setenv(assembler.VARIABLE, "1")
-    with assembler.faults() as faults:
+    monkeypatch.setenv(ptxas.VARIABLE, "1")
+    with ptxas.faults() as faults:
         os.write(1, f"{SERIALIZED}{WAIT}{SPILLS}".encode())
     assert faults() == (
         "it spills 24 bytes of registers a thread",

@@ -18,10 +18,10 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, get_op, testing
 from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
-from xlafuse.bench.calls import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench.candidates import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
 from xlafuse.bench.coverage import choice_of
+from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
-from xlafuse.bench.sampling import Sampler
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 
 MODES = ("forward", "grad")
@@ -33,7 +33,7 @@ TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes
 
 _NONE = "None: "
 _SMALLEST = 2e-3
-"""See `calls.check_close`; as the block benchmark has it."""
+"""See `candidates.check_close`; as the block benchmark has it."""
 _MOST_TEMPORARY_BYTES = 16e9
 """Of XLA, which may keep attention's scores: beyond, it is no rival."""
 

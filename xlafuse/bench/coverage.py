@@ -1,4 +1,4 @@
-"""Which implementation takes which size: README's table, asked of the operations' own dispatch rules.
+"""Which implementation takes which size: the table of docs/kernels.md, asked of the operations' dispatch rules.
 
 Each operation is traced for an H200 that is not there, up to the point where it has to choose. jax-triton counts as
 installed.
@@ -6,7 +6,7 @@ installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from unittest import mock
 
@@ -18,6 +18,7 @@ from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, Choice, OpSpec
 from pallas_kernels.dispatch import listening
 from pallas_kernels.primitives import triton_calls
 from pallas_kernels.specs import Arguments, plain
+from xlafuse.bench.results import markdown_table
 
 FEATURES = (1, 127, 1000, 1152, 4097, 128256, 262144)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -91,21 +92,23 @@ def markdown() -> str:
     """The tables: by the length of rows, and for rope by heads and head size."""
     header = [f"operation, {_ROWS} rows of", *map(str, FEATURES)]
     cells = [[f"`{op.name}`", *(_cell(op, features) for features in FEATURES)] for op in row_operations()]
-    lines = _table(header, cells)
+    lengths = markdown_table(header, cells, "l" * len(header))
     header = ["`rope`, heads of query and key; head size", *map(str, HEAD_SIZES)]
     cells = [[f"{q} and {k}", *(_rope_cell((q, k), size) for size in HEAD_SIZES)] for q, k in HEADS]
-    return "\n".join([*lines, "", *_table(header, cells)])
+    return f"{lengths}\n\n{markdown_table(header, cells, 'l' * len(header))}"
 
 
 def _cell(op: OpSpec, features: int) -> str:
-    return _told({dtype: implementations(op, resized(op, features, dtype)) for dtype in DTYPES})
+    return _cell_words({dtype: implementations(op, resized(op, features, dtype)) for dtype in DTYPES})
 
 
 def _rope_cell(heads: tuple[int, int], head_size: int) -> str:
-    return _told({dtype: implementations(REGISTRY["rope"], _rope_spec(heads, head_size, dtype)) for dtype in DTYPES})
+    return _cell_words(
+        {dtype: implementations(REGISTRY["rope"], _rope_spec(heads, head_size, dtype)) for dtype in DTYPES}
+    )
 
 
-def _told(found: Mapping[str, tuple[str, ...]]) -> str:
+def _cell_words(found: Mapping[str, tuple[str, ...]]) -> str:
     """One answer where all dtypes have the same, else each dtype's. "xla" is named where it is the default."""
     answers: dict[str, list[str]] = {}
     for dtype, (first, *others) in found.items():
@@ -114,7 +117,3 @@ def _told(found: Mapping[str, tuple[str, ...]]) -> str:
     if len(answers) == 1:
         return next(iter(answers))
     return "; ".join(f"{' and '.join(dtypes)} {answer}" for answer, dtypes in answers.items())
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]

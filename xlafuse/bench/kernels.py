@@ -17,12 +17,11 @@ import jax
 
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
-from xlafuse.bench import assembler, peers
-from xlafuse.bench.calls import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench import peers, ptxas
+from xlafuse.bench.candidates import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
-from xlafuse.bench.lines import short_spec
-from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult
-from xlafuse.bench.sampling import Sampler
+from xlafuse.bench.environment import Sampler
+from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult, short_spec
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.errors import UnknownNameError, XlafuseError
 
@@ -163,7 +162,7 @@ def _candidates(
     for name, kind, function in calls:
         candidate = Candidate(name=name, kind=kind, call=jax.jit(function), inputs=inputs)
         try:
-            with assembler.faults() as faults:
+            with ptxas.faults() as faults:
                 result = jax.block_until_ready(candidate.call(*inputs[0]))
             if kind == "variant" and faults():
                 raise AssertionError(f"not timed: {'; '.join(faults())}")

@@ -1,30 +1,27 @@
 """Memory that compiled programs take, counted from XLA's buffer assignment for a GPU that need not be there.
 
-The bar of a fused loss is that no array of logits is in memory: its temporary buffers must be smaller than one.
+The goal of a fused loss is that no array of logits is in memory: its temporary buffers must be smaller than one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ArgSpec, OpSpec, get_op
 from pallas_kernels.specs import plain
-from xlafuse.bench.bars import MEMORY_BARS
-from xlafuse.bench.calls import callable_of
+from xlafuse.bench.candidates import callable_of
 from xlafuse.bench.environment import commit
-from xlafuse.bench.lines import short_spec
-from xlafuse.bench.results import ResultsError
+from xlafuse.bench.results import PHASES, ResultsError, markdown_table, short_spec
 
 SCHEMA_VERSION = 1
+OPERATION, SPEC = "linear_cross_entropy", "4096-4096-128256-bfloat16-reduction_mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +50,10 @@ class MemoryCounts:
 
 
 def count(target: str = "h200") -> MemoryCounts:
-    """Compiles what the bars on memory are about, ours and XLA's."""
-    counts = []
-    for bar in MEMORY_BARS:
-        for name, wanted in bar.calls():
-            op = get_op(name)
-            spec = next(spec for spec in op.arg_specs if spec.name == wanted)
-            counts += [_count(op, spec, phase, i, target) for phase in bar.phases for i in ("mosaic", "xla")]
+    """Compiles the loss, ours and XLA's."""
+    op = get_op(OPERATION)
+    spec = next(spec for spec in op.arg_specs if spec.name == SPEC)
+    counts = [_count(op, spec, phase, i, target) for phase in PHASES for i in ("mosaic", "xla")]
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}"
     return MemoryCounts(date=now, commit=commit(), jax=jax.__version__, target=target, counts=tuple(counts))
 
@@ -109,22 +103,20 @@ def is_met(found: MemoryCount) -> bool:
 
 
 def markdown(counts: MemoryCounts | None) -> str:
-    """A table of the counts beside their bar, or that nothing was counted."""
+    """A table of the counts beside the goal, or that nothing was counted."""
     if counts is None or not counts.counts:
         return "Memory: not counted."
-    lines: list[Sequence[str]] = [["memory, MB", "", "shape", "implementation", "temporary", "logits", "at most"]]
-    lines.append([*["---"] * 4, *["---:"] * 3])
-    lines += [_cells(asdict(found), is_met(found)) for found in counts.counts]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    header = ["memory, MB", "", "shape", "implementation", "temporary", "logits", "at most"]
+    table = markdown_table(header, [_cells(found) for found in counts.counts], "llllrrr")
     origin = f"{counts.date[:10]}, commit {counts.commit}, jax {counts.jax}, target {counts.target}"
     return (
         f"{table}\n\nCounted from the buffers of programs compiled without a GPU ({origin}). Temporary: beside "
-        "arguments and results; at most: with them. The bar is that ours has less than the logits; misses in bold."
+        "arguments and results; at most: with them. The goal is that ours has less than the logits; misses in bold."
     )
 
 
-def _cells(found: Mapping[str, Any], met: bool) -> list[str]:
-    temporary, logits, peak = (f"{found[key] / 1e6:.0f}" for key in ("temp_bytes", "logits_bytes", "peak_bytes"))
-    misses = found["implementation"] == "mosaic" and not met
-    told = [f"`{found['op']}`", found["phase"], short_spec(found["spec"]), f"`{found['implementation']}`"]
-    return [*told, f"**{temporary}**" if misses else temporary, logits, peak]
+def _cells(found: MemoryCount) -> list[str]:
+    temporary, logits, peak = (f"{size / 1e6:.0f}" for size in (found.temp_bytes, found.logits_bytes, found.peak_bytes))
+    is_missed = found.implementation == "mosaic" and not is_met(found)
+    cells = [f"`{found.op}`", found.phase, short_spec(found.spec), f"`{found.implementation}`"]
+    return [*cells, f"**{temporary}**" if is_missed else temporary, logits, peak]

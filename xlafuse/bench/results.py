@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from xlafuse.bench.environment import Environment
-from xlafuse.bench.sampling import Activity
+from xlafuse.bench.environment import Activity, Environment
 from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
@@ -232,6 +231,22 @@ def _what_is_new(shape: ShapeResult, seen: set[str] | None) -> ShapeResult | Non
         return None
     kept = tuple(c for c in shape.candidates if c.kind != "variant" and c.name not in seen)
     return replace(shape, candidates=kept, problems=())
+
+
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def short_spec(spec: str) -> str:
+    """A spec's name with short dtypes."""
+    for long, short in _SHORT_DTYPES.items():
+        spec = spec.replace(long, short)
+    return spec
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
+    """A table in Markdown. align: 'l' or 'r' for each column."""
+    lines = [header, [{"l": "---", "r": "---:"}[each] for each in align], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xlafuse.bench import assembler
+from xlafuse.bench import ptxas
 from xlafuse.bench.results import Results, load, merge, write
 from xlafuse.errors import XlafuseError
 
@@ -40,7 +40,7 @@ def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[st
     if any(name.startswith("torch") or name == "liger" for name in getattr(settings, "peers", ())):
         added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if getattr(settings, "variants", False):
-        added[assembler.VARIABLE] = "1"
+        added[ptxas.VARIABLE] = "1"
     return {**added, **environment}
 
 

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 from pydantic import TypeAdapter
 
 from pallas_kernels import get_op
-from xlafuse.bench import block_lines, choice_lines, lines
 from xlafuse.bench.block import BlockSettings, bench_block
 from xlafuse.bench.choice import ChoiceSettings, bench_choice
-from xlafuse.bench.environment import environment
+from xlafuse.bench.environment import Sampler, environment, sampling
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
 from xlafuse.bench.results import Results, Run, ShapeResult, write
-from xlafuse.bench.sampling import Sampler, sampling
+from xlafuse.bench.text import block_lines, choice_lines, kernel_lines, problem_lines
 from xlafuse.errors import XlafuseError
 
 DONE, REFUSED, GPU_LOST = 0, 2, 3
@@ -64,7 +63,7 @@ def measure(operations: Sequence[str], settings: AnySettings, folder: Path, samp
                 left_out.append(result)
                 continue
             shapes.append(result)
-            print("\n".join((*_result_lines(result, settings), *lines.problem_lines(result))), flush=True)
+            print("\n".join((*_result_lines(result, settings), *problem_lines(result))), flush=True)
             write(
                 folder / "results.json",
                 Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)),
@@ -88,11 +87,11 @@ def _results(name: str, settings: AnySettings, sampler: Sampler | None) -> Itera
 def _result_lines(result: ShapeResult, settings: AnySettings) -> list[str]:
     match settings:
         case BlockSettings():
-            return block_lines.result_lines(result)
+            return block_lines(result)
         case ChoiceSettings():
-            return choice_lines.result_lines(result)
+            return choice_lines(result)
         case Settings():
-            return lines.result_lines(result)
+            return kernel_lines(result)
 
 
 def gpu_answers() -> bool:

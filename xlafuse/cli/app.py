@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli.bench_app import bench, names
+from xlafuse.cli.bench import bench, names, tune
 from xlafuse.cli.errors import cli_errors
 
 app = typer.Typer(
@@ -138,7 +138,7 @@ def report(
                 module=module,
                 mode=mode.value,
                 target=target,
-                strategies=names(strategies),
+                strategies=names(strategies) or None,
                 options=tuple(option or ()),
                 baseline=baseline,
                 output=output,
@@ -197,51 +197,4 @@ def kernels(
 
 
 app.add_typer(bench, name="bench")
-
-
-@app.command()
-def tune(
-    op: Annotated[
-        list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
-    ] = None,
-    match: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192-4096, or is one, as =8-8."
-        ),
-    ] = "",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="The table. By default the user's own, in the cache folder."
-        ),
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Measure nothing: take what `bench kernels --variants` kept in this file."),
-    ] = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Time also what the table knows already.")] = False,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")
-    ] = float("inf"),
-) -> None:
-    """Time kernel configurations on the attached NVIDIA GPU and keep the fastest for dispatch.
-
-    Written after every shape: a run that was cut short goes on where it ended. Exits with 2 on bad input or no GPU.
-    """
-    with cli_errors():
-        from xlafuse.cli.tune import TuneRequest, run_tune
-
-        run_tune(
-            TuneRequest(
-                operations=tuple(op or ()),
-                match=match,
-                output=output,
-                results=results,
-                anew=anew,
-                rounds=rounds,
-                seconds=seconds,
-            )
-        )
+app.command()(tune)

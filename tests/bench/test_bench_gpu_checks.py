@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xlafuse.bench import checks
+from xlafuse.bench import gpu_checks
 from xlafuse.bench.environment import commit
 from xlafuse.bench.results import ResultsError
 
@@ -20,31 +20,31 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 
 
 def test_pytest_report_is_counted_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "gpu_state", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(gpu_checks, "gpu_state", lambda: {"gpu": "NVIDIA H200"})
     monkeypatch.setenv("XLAFUSE_COMMIT", "abc1234")
     (tmp_path / "tests.xml").write_text(REPORT)
-    summary = checks.summarize(tmp_path / "tests.xml")
+    summary = gpu_checks.summarize(tmp_path / "tests.xml")
     assert (summary.passed, summary.failed, summary.skipped, summary.seconds) == (1, 2, 1, 12.3)
     assert summary.failures == ("test_a[y]: AssertionError: off", "test_b: failed on setup")
-    checks.write_summary(tmp_path / "kept.json", summary)
-    kept = checks.load(tmp_path / "kept.json")
-    text = checks.markdown(kept, None)
+    gpu_checks.write_summary(tmp_path / "kept.json", summary)
+    kept = gpu_checks.load(tmp_path / "kept.json")
+    text = gpu_checks.markdown(kept, None)
     assert text.startswith(f"`tests/gpu` on one NVIDIA H200, {summary.date[:10]}, commit abc1234: 1 passed, 2 failed")
     assert "Failed: test_b: failed on setup." in text
     assert "the run was ended" not in text
     with pytest.raises(ResultsError, match="expected pytest's XML report"):
-        checks.summarize(tmp_path / "nothing.xml")
+        gpu_checks.summarize(tmp_path / "nothing.xml")
 
 
 def test_a_run_that_was_ended_says_so(tmp_path):
     internal = '<testcase classname="pytest" name="internal"><error message="internal error">x</error></testcase>'
     report = REPORT.replace("</testsuite>", f"{internal}</testsuite>").replace('tests="4"', 'tests="5"')
     (tmp_path / "tests.xml").write_text(report)
-    summary = checks.summarize(tmp_path / "tests.xml")
+    summary = gpu_checks.summarize(tmp_path / "tests.xml")
     assert (summary.passed, summary.failed, summary.was_ended) == (1, 2, True)
-    checks.write_summary(tmp_path / "kept.json", summary)
-    assert "1 skipped, and then the run was ended ([summary]" in checks.markdown(
-        checks.load(tmp_path / "kept.json"), None
+    gpu_checks.write_summary(tmp_path / "kept.json", summary)
+    assert "1 skipped, and then the run was ended ([summary]" in gpu_checks.markdown(
+        gpu_checks.load(tmp_path / "kept.json"), None
     )
 
 
@@ -55,15 +55,15 @@ def test_sanitizer_is_told_by_tool_without_the_planted_fault():
     outcomes = [outcome("planted fault", "memcheck", "faults"), outcome("rope", "memcheck", "clean"),
                 outcome("softmax", "memcheck", "clean"), outcome("softmax", "racecheck", "faults"),
                 outcome("rope", "racecheck", "failed")]  # fmt: skip
-    text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": outcomes})
+    text = gpu_checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": outcomes})
     assert "on one unnamed GPU, 2026-01-01: memcheck over 4 forward and backward calls of 2 operations clean;" in text
     assert "racecheck over 4 forward and backward calls of 2 operations report faults of `softmax`" in text
     assert "as far as the tool came (it died in other calls of `rope`)" in text
     assert "did not see" not in text
     blind = [outcome("planted fault", "racecheck", "clean"), outcome("rope", "racecheck", "clean")]
-    text = checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": blind})
+    text = gpu_checks.markdown(None, {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": blind})
     assert "of 1 operations clean, but it did not see the planted fault. Racecheck sees races within a" in text
-    assert checks.markdown(None, None) == "Not run yet."
+    assert gpu_checks.markdown(None, None) == "Not run yet."
 
 
 def test_commit_is_what_the_environment_says_else_gits(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What misses a bar, and what the counters say limits it."""
+"""Which goals are missed, and what the counters say limits those kernels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 from test_bench_results import day, measured, results, shape
 
 from pallas_kernels import get_op
-from xlafuse.bench import limits
-from xlafuse.bench.bars import BARS
+from xlafuse.bench.counters import NO_COUNTERS, Counters, limit, load_counters
+from xlafuse.bench.environment import Activity, Spread
+from xlafuse.bench.goal_tables import goal_summary, goal_tables, missed_cases
+from xlafuse.bench.goals import GOALS, Verdict, small_goals, unmeasured, verdicts
 from xlafuse.bench.results import Problem, Results, ResultsError, merge
 from xlafuse.bench.rows import rows
-from xlafuse.bench.sampling import Activity, Spread
-from xlafuse.bench.small import slow_small_calls
-from xlafuse.bench.verdicts import SpeedVerdict, copy_verdicts, speed_verdicts, unmeasured
 
 LAUNCH = {
     "case": "rms_norm:forward:8192x8192-bfloat16",
@@ -40,69 +39,70 @@ def timed(copy, xla, ours, spec="8192x8192-bfloat16", **more):
     return shape(spec, candidates=candidates, **more)
 
 
+def judged(*shapes: Any, to: str | None = None) -> list[Verdict]:
+    return [v for v in verdicts(rows(results(*shapes))) if to is None or v.goal.to == to]
+
+
 @pytest.mark.parametrize(
-    ("copy", "xla", "ours", "misses_share", "misses_over_xla"),
-    [(97.0, 150.0, 100.0, False, False), (96.4, 150.0, 100.0, True, False), (96.6, 139.6, 100.0, False, False),
-     (97.0, 139.4, 100.0, False, True), (90.0, 110.0, 100.0, True, True)],
+    ("copy", "xla", "ours", "met"),
+    [(97.0, 150.0, 100.0, [True, True]), (96.4, 150.0, 100.0, [False, True]), (96.6, 139.6, 100.0, [True, True]),
+     (97.0, 139.4, 100.0, [True, False]), (90.0, 110.0, 100.0, [False, False])],
 )  # fmt: skip
-def test_norms_forward_need_97_percent_and_1_4(copy, xla, ours, misses_share, misses_over_xla):
-    (verdict,) = copy_verdicts(rows(results(timed(copy, xla, ours))))
-    assert (verdict.misses_share, verdict.misses_over_xla) == (misses_share, misses_over_xla)
-    assert verdict.is_met == (not misses_share and not misses_over_xla)
-    assert verdict.most_over_xla == pytest.approx(xla / copy)
+def test_norms_forward_need_97_percent_of_the_copy_and_1_4_over_xla(copy, xla, ours, met):
+    of_copy, of_xla = judged(timed(copy, xla, ours))
+    assert [of_copy.goal.to, of_xla.goal.to] == ["copy", "xla"]
+    assert [of_copy.is_met, of_xla.is_met] == met
+    assert of_xla.copy_ratio == pytest.approx(xla / copy)
 
 
-def test_bars_are_about_their_shapes_phases_and_dtypes():
-    assert copy_verdicts(rows(results(timed(1, 1, 1, spec="8192x4096-bfloat16-residual")))) == []
-    (verdict,) = copy_verdicts(rows(results(timed(88, 290, 100, phase="backward"))))
-    assert (verdict.misses_share, verdict.misses_over_xla) == (False, True)
+def test_goals_are_about_their_shapes_phases_and_dtypes():
+    assert judged(timed(1, 1, 1, spec="8192x4096-bfloat16-residual")) == []
+    assert [v.is_met for v in judged(timed(88, 290, 100, phase="backward"))] == [True, False]
     wide = timed(96, 110, 100, spec="16384x4096-float32-gelu_tanh", op="bias_activation")
-    (verdict,) = copy_verdicts(rows(results(wide)))
-    assert (verdict.asks_over_xla, verdict.is_met) == (False, True)
+    assert [(v.goal.to, v.is_met) for v in judged(wide)] == [("copy", True)]
 
 
-@pytest.mark.parametrize("bar", BARS, ids=lambda bar: f"{bar.operations[0]}-{'-'.join(bar.phases)}")
-def test_every_shape_of_a_bar_is_timed(bar):
-    """A pattern that no spec of the registry has would be a bar that nothing is held to."""
-    calls = [spec for _, spec in bar.calls()]
-    assert all(get_op(name).tagged("bench") for name in bar.operations)
-    for pattern in bar.shapes:
-        assert any(type(bar)(**{**vars(bar), "shapes": (pattern,)}).covers(*call) for call in bar.calls()), pattern
-    assert calls
+@pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.operations[0]}-{'-'.join(goal.phases)}-{goal.to}")
+def test_every_shape_of_a_goal_is_timed(goal):
+    """A pattern that no spec of the registry has would be a goal that nothing is held to."""
+    assert all(get_op(name).tagged("bench") for name in goal.operations)
+    for pattern in goal.shapes:
+        assert any(replace(goal, shapes=(pattern,)).covers(*call) for call in goal.calls()), pattern
 
 
 def test_small_calls_may_take_a_microsecond_longer():
-    slow = timed(1.0, 2.0, 3.1, spec="64x4096-bfloat16", bytes=10**6)
-    fine = timed(1.0, 2.0, 2.9, spec="1x4096-bfloat16", bytes=10**6)
+    fine = timed(1.0, 2.0, 2.9, spec="1x4096-bfloat16-residual", bytes=10**6)
     middling = timed(10.0, 20.0, 29.0, spec="8192x1024-bfloat16", bytes=10**6)
     decode = timed(1.0, 2.0, 3.5, spec="16x1x32+8x128-bfloat16-positions_a_batch", bytes=10**6, op="rope")
-    found = slow_small_calls(rows(results(slow, fine, middling, decode)))
-    assert {row.main.spec for row in found} == {slow.spec, decode.spec}
-    text = limits.markdown(results(slow, fine), limits.NO_COUNTERS)
-    assert "of 2 small calls 1 take at most 1 µs longer than XLA's" in text
-    assert "| **+1.10 µs** | +1 µs |  | counters not read |" in text
+    names = {name for goal in small_goals() for name in goal.shapes}
+    assert {fine.spec, decode.spec} <= names
+    found = judged(fine, middling, decode, to="small")
+    assert {v.shapes[0].spec: v.is_met for v in found} == {fine.spec: True, decode.spec: False}
+    text = goal_tables(results(fine, decode), NO_COUNTERS)
+    assert "Of 2 measured goals 1 are met" in text
+    assert "| **0.86** | 1.00 | XLA with 1 µs more |" in text
 
 
 def test_table_has_what_misses_with_its_counters(tmp_path):
     path = tmp_path / "counters.json"
-    assert limits.load_counters(path) is limits.NO_COUNTERS
+    assert load_counters(path) is NO_COUNTERS
     read = {"schema_version": 1, "read_at": "2026-01-02T03:04Z", "commit": "abc"}
     path.write_text(json.dumps({**read, "launches": [{**LAUNCH, "us": 5.0}, LAUNCH]}))
-    kept = results(timed(90.0, 200.0, 100.0), timed(97.0, 120.0, 100.0, spec="16384x4096-float32"))
+    kept = results(timed(90.0, 200.0, 100.0), timed(97.0, 120.0, 100.0, spec="16384x4096-float32-residual"))
     in_reach = timed(97.0, 138.0, 100.0, spec="32768x4096-bfloat16")
-    assert limits.missed(kept) == [LAUNCH["case"]]
-    assert limits.missed(results(in_reach)) == ["rms_norm:forward:32768x4096-bfloat16"]
-    text = limits.markdown(kept, limits.load_counters(path))
-    assert "Of 2 measured shapes with a bar 0 meet it" in text
+    assert missed_cases(kept) == [LAUNCH["case"]]
+    assert missed_cases(results(in_reach)) == ["rms_norm:forward:32768x4096-bfloat16"]
+    text = goal_tables(kept, load_counters(path))
+    assert "Of 4 measured goals 2 are met" in text
     why = "latency: warps wait for barriers (barrier 4.0), 20 % of them fit (168 registers); DRAM 70 %"
     assert "Counters read 2026-01-02 03:04 UTC, commit abc." in text
-    assert f"| 8192x8192-bf16 | **0.90** | 0.97 | 2.00 | 1.4 | 2.22 | {why} |" in text
-    assert "| 0.97 | 0.97 | **1.20** | 1.4 | 1.24 | not even the copy has the bar's × XLA |" in text
+    assert f"| 8192x8192-bf16 | **0.90** | 0.97 | copy | – | – | – | {why} |" in text
+    assert "| **1.20** | 1.40 | XLA | – | – | – | not even the copy reaches it (1.24) |" in text
     path.write_text('{"schema_version": 9}')
     with pytest.raises(ResultsError, match="schema version 9, expected 1"):
-        limits.load_counters(path)
+        load_counters(path)
     met = results(timed(97.0, 150.0, 100.0))
-    assert "what limits it" not in limits.markdown(met, limits.NO_COUNTERS)
+    assert "what limits it" not in goal_tables(met, NO_COUNTERS)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,16 @@ def test_table_has_what_misses_with_its_counters(tmp_path):
     ],
 )
 def test_the_busiest_unit_is_the_limit(changes, words):
-    assert limits.limit([{**LAUNCH, **changes}]).startswith(words)
+    assert limit([{**LAUNCH, **changes}]).startswith(words)
 
 
 def test_other_launches_are_named_where_they_take_long():
-    assert limits.limit([LAUNCH, {**LAUNCH, "us": 20.0}]).startswith("1 other launches, 20 µs; latency")
-    assert limits.limit([LAUNCH, {**LAUNCH, "us": 2.0}]).startswith("latency")
+    assert limit([LAUNCH, {**LAUNCH, "us": 20.0}]).startswith("1 other launches, 20 µs; latency")
+    assert limit([LAUNCH, {**LAUNCH, "us": 2.0}]).startswith("latency")
 
 
-def speeds(*shapes: Any, started: str = "1") -> list[SpeedVerdict]:
-    return speed_verdicts(rows(results(*shapes, started=started)))
+def speeds(*shapes: Any, started: str = "1") -> list[Verdict]:
+    return verdicts(rows(results(*shapes, started=started)))
 
 
 def attention(
@@ -151,18 +151,18 @@ def test_products_are_held_to_the_fastest_rival():
     assert (verdict.than, verdict.absent, verdict.is_met) == ("Liger", ("torch.compile",), False)
     assert speeds(fast)[0].is_met
     kept = results(replace(slow, activity=busy))
-    text = limits.markdown(kept, limits.NO_COUNTERS)
+    text = goal_tables(kept, NO_COUNTERS)
     why = "power limit: the clock fell to 1500 of 1980 MHz at up to 698 W; counters not read"
-    cells = f"800 | **0.87** | 1.00 | Liger | 1700 (1500) | 650 (698) | {why}"
+    cells = f"**0.87** | 1.00 | Liger | 800 | 1700 (1500) | 650 (698) | {why}"
     assert f"| `linear` | forward | 8192-4096-4096-bf16 | {cells} |" in text
     assert "| torch.compile | `linear` | forward | 8192-4096-4096-bf16 (missed) |" in text
     case = "linear:forward:8192-4096-4096-bfloat16"
     launch = {**LAUNCH, "case": case, "us": 340.0, "sm_cycles": 340.0 * 1600, "pipe_tensor_percent": 96.0}
-    read = limits.markdown(kept, limits.Counters(cases={case: [launch]}, read="today"))
+    read = goal_tables(kept, Counters(cases={case: [launch]}, read="today"))
     assert "power: a clock of 1600 of 1980 MHz within the launch; power limit: the clock fell to 1500" in read
-    assert limits.missed(kept) == ["linear:forward:8192-4096-4096-bfloat16"]
-    assert limits.summary(results(fast)).startswith(
-        "Of 1 measured shapes with a bar 1 meet it, 1 of them not yet timed beside all rivals of the bar; "
+    assert missed_cases(kept) == ["linear:forward:8192-4096-4096-bfloat16"]
+    assert goal_summary(results(fast)).startswith(
+        "Of 1 measured goals 1 are met, 1 of them not yet timed beside all rivals of the goal; "
     )
 
 
@@ -173,7 +173,7 @@ def test_a_rival_of_any_run_counts_with_ours_of_that_run():
         measured("torch_compile", "peer", 98.0)))  # fmt: skip
     new = shape("8192-4096-4096-bfloat16", op="linear", us=90.0)
     merged = merge([results(old, started=day(1)), results(new, started=day(2))])
-    (verdict,) = speed_verdicts(rows(merged))
+    (verdict,) = verdicts(rows(merged))
     assert (verdict.than, verdict.ratio, verdict.absent) == ("torch.compile, run 1", 0.98, ())
 
 
@@ -182,11 +182,11 @@ def test_both_passes_are_added_up_within_a_visit():
     forward = attention(CAUSAL, ours=100.0, cudnn=120.0, torch_eager=90.0)
     backward = attention(CAUSAL, "backward", ours=200.0, cudnn=189.0)
 
-    def both(*parts: Results) -> list[SpeedVerdict]:
-        return [v for v in speed_verdicts(rows(merge(parts))) if v.phase == "forward + backward"]
+    def both(*parts: Results) -> list[Verdict]:
+        return [v for v in verdicts(rows(merge(parts))) if v.phase == "forward + backward"]
 
     (verdict,) = both(results(forward, backward))
-    assert (verdict.than, verdict.ratio, verdict.least, verdict.is_met) == ("cuDNN", 309 / 300, 1.03, True)
+    assert (verdict.than, verdict.ratio, verdict.goal.least, verdict.is_met) == ("cuDNN", 309 / 300, 1.03, True)
     assert verdict.absent == ("PyTorch", "jla")
     assert verdict.teraflops > 0
     early, later, next_day = (f"2026-01-0{day}T00:{minute}:00+00:00" for day, minute in ((1, 10), (1, 40), (2, 10)))
@@ -194,8 +194,8 @@ def test_both_passes_are_added_up_within_a_visit():
     assert [found.ratio for found in both(*one_visit)] == [309 / 300]
     two_visits = (one_visit[0], results(backward, started=next_day))
     assert both(*two_visits) == []
-    absent = [a for a in unmeasured(rows(merge(two_visits))) if (a.spec, a.phase) == (CAUSAL, "forward + backward")]
-    assert [a.asked for a in absent] == ["1.03 × the fastest rival"]
+    absent = [a for a in unmeasured(rows(merge(two_visits))) if a[2:] == ("forward + backward", CAUSAL)]
+    assert [goal.words for goal, *_ in absent] == ["1.03 × the fastest rival"]
 
 
 def test_dropout_is_held_to_its_own_speed_without():
@@ -204,19 +204,19 @@ def test_dropout_is_held_to_its_own_speed_without():
         *(attention(CAUSAL, phase, ours=80.0) for phase in ("forward", "backward")),
         *(attention(dropped, phase, ours=100.0) for phase in ("forward", "backward")),
     )
-    found = [v for v in speed_verdicts(rows(kept)) if v.than == "itself without dropout"]
-    assert [(v.phase, v.ratio, v.least, v.is_met) for v in found] == [
+    found = [v for v in verdicts(rows(kept)) if v.than == "itself without dropout"]
+    assert [(v.phase, v.ratio, v.goal.least, v.is_met) for v in found] == [
         ("forward", 0.8, 0.85, False),
         ("backward", 0.8, None, True),
     ]
-    text = limits.markdown(kept, limits.NO_COUNTERS)
-    assert "Without a bar: `attention` backward on 4x4096x4096x32x8x128-bf16-causal-dropout_0.1 has 0.80" in text
+    text = goal_tables(kept, NO_COUNTERS)
+    assert "Without a goal: `attention` backward on 4x4096x4096x32x8x128-bf16-causal-dropout_0.1 has 0.80" in text
     assert "| **0.80** | 0.85 | itself without dropout |" in text
 
 
 def test_the_choice_is_held_to_the_fastest_implementation_and_configuration():
     def choice(**us):
-        return [v for v in speeds(attention(CAUSAL, ours=100.0, xla=900.0, **us)) if v.is_choice]
+        return [v for v in speeds(attention(CAUSAL, ours=100.0, xla=900.0, **us)) if v.goal.to == "choice"]
 
     (verdict,) = choice(cudnn=98.0, jla=50.0)
     assert (verdict.than, verdict.ratio, verdict.is_met) == ("cuDNN", 0.98, True)
@@ -225,17 +225,15 @@ def test_the_choice_is_held_to_the_fastest_implementation_and_configuration():
     assert choice()[0].absent == ("cuDNN",)
     for error, absent in (("NotImplementedError: no such length", ()), ("ImportError: no cuDNN", ("cuDNN",))):
         problem = Problem(candidate="cudnn", message=error, kind="unsupported")
-        (verdict,) = [
-            v for v in speeds(replace(attention(CAUSAL, ours=100.0, xla=900.0), problems=(problem,))) if v.is_choice
-        ]
+        (verdict,) = judged(replace(attention(CAUSAL, ours=100.0, xla=900.0), problems=(problem,)), to="choice")
         assert verdict.absent == absent
-    assert limits.missed(results(attention(CAUSAL, variants={"a": 9.0}, cudnn=900.0, jla=900.0))) == []
+    assert missed_cases(results(attention(CAUSAL, variants={"a": 9.0}, cudnn=900.0, jla=900.0))) == []
 
 
 def test_the_choice_is_what_a_call_without_a_name_takes():
     """XLA for one token that sees itself, also of the gradient, however long the kernels take."""
     token = attention("1x1x1x32x8x128-bfloat16-causal", "backward", ours=25.0, xla=3.0)
-    (verdict,) = [v for v in speeds(token) if v.is_choice]
+    (verdict,) = [v for v in speeds(token) if v.goal.to == "choice"]
     assert (verdict.ours, verdict.is_met) == ("xla", True)
 
 
@@ -243,20 +241,21 @@ def test_named_rivals_alone_count():
     """Of int8 weights: XLA's product with 16-bit ones, whatever XLA makes of the integers."""
     candidates = (measured("copy", "ceiling", 5.0), measured("xla", "implementation", 9.0),
                   measured("mosaic", "implementation", 10.0), measured("xla_bf16", "peer", 17.0))  # fmt: skip
-    (verdict,) = speeds(shape("16-4096-4096-bfloat16-int8", op="quantized_linear", candidates=candidates))
+    timed_all = shape("16-4096-4096-bfloat16-int8", op="quantized_linear", candidates=candidates)
+    (verdict,) = judged(timed_all, to="xla_bf16")
     assert (verdict.than, verdict.ratio, verdict.is_met) == ("XLA, bf16 weights", 1.7, True)
-    assert speeds(shape("16-4096-4096-bfloat16-int8", op="quantized_linear", candidates=candidates[:3])) == []
+    assert judged(replace(timed_all, candidates=candidates[:3]), to="xla_bf16") == []
 
 
-def test_bars_that_nothing_was_measured_for_are_listed():
+def test_goals_that_nothing_was_measured_for_are_listed():
     absent = unmeasured([])
     assert len(absent) == len(set(absent)) > 150
-    asked = {(a.op, a.phase, a.spec): a.asked for a in absent}
+    asked = {tuple(call): goal.words for goal, *call in absent}
     head = "4096-4096-128256-bfloat16-reduction_mean"
     assert asked["linear_cross_entropy", "backward", head] == "1.03 × XLA"
-    assert asked["rms_norm", "forward", "1x4096-bfloat16-residual"] == "at most 1 µs longer than XLA's"
+    assert asked["rms_norm", "forward", "1x4096-bfloat16-residual"] == "1.00 × XLA with 1 µs more"
     measured_one = results(timed(97.0, 150.0, 100.0))
-    assert len(unmeasured(rows(measured_one))) == len(absent) - 1
-    text = limits.markdown(measured_one, limits.NO_COUNTERS)
-    assert f"; {len(absent) - 1} bars are not measured; " in text
+    assert len(unmeasured(rows(measured_one))) == len(absent) - 2
+    text = goal_tables(measured_one, NO_COUNTERS)
+    assert f"; {len(absent) - 2} goals are not measured. " in text
     assert "| `linear_cross_entropy` | backward | 1.03 × XLA | 4096-4096-128256-bf16-reduction_mean |" in text

@@ -5,10 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from xlafuse.bench.lines import clock_and_power, short_spec
-from xlafuse.bench.products import is_bound_by_products, teraflops_per_second
-from xlafuse.bench.results import PHASES, Results, ResultsError, Run, geometric_mean
-from xlafuse.bench.rows import RIVALS, Row, grouped, rival_names, rows
+from xlafuse.bench.results import (
+    PHASES,
+    Results,
+    ResultsError,
+    Run,
+    ShapeResult,
+    geometric_mean,
+    markdown_table,
+    short_spec,
+)
+from xlafuse.bench.rows import (
+    RIVALS,
+    Row,
+    grouped,
+    is_bound_by_products,
+    rival_names,
+    rows,
+    teraflops_per_second,
+)
 
 _ASIDE = ("cudnn_dense_mask",)
 """Rivals of single shapes, which have no column among the means."""
@@ -46,10 +61,7 @@ _CLASSES = {
 def summary(results: Results) -> str:
     """README's table: geometric means over classes of operations, against XLA and the fastest other library."""
     streamed, _, multiplied = _parts(results)
-    lines = [
-        _line(["", "", "shapes", "share of the ceiling", "TFLOP/s", "× XLA", "× fastest other library"]),
-        _line(["---", "---", *["---:"] * 5]),
-    ]
+    lines = []
     for name, operations in _CLASSES.items():
         for phase in PHASES:
             memory = [row for row in streamed if row.main.op in operations and row.main.phase == phase]
@@ -65,8 +77,9 @@ def summary(results: Results) -> str:
             cells = [str(len(table)), _percent(share) if by_memory else "–", "–" if by_memory else _number(rate, 0)]
             cells += [_number(geometric_mean([row.speed_up("xla") for row in table]), 2)]
             cells += [_number(geometric_mean(fastest), 2)]
-            lines.append(_line([name, phase, *cells]))
-    return "\n\n".join((_caption(results), "\n".join(lines)))
+            lines.append([name, phase, *cells])
+    header = ["", "", "shapes", "share of the ceiling", "TFLOP/s", "× XLA", "× fastest other library"]
+    return f"{_caption(results)}\n\n{markdown_table(header, lines, 'llrrrrr')}"
 
 
 def details(results: Results) -> str:
@@ -84,7 +97,7 @@ def details(results: Results) -> str:
 
 def _parts(results: Results) -> tuple[list[Row], list[Row], list[Row]]:
     """Shapes past the cache that memory bounds, small ones, and those that matrix products bound."""
-    table = [row for row in rows(results) if row.ours]
+    table = [row for _, _, group in grouped(rows(results)) for row in group if row.ours]
     multiplied = [row for row in table if is_bound_by_products(row.main)]
     others = [row for row in table if not is_bound_by_products(row.main)]
     return [row for row in others if row.main.is_large], [row for row in others if not row.main.is_large], multiplied
@@ -124,76 +137,68 @@ def _ordered_rivals(table: Iterable[Row]) -> list[str]:
     return sorted(measured, key=lambda name: [*RIVALS, *measured].index(name))
 
 
+def _rival_heads(rivals: Iterable[str]) -> list[str]:
+    return [f"× {RIVALS.get(name, name)}" for name in rivals]
+
+
 def _means_table(table: list[Row]) -> str:
     rivals = ["xla", *_ordered_rivals(table)]
-    header = [
-        "bound by memory",
-        "",
-        "of the ceiling",
-        "× XLA",
-        *(f"× {RIVALS.get(name, name)}" for name in rivals[1:]),
-        "shapes",
-    ]
-    lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
+    lines = []
     for op, phase, group in [*grouped(table), ("geometric mean", "", table)]:
         share = geometric_mean([row.main.ceiling_share(row.ours) for row in group])
         means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
         name = f"`{op}`" if phase else op
-        lines.append(_line([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))]))
-    return "\n".join(lines)
+        lines.append([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))])
+    header = ["bound by memory", "", "of the ceiling", *_rival_heads(rivals), "shapes"]
+    return markdown_table(header, lines, "ll" + "r" * (2 + len(rivals)))
 
 
 def _product_means_table(table: list[Row]) -> str:
     rivals = ["xla", *(name for name in _ordered_rivals(table) if name not in _ASIDE)]
-    header = ["matrix products", "", "TF/s", "× XLA", *(f"× {RIVALS.get(name, name)}" for name in rivals[1:]), "shapes"]
-    lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
+    lines = []
     for op, phase, group in grouped(table):
         speeds = sorted(teraflops_per_second(row.main, row.ours) or math.nan for row in group)
-        told = _number(speeds[0], 0) if len(speeds) == 1 else f"{_number(speeds[0], 0)} to {_number(speeds[-1], 0)}"
+        ends = dict.fromkeys(_number(speed, 0) for speed in (speeds[0], speeds[-1]))
         means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
-        lines.append(_line([f"`{op}`", phase, told, *(_number(mean, 2) for mean in means), str(len(group))]))
-    return "\n".join(lines)
+        lines.append([f"`{op}`", phase, " to ".join(ends), *(_number(mean, 2) for mean in means), str(len(group))])
+    header = ["matrix products", "", "TF/s", *_rival_heads(rivals), "shapes"]
+    return markdown_table(header, lines, "ll" + "r" * (2 + len(rivals)))
 
 
 def _product_table(table: list[Row]) -> str:
     rivals = _ordered_rivals(table)
-    header = [
-        "operation",
-        "",
-        "shape",
-        "µs",
-        "TF/s",
-        "× XLA",
-        *(f"× {RIVALS.get(name, name)}" for name in rivals),
-        "MHz",
-        "W",
-        "run",
-    ]
-    lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
-    for op, phase, group in grouped(table):
-        for row in group:
-            cells = [f"`{op}`", phase, short_spec(row.main.spec), _number(row.main.microseconds(row.ours), 1)]
-            cells += [_number(teraflops_per_second(row.main, row.ours) or math.nan, 0)]
-            cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
-            cells += clock_and_power(row.main)
-            lines.append(_line([*cells, _runs_of(row, rivals)]))
-    return "\n".join(lines)
+    lines = []
+    for row in table:
+        speed = teraflops_per_second(row.main, row.ours) or math.nan
+        cells = [*_named(row), _number(row.main.microseconds(row.ours), 1), _number(speed, 0)]
+        cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
+        lines.append([*cells, *clock_and_power(row.main), _runs_of(row, rivals)])
+    header = ["operation", "", "shape", "µs", "TF/s", *_rival_heads(["xla", *rivals]), "MHz", "W", "run"]
+    return markdown_table(header, lines, "lll" + "r" * (5 + len(rivals)) + "l")
 
 
 def _large_table(table: list[Row]) -> str:
     rivals = _ordered_rivals(table)
-    header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", "× XLA"]
-    header += [*(f"× {RIVALS.get(name, name)}" for name in rivals), "run"]
-    lines = [_line(header), _line(["---", "---", "---", *["---:"] * (len(header) - 4), "---"])]
-    for op, phase, group in grouped(table):
-        for row in group:
-            cells = [f"`{op}`", phase, short_spec(row.main.spec)]
-            cells += [_number(row.main.microseconds(row.ours), 1)]
-            cells += [_number(row.main.gigabytes_per_second(row.ours), 0)]
-            cells += [_percent(row.main.ceiling_share(row.ours)), _number(row.speed_up("xla"), 2)]
-            cells += [*(_number(row.speed_up(rival), 2) for rival in rivals), _runs_of(row, rivals)]
-            lines.append(_line(cells))
-    return "\n".join(lines)
+    lines = []
+    for row in table:
+        cells = [*_named(row), _number(row.main.microseconds(row.ours), 1)]
+        cells += [_number(row.main.gigabytes_per_second(row.ours), 0), _percent(row.main.ceiling_share(row.ours))]
+        cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
+        lines.append([*cells, _runs_of(row, rivals)])
+    header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", *_rival_heads(["xla", *rivals]), "run"]
+    return markdown_table(header, lines, "lll" + "r" * (4 + len(rivals)) + "l")
+
+
+def _small_table(table: list[Row]) -> str:
+    lines = []
+    for row in table:
+        ours, xla = row.main.microseconds(row.ours), row.main.microseconds("xla")
+        lines.append([*_named(row), _number(ours, 2), _number(xla, 2), f"{ours - xla:+.2f}", str(row.run)])
+    return markdown_table(["small calls", "", "shape", "µs", "XLA, µs", "difference, µs", "run"], lines, "lllrrrl")
+
+
+def _named(row: Row) -> list[str]:
+    return [f"`{row.main.op}`", row.main.phase, short_spec(row.main.spec)]
 
 
 def _runs_of(row: Row, rivals: list[str]) -> str:
@@ -201,21 +206,14 @@ def _runs_of(row: Row, rivals: list[str]) -> str:
     return ", ".join([str(row.run), *(f"{RIVALS.get(name, name)} {run}" for name, run in elsewhere.items())])
 
 
-def _small_table(table: list[Row]) -> str:
-    lines = [
-        _line(["small calls", "", "shape", "µs", "XLA, µs", "difference, µs", "run"]),
-        _line(["---", "---", "---", "---:", "---:", "---:", "---"]),
-    ]
-    for op, phase, group in grouped(table):
-        for row in group:
-            ours, xla = row.main.microseconds(row.ours), row.main.microseconds("xla")
-            cells = [f"`{op}`", phase, short_spec(row.main.spec), _number(ours, 2), _number(xla, 2)]
-            lines.append(_line([*cells, f"{ours - xla:+.2f}", str(row.run)]))
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def clock_and_power(shape: ShapeResult) -> tuple[str, str]:
+    """The clock in MHz, median and lowest, and the power in W, median and highest, while a shape was timed."""
+    read = shape.activity.quantities if shape.activity else {}
+    clock, power = read.get("sm_clock_mhz"), read.get("power_watts")
+    return (
+        f"{clock.median:.0f} ({clock.least:.0f})" if clock else "–",
+        f"{power.median:.0f} ({power.most:.0f})" if power else "–",
+    )
 
 
 def _number(value: float, digits: int) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_bench_results import day, measured, results, shape
 
+from xlafuse.bench.environment import Activity, Spread
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
-from xlafuse.bench.sampling import Activity, Spread
-from xlafuse.bench.table import details, overview, place
+from xlafuse.bench.tables import details, overview, place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
 
@@ -114,26 +114,29 @@ def test_place_keeps_the_rest_and_is_stable():
 
 
 def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
-    for name in ("README", "DETAILS", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER", "MEMORY"):
+    for name in ("README", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER", "MEMORY"):
         monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "DOCS", tmp_path)
+    monkeypatch.setattr(script, "PAGES", tuple(tmp_path / path.name for path in script.PAGES))
     monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
-    names = ("results", "limits", "block", "checks", "coverage")
-    markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
-    script.README.write_text("\n".join(markers))
-    script.DETAILS.write_text("\n".join(markers[:6]))
+    marked = {"README": ("summary",), "results": ("results", "limits", "block")}
+    marked |= {"correctness": ("checks",), "kernels": ("coverage",)}
+    for page, names in marked.items():
+        markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
+        (tmp_path / f"{page}.md").write_text("\n".join(markers))
     assert script.main([]) == 2
     assert "expected a file of benchmark results" in capsys.readouterr().err
     write(script.KEPT, results(shape()))
     assert script.main(["--check"]) == 1
     assert script.main([]) == 0
     assert script.main(["--check"]) == 0
-    assert "4000" in script.DETAILS.read_text()
-    text = script.README.read_text()
-    assert "98 %" in text
-    assert f"{markers[-2]}\ncovered\n{markers[-1]}" in text
-    assert "Not run yet." in text
-    assert "Not measured yet." in text
+    text = {page: (tmp_path / f"{page}.md").read_text() for page in marked}
+    assert "98 %" in text["README"]
+    assert "4000" in text["results"]
+    assert "Not measured yet." in text["results"]
+    assert "Not run yet." in text["correctness"]
+    assert "begin -->\ncovered\n<!--" in text["kernels"]
 
 
 def test_merge_and_show(script, tmp_path, capsys):

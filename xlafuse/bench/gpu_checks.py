@@ -1,4 +1,4 @@
-"""What a GPU said of the kernels' correctness: the count of tests/gpu, and compute-sanitizer's verdicts, as kept."""
+"""Evidence of the kernels' correctness on a GPU: the counts of tests/gpu, and compute-sanitizer's outcomes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
         )
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:
-        parts.append(f"`compute-sanitizer` on one {_stamp(sanitizer)}: {_verdicts(sanitizer)}.")
+        parts.append(f"`compute-sanitizer` on one {_stamp(sanitizer)}: {_outcomes(sanitizer)}.")
         if any(outcome["tool"] == "racecheck" for outcome in sanitizer["outcomes"]):
             parts.append("Racecheck sees races within a warpgroup alone; the interpreter's detector sees the others.")
     return " ".join(parts) or "Not run yet."
@@ -116,8 +116,8 @@ def _stamp(data: Mapping[str, Any]) -> str:
     return f"{data['device'] or 'unnamed GPU'}, {data['date'][:10]}{commit_words}"
 
 
-def _verdicts(sanitizer: Mapping[str, Any]) -> str:
-    told = []
+def _outcomes(sanitizer: Mapping[str, Any]) -> str:
+    sentences = []
     for tool in dict.fromkeys(outcome["tool"] for outcome in sanitizer["outcomes"]):
         outcomes = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] != _PLANTED]
         calls = sum(len(outcome["cases"]) for outcome in outcomes)
@@ -130,5 +130,5 @@ def _verdicts(sanitizer: Mapping[str, Any]) -> str:
             text += f" as far as the tool came (it died in other calls of {', '.join(bad['failed'])})"
         planted = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] == _PLANTED]
         is_blind = any(o["status"] != "faults" for o in planted)
-        told.append(text + (", but it did not see the planted fault" if is_blind else ""))
-    return "; ".join(told)
+        sentences.append(text + (", but it did not see the planted fault" if is_blind else ""))
+    return "; ".join(sentences)

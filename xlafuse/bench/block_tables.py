@@ -1,0 +1,88 @@
+"""Tables of the block benchmark for docs/results.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xlafuse.bench.block import activity_words, batch_and_length, rate
+from xlafuse.bench.results import Results, ShapeResult, markdown_table
+from xlafuse.bench.rows import RIVALS
+
+_MODES = {"forward": "forward", "grad": "forward + backward"}
+
+
+def block_overview(results: Results) -> str:
+    """Kernel times: a row a case, a column a strategy or library; the fastest is bold."""
+    cases, names = _cases(results), _columns(results)
+    lines = []
+    for case in cases:
+        fastest = min((c.timing.median_us for c in case.candidates), default=math.nan)
+        times = [case.microseconds(name) for name in names]
+        cells = ["–" if math.isnan(us) else f"**{_shown(us)}**" if us == fastest else _shown(us) for us in times]
+        lines.append([*_title(case), *cells])
+    return f"{_caption(results)}\n\n{markdown_table(_header(names), lines, 'lll' + 'r' * len(names))}"
+
+
+def block_details(results: Results) -> str:
+    """Wall clock, rate, launches, clock and power, and what was not measured."""
+    names = _columns(results)
+    lines = []
+    for case in _cases(results):
+        found = {c.name: c.timing for c in case.candidates}
+        cells = [
+            f"{_shown(found[name].wall_us)}, {rate(case, name)}, {len(found[name].kernels)}" if name in found else "–"
+            for name in names
+        ]
+        lines.append([*_title(case), *cells, activity_words(case)])
+    parts = [
+        "Wall clock of a call in µs, rate by kernel time, number of launches; clock and power meanwhile.",
+        markdown_table([*_header(names), "clock, power"], lines, "lll" + "r" * len(names) + "l"),
+    ]
+    problems = [
+        f"- {case.phase} {case.op} {case.spec}, {problem.candidate}: {' '.join(problem.message.split())[:160]}"
+        for case in _cases(results)
+        for problem in case.problems
+    ]
+    return "\n\n".join([*parts, *(["Not measured:", "\n".join(problems)] if problems else [])])
+
+
+def _cases(results: Results) -> list[ShapeResult]:
+    def order(case: ShapeResult) -> tuple[str, int, int]:
+        return case.op, list(_MODES).index(case.phase), -math.prod(batch_and_length(case.spec))
+
+    return sorted(results.shapes, key=order)
+
+
+def _columns(results: Results) -> list[str]:
+    """The strategies, then the libraries, in the order in which they were asked for."""
+    found = {c.name: c.kind == "peer" for case in results.shapes for c in case.candidates}
+    return sorted(found, key=lambda name: found[name])
+
+
+def _header(names: Sequence[str]) -> list[str]:
+    return [
+        "block",
+        "batch × length",
+        "",
+        *(RIVALS[name] if name in RIVALS and name != "xla" else f"`{name}`" for name in names),
+    ]
+
+
+def _title(case: ShapeResult) -> list[str]:
+    return [case.op, case.spec.replace("x", " × "), _MODES[case.phase]]
+
+
+def _caption(results: Results) -> str:
+    runs = [run for run in results.runs if run.shapes]
+    device = ", ".join(dict.fromkeys(run.environment.device_kind for run in runs))
+    days = ", ".join(dict.fromkeys(run.started[:10] for run in runs))
+    commits = ", ".join(dict.fromkeys(run.environment.commit for run in runs if run.environment.commit))
+    return (
+        f"{device}, {days}{f', commit {commits}' if commits else ''}. µs of all kernels of a call (CUPTI), median; in "
+        "a row all took turns in one run. One token a sequence is a decoding step without its cache."
+    )
+
+
+def _shown(us: float) -> str:
+    return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
