@@ -2,7 +2,7 @@
 
 from hlo_analysis.report.html import render_html
 from hlo_analysis.report.notebook import render_notebook, show
+from hlo_analysis.report.sentences import verdict
 from hlo_analysis.report.terminal import render_terminal
-from hlo_analysis.report.words import verdict
 
 __all__ = ["render_html", "render_notebook", "render_terminal", "show", "verdict"]

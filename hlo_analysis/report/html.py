@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, works from file://, every text from the program escaped."""
+"""Renders a comparison as one HTML file, which needs no network and escapes every text of the program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from hlo_analysis.records import Analysis, Comparison, Launch, Provenance, ScopeRow, StrategyResult
-from hlo_analysis.report import kinds, words
-from hlo_analysis.report.alike import fold_layers, without_numbers
+from hlo_analysis.report import formats, launch_families, sentences
+from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.payload import embedded_json, payload, totals
-from hlo_analysis.report.units import Units, units_of
+from hlo_analysis.report.similar_layers import fold_layers, without_numbers
 
 STYLES = ("page.css", "tables.css", "sections.css")
 SCRIPTS = (
@@ -50,13 +50,13 @@ def render_html(comparison: Comparison) -> str:
             base=base,
             is_alone=sum(result.analysis is not None for result in comparison.strategies) < 2,
             units=units,
-            verdict=words.verdict_sentences(comparison),
+            verdict=sentences.verdict_sentences(comparison),
             strategies=[_strategy(comparison, result, base.analysis, units) for result in comparison.strategies],
             tiles=_tiles(comparison, base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
             provenance=_provenance(comparison),
-            caveats=[note for names, note in words.notes(comparison) if not names or base.name in names],
+            caveats=[note for names, note in sentences.caveats(comparison) if not names or base.name in names],
             families=_families_present(comparison),
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),
@@ -79,12 +79,12 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        bytes=words.format_bytes,
-        us=words.format_us,
-        family=kinds.family_of,
+        bytes=formats.format_bytes,
+        us=formats.format_us,
+        family=launch_families.family_of,
         breakable=_breakable,
     )
-    environment.globals.update(change=words.format_change, family_words=kinds.FAMILIES)
+    environment.globals.update(change=formats.format_change, family_descriptions=launch_families.FAMILIES)
     return environment
 
 
@@ -106,53 +106,57 @@ def _sha256(text: str) -> str:
 
 def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, Any]:
     analysis = result.analysis
-    made: dict[str, Any] = {"result": result, "analysis": analysis, "numerics": words.numerics_words(result.numerics)}
+    made: dict[str, Any] = {
+        "result": result,
+        "analysis": analysis,
+        "numerics": sentences.numerics_text(result.numerics),
+    }
     if analysis is None:
         return made
     return made | {
         "totals": totals(result, analysis),
         "saved_bytes": comparison.saved_bytes(result.name),
-        "saved_percent": words.saved_percent(comparison, result.name),
-        "roofline": words.roofline_words(analysis, base, units.time),
-        "is_lower_bound": words.is_lower_bound(analysis, base),
-        "gemm": words.gemm_words(analysis.provenance),
+        "saved_percent": sentences.saved_percent(comparison, result.name),
+        "roofline": sentences.roofline_text(analysis, base, units.time),
+        "is_lower_bound": sentences.is_lower_bound(analysis, base),
+        "gemm": sentences.gemm_choice(analysis.provenance),
         "kinds": sorted(analysis.launches_by_kind.items(), key=lambda item: _family_place(item[0])),
     }
 
 
 def _family_place(kind: str) -> int:
-    return list(kinds.FAMILIES).index(kinds.family_of(kind))
+    return list(launch_families.FAMILIES).index(launch_families.family_of(kind))
 
 
 def _tiles(comparison: Comparison, analysis: Analysis) -> list[tuple[str, str, str, str]]:
-    """(label, number, remark, counted or estimated) of the baseline."""
+    """The baseline's main numbers: (label, number, remark, "counted" or "estimated")."""
     traffic, memory = analysis.traffic, analysis.memory
-    work, between = words.format_flops(traffic.flops), words.format_bytes(traffic.intermediate_bytes)
+    work, between = formats.format_flops(traffic.flops), formats.format_bytes(traffic.intermediate_bytes)
     saved = comparison.saved_bytes(comparison.baseline)
     saved_tile: list[tuple[str, str, str, str]] = []
     if saved is not None:
         percent, unfused = (
-            words.saved_percent(comparison, comparison.baseline),
-            words.format_bytes(saved + traffic.bytes),
+            sentences.saved_percent(comparison, comparison.baseline),
+            formats.format_bytes(saved + traffic.bytes),
         )
-        saved_tile = [("Saved by fusion", percent, f"{words.format_bytes(saved)} of {unfused} unfused", "counted")]
+        saved_tile = [("Saved by fusion", percent, f"{formats.format_bytes(saved)} of {unfused} unfused", "counted")]
     return [
         ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
-        ("HBM traffic", words.format_bytes(traffic.bytes), "read and written", "counted"),
+        ("HBM traffic", formats.format_bytes(traffic.bytes), "read and written", "counted"),
         *saved_tile,
-        ("Between launches", between, "written by one, read by others", "counted"),
+        ("Between launches", between, "written by one launch, read by others", "counted"),
         (
             "Roofline time",
-            words.format_us(analysis.roofline_us),
+            formats.format_us(analysis.roofline_us),
             f"{work}, {traffic.intensity:.0f} FLOP/B",
             "estimated",
         ),
         (
             "Peak memory",
-            "–" if words.peak_bytes(analysis) is None else words.format_bytes(memory.peak_bytes),
-            "no buffer assignment to count it from"
-            if words.peak_bytes(analysis) is None
-            else f"{words.format_bytes(memory.temp_bytes)} temporary",
+            "–" if sentences.peak_bytes(analysis) is None else formats.format_bytes(memory.peak_bytes),
+            "no buffer assignment to count from"
+            if sentences.peak_bytes(analysis) is None
+            else f"{formats.format_bytes(memory.temp_bytes)} temporary",
             "counted",
         ),
     ]
@@ -182,7 +186,7 @@ def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """The aligned rows, each cell with its launches and its share of the largest cell."""
+    """Makes the rows of the scope table: each cell has its launches and its share of the largest cell's time."""
     analyses = {result.name: result.analysis for result in comparison.strategies if result.analysis is not None}
     largest = max((cell.roofline_us for row in comparison.rows for cell in row.cells), default=0) or 1
     rows = []
@@ -216,7 +220,7 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _launched(launches: Sequence[Launch]) -> list[tuple[str, int]]:
-    """Launches of one run by kind, most frequent first; a loop's count as often as it runs."""
+    """Counts launches of one run by kind, most frequent first; those of a loop count as often as it runs."""
     counts: Counter[str] = Counter()
     for launch in launches:
         counts[launch.kind] += launch.repeat
@@ -224,7 +228,7 @@ def _launched(launches: Sequence[Launch]) -> list[tuple[str, int]]:
 
 
 def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]:
-    """What a row of the table shows, but for names and numbers of launches."""
+    """What a row of the table shows, without names and numbers of launches."""
     return [
         (
             cell.strategy,
@@ -237,18 +241,18 @@ def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]
 
 
 def _families_present(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """(family, label, meaning) of every kind of launch in the comparison, in the order of `kinds.FAMILIES`."""
+    """(family, label, meaning) of every kind of launch in the comparison, in the order of `FAMILIES`."""
     present = {
-        kinds.family_of(kind)
+        launch_families.family_of(kind)
         for result in comparison.strategies
         if result.analysis is not None
         for kind in result.analysis.launches_by_kind
     }
-    return [(family, *said) for family, said in kinds.FAMILIES.items() if family in present]
+    return [(family, *said) for family, said in launch_families.FAMILIES.items() if family in present]
 
 
 def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
-    """What the numbers rest on, from the baseline or the first strategy that has an analysis."""
+    """How the numbers were made: from the baseline, or else the first strategy that has an analysis."""
     done = [result.analysis for result in comparison.strategies if result.analysis is not None]
     analysis = comparison[comparison.baseline].analysis or (done[0] if done else None)
     if analysis is None:
@@ -261,9 +265,9 @@ def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
         ("Arguments", ", ".join(origin.arguments)),
         ("Target", f"{origin.target}: {device.description}"),
         ("Peaks of the roofline", f"{device.memory_bandwidth / 1e12:.2f} TB/s, {peaks} ({device.source})"),
-        ("GEMM choice", words.gemm_words(origin)),
+        ("GEMM choice", sentences.gemm_choice(origin)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in origin.versions)),
         ("Captured", f"{origin.created}, {sum(item.provenance.compile_seconds for item in done):.1f} s of compiling"),
     ]
-    notes = [f"{', '.join(names)}: {note}" if names else note for names, note in words.notes(comparison)]
+    notes = [f"{', '.join(names)}: {note}" if names else note for names, note in sentences.caveats(comparison)]
     return [*((name, said) for name, said in facts if said), *(("Not known", note) for note in notes)]

@@ -1,4 +1,4 @@
-"""A comparison in a notebook cell: verdict and strategy table, styles on the elements themselves."""
+"""Renders a comparison for a notebook cell: verdict and strategy table, with inline styles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hlo_analysis.records import Comparison
-from hlo_analysis.report import words
-from hlo_analysis.report.units import units_of
+from hlo_analysis.report import formats, sentences
+from hlo_analysis.report.formats import units_of
 
 if TYPE_CHECKING:
     from IPython.display import HTML  # pyright: ignore[reportMissingImports]
@@ -21,7 +21,12 @@ def render_notebook(comparison: Comparison) -> str:
     )
     base = comparison[comparison.baseline].analysis
     return environment.get_template("notebook.html.j2").render(
-        comparison=comparison, base=base, words=words, units=units_of(comparison), verdict=words.verdict(comparison)
+        comparison=comparison,
+        base=base,
+        formats=formats,
+        sentences=sentences,
+        units=units_of(comparison),
+        verdict=sentences.verdict(comparison),
     )
 
 

@@ -1,4 +1,4 @@
-"""The report on a terminal: verdict, strategies, top missed fusions."""
+"""Prints a comparison on a terminal: verdict, strategy table, top missed fusions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
-from hlo_analysis.report import words
-from hlo_analysis.report.alike import missed_alike
-from hlo_analysis.report.units import Units, units_of
+from hlo_analysis.report import formats, sentences
+from hlo_analysis.report.formats import Units, units_of
+from hlo_analysis.report.similar_layers import group_missed
 
 
 def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
     """Prints the comparison on `console`: verdict, strategy table, and the `missed` costliest missed fusions."""
     console.print()
     console.print(Text(comparison.title, style="bold"))
-    console.print(Text(words.verdict(comparison)))
+    console.print(Text(sentences.verdict(comparison)))
     console.print()
     is_wide = console.width >= WIDE
     console.print(strategy_table(comparison, kinds=is_wide, narrow=console.width < NARROW))
@@ -32,22 +32,22 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     base = comparison[comparison.baseline]
     if base.analysis is not None and base.analysis.missed:
         console.print()
-        groups, total = missed_alike(base.analysis), len(base.analysis.missed)
-        told = f"{len(groups)} ({total} with those alike)" if len(groups) < total else str(total)
-        console.print(Text(f"Missed fusions of {base.name}: the top {min(missed, len(groups))} of {told}", "bold"))
+        groups, total = group_missed(base.analysis), len(base.analysis.missed)
+        count = f"{len(groups)} ({total} with similar ones)" if len(groups) < total else str(total)
+        console.print(Text(f"Missed fusions of {base.name}: the top {min(missed, len(groups))} of {count}", "bold"))
         console.print(Group(*(_missed(base.analysis, *item) for item in enumerate(groups[:missed], start=1))))
     console.print()
 
 
 WIDE = 116
-"""Columns from which the launch kinds fit beside the numbers."""
+"""Terminal width from which the launch kinds fit beside the numbers."""
 
 NARROW = 80
-"""Columns below which numbers may take several lines: cut short they would be others."""
+"""Terminal width below which a number may wrap: cut off, it would be another number."""
 
 
-_MOST_READERS = 4
-"""Readers of a value that are told one by one; the page names all of them."""
+_MAX_CONSUMERS = 4
+"""Consumers of a value that are listed by name; the page lists all of them."""
 
 
 def kinds_table(comparison: Comparison) -> Table:
@@ -101,11 +101,11 @@ def _cells(
         str(analysis.launch_count),
         *([_kinds(analysis)] if kinds else []),
         _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
-        *([words.saved_percent(comparison, result.name)] if has_saved else []),
-        words.roofline_words(analysis, base, units.time)
-        if words.is_lower_bound(analysis, base)
+        *([sentences.saved_percent(comparison, result.name)] if has_saved else []),
+        sentences.roofline_text(analysis, base, units.time)
+        if sentences.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
-        units.memory.show(words.peak_bytes(analysis)),
+        units.memory.show(sentences.peak_bytes(analysis)),
     ]
 
 
@@ -116,19 +116,19 @@ def _kinds(analysis: Analysis) -> str:
 def _with_change(text: str, value: float, base: float | None) -> str:
     if base is None:
         return text
-    change = words.format_change(value, base)
+    change = formats.format_change(value, base)
     colour = {"−": "green", "+": "red"}.get(change[:1], "dim")
     return f"{text} [{colour}]{change:>5}[/]"
 
 
 def _footnotes(comparison: Comparison) -> list[str]:
-    """What the numbers rest on: the baseline mark, GEMM choices, numerics, what the captures could not know."""
+    """Explains the table: the baseline, GEMM choices, numerics, failures, and what the captures could not know."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
     saved = f" Saved: of the HBM traffic of {comparison.unfused}." if comparison.unfused else ""
     lines = [f"* baseline of the differences. HBM: bytes read and written.{saved}"]
     choices: dict[str, list[str]] = {}
     for result, analysis in done:
-        choices.setdefault(words.gemm_words(analysis.provenance), []).append(result.name)
+        choices.setdefault(sentences.gemm_choice(analysis.provenance), []).append(result.name)
     if len(choices) == 1:
         lines.append(f"GEMM choice: {next(iter(choices))}.")
     elif choices:
@@ -146,8 +146,8 @@ def _footnotes(comparison: Comparison) -> list[str]:
         for result in comparison.strategies
         if result.analysis is None
     )
-    # Of what only some captures could not know, the page tells more.
-    lines.extend(note for names, note in words.notes(comparison) if not names or comparison.baseline in names)
+    # Caveats of other strategies are on the page.
+    lines.extend(note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names)
     return lines
 
 
@@ -156,19 +156,19 @@ def _first_sentence(text: str) -> str:
     return head + stop.rstrip()
 
 
-def _missed(analysis: Analysis, place: int, alike: Sequence[MissedFusion]) -> Padding:
-    item = alike[0]
-    more = f" and {len(alike) - 1} more alike" if len(alike) > 1 else ""
-    source = words.shared_source(item) or _launch(analysis, item.producer)
-    readers = [_launch(analysis, index) for index in item.consumers]
-    if len(readers) > _MOST_READERS:
-        readers = [*readers[: _MOST_READERS - 1], f"{len(readers) - _MOST_READERS + 1} others"]
-    ends = f"{source} → {', '.join(readers)}"
+def _missed(analysis: Analysis, place: int, similar: Sequence[MissedFusion]) -> Padding:
+    item = similar[0]
+    more = f" and {len(similar) - 1} similar" if len(similar) > 1 else ""
+    source = sentences.shared_argument(item) or _launch(analysis, item.producer)
+    consumers = [_launch(analysis, index) for index in item.consumers]
+    if len(consumers) > _MAX_CONSUMERS:
+        consumers = [*consumers[: _MAX_CONSUMERS - 1], f"{len(consumers) - _MAX_CONSUMERS + 1} others"]
+    ends = f"{source} → {', '.join(consumers)}"
     head = Text.assemble(
         (f"{place}. ", "bold"),
-        (words.format_bytes(sum(item.bytes_at_stake for item in alike)), "bold yellow"),
-        f"  {words.format_us(sum(item.time_at_stake_us for item in alike))} estimated  ",
-        (words.place(analysis, item), "cyan"),
+        (formats.format_bytes(sum(item.bytes_at_stake for item in similar)), "bold yellow"),
+        f"  {formats.format_us(sum(item.time_at_stake_us for item in similar))} estimated  ",
+        (sentences.location(analysis, item), "cyan"),
         f"  {item.shape}",
     )
     body = Text.assemble(

@@ -9,7 +9,7 @@ import pytest
 from hlo_analysis import HloParseError, analyze
 from hlo_analysis.capture import Capture
 from hlo_analysis.catalogue import Kernel
-from hlo_analysis.report.words import gemm_words
+from hlo_analysis.report.sentences import gemm_words
 
 LOOP = """HloModule jit_f, is_scheduled=true
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from hlo_analysis.records import Comparison, Memory
-from hlo_analysis.report import render_html, render_notebook, render_terminal, verdict, words
+from hlo_analysis.report import formats, render_html, render_notebook, render_terminal, sentences, verdict
 from tests.report.examples import XLA_STEPS, Step, analysis_of
 
 
@@ -92,8 +92,8 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
         for s in comparison.strategies
     ]
     hidden = replace(comparison, strategies=tuple(strategies))
-    assert "Of pallas the roofline is a lower bound" in verdict(hidden)
-    assert words._partial_sentence(["a", "b", "c"]).startswith("Of a, b and c the")
+    assert "The roofline time of pallas is a lower bound" in verdict(hidden)
+    assert sentences._partial_sentence(["a", "b", "c"]).startswith("The roofline time of a, b and c is")
 
     def bounds(shown: Comparison) -> list[int]:
         rows = {line.split()[0]: line for line in _printed(shown, 140).splitlines() if line.strip()}
@@ -149,7 +149,7 @@ def test_verdict_of_one_launch_with_nothing_between():
     step = Step(name="add", kind="loop", scope="", shape="f32[4]", size=16, reads=("x",))
     result = StrategyResult(name="xla", description="", analysis=analysis_of((step,), "xla"))
     said = verdict(compare_analyses("add", [result], "xla"))
-    assert said == ("On an H200, XLA makes 1 launch of this program; nothing goes through HBM between launches.")
+    assert said == ("On an H200, XLA makes 1 launch of this program; no value goes through HBM between launches.")
 
 
 def test_verdict_of_a_program_without_scopes_points_to_none():
@@ -163,7 +163,7 @@ def test_verdict_of_a_program_without_scopes_points_to_none():
 
 def test_intermediates_by_scope_add_up():
     analysis = analysis_of(XLA_STEPS, "xla")
-    scopes = words.intermediates_by_scope(analysis)
+    scopes = sentences.intermediates_by_scope(analysis)
     assert sum(scopes.values()) == analysis.traffic.intermediate_bytes
     assert next(iter(scopes)) == "block/attention"
 
@@ -171,25 +171,25 @@ def test_intermediates_by_scope_add_up():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (words.format_bytes(0), "0 B"),
-        (words.format_bytes(999), "999 B"),
-        (words.format_bytes(1234567), "1.2 MB"),
-        (words.format_bytes(123456789), "123 MB"),
-        (words.format_bytes(-2.5e9), "-2.5 GB"),
-        (words.format_us(0.5), "0.5 µs"),
-        (words.format_us(850), "850 µs"),
-        (words.format_us(5534), "5.53 ms"),
-        (words.format_us(1.2e6), "1.20 s"),
-        (words.format_flops(0), "0 FLOP"),
-        (words.format_flops(4.1e12), "4.1 TFLOP"),
-        (words.format_change(88, 100), "−12%"),
-        (words.format_change(103, 100), "+3.0%"),
-        (words.format_change(100.01, 100), "≈"),
-        (words.format_change(5, 5), "="),
-        (words.format_change(5, 0), ""),
-        (words.plural(1, "launch"), "1 launch"),
-        (words.plural(2, "launch"), "2 launches"),
-        (words.plural(2, "edge"), "2 edges"),
+        (formats.format_bytes(0), "0 B"),
+        (formats.format_bytes(999), "999 B"),
+        (formats.format_bytes(1234567), "1.2 MB"),
+        (formats.format_bytes(123456789), "123 MB"),
+        (formats.format_bytes(-2.5e9), "-2.5 GB"),
+        (formats.format_us(0.5), "0.5 µs"),
+        (formats.format_us(850), "850 µs"),
+        (formats.format_us(5534), "5.53 ms"),
+        (formats.format_us(1.2e6), "1.20 s"),
+        (formats.format_flops(0), "0 FLOP"),
+        (formats.format_flops(4.1e12), "4.1 TFLOP"),
+        (formats.format_change(88, 100), "−12%"),
+        (formats.format_change(103, 100), "+3.0%"),
+        (formats.format_change(100.01, 100), "≈"),
+        (formats.format_change(5, 5), "="),
+        (formats.format_change(5, 0), ""),
+        (formats.plural(1, "launch"), "1 launch"),
+        (formats.plural(2, "launch"), "2 launches"),
+        (formats.plural(2, "edge"), "2 edges"),
     ],
 )
 def test_numbers_as_people_read_them(made: str, said: str):

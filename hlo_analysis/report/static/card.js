@@ -35,7 +35,7 @@ function edgesOf(strategy, index) {
   const touching = strategies.get(strategy).decisions.filter(
     (edge) => edge.verdict !== "fused" && (edge.from === index || edge.to === index));
   if (!touching.length) return null;
-  return el("div", {}, el("h3", { textContent: "Why it stops here" }),
+  return el("div", {}, el("h3", { textContent: "Why it is not fused" }),
     el("ul", { className: "edges" }, ...touching.slice(0, 12).map((edge) =>
       el("li", {}, el("span", { className: "m" }, `${edge.producer} → ${edge.consumer}`), " ",
         el("span", { className: `verdict ${edge.verdict}`, textContent: edge.verdict }), el("br"), edge.reason))));

@@ -143,9 +143,9 @@ function clusterBox(name, graph, launches, number, box) {
   const inner = cluster.launches.map((index) => launches[index]);
   const time = inner.reduce((sum, launch) => sum + launch.roofline * launch.repeat, 0);
   const bytes = inner.reduce((sum, launch) => sum + (launch.read + launch.written) * launch.repeat, 0);
-  // Two scopes that end alike (a kernel's own scope at two sites) are told apart by one part more.
-  const alike = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
-  const label = scopeLabel(cluster.scope, "forward", alike ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
+  // Scopes with one last part (a kernel at two sites) show one part more.
+  const isAmbiguous = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
+  const label = scopeLabel(cluster.scope, "forward", isAmbiguous ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
   const isOpen = Boolean(box.spots);
   const words = `${cluster.scope || "no scope"} (${cluster.phase}): ${plural(inner.length, "launch")}, ${formatBytes(bytes)} of HBM traffic, ${formatUs(time)} by roofline (estimated)`;
   const head = svg("g", { class: "head", tabindex: 0, role: "button", "aria-expanded": isOpen, "aria-label": words, "data-cluster": number },

@@ -2,24 +2,24 @@
 
 function showMissed(name) {
   const { launches, missed, totals } = strategies.get(name);
-  // Of a value that no launch wrote, the first reader stands for the producer; alone, a loop's launch reads its own.
+  // A value that no launch wrote has its first consumer as producer; with one consumer, a loop's launch reads its own value.
   const source = (item) => item.to.length > 1 && item.to.includes(item.from)
     ? `${item.value.startsWith("constant") ? "constant" : "argument"} ${item.value}` : launchLink(name, item.from);
   const none = totals.between
-    ? "None: what goes through HBM between launches is little beside their own traffic, or must be written anyway."
+    ? "None: values between launches are small beside the launches' other traffic, or must be written anyway."
     : "None: no value goes through HBM between launches.";
-  // Layers alike are one entry: the first stands for all, whose costs add up.
+  // Similar layers are one entry, named by the first; their costs add up.
   const groups = [...missed.reduce((found, item) => found.set(item.group, [...(found.get(item.group) ?? []), item]), new Map()).values()];
   const sum = (group, what) => group.reduce((total, item) => total + item[what], 0);
   const most = groups.reduce((largest, group) => Math.max(largest, sum(group, "bytes")), 1);
-  const way = (item) => [source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])];
-  // What XLA put in bears no source: that of who reads it is told.
+  const path = (item) => [source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])];
+  // Instructions that XLA inserts have no source line; their consumer's is shown.
   const place = (item) => lastScope(item.scope) || [item.from, ...item.to].map((at) => launches[at].source).find(Boolean) || "no scope";
   const others = (group) => {
     if (group.length < 2) return null;
-    const box = el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(group.length - 1)} more alike` }));
+    const box = el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(group.length - 1)} similar` }));
     box.addEventListener("toggle", () => {
-      if (box.open && !box.querySelector("p")) box.append(...group.slice(1).map((item) => el("p", { className: "way" }, ...way(item))));
+      if (box.open && !box.querySelector("p")) box.append(...group.slice(1).map((item) => el("p", { className: "way" }, ...path(item))));
     });
     return box;
   };
@@ -35,7 +35,7 @@ function showMissed(name) {
           `share ${Math.round(item.share * 100)}%`)),
       el("div", {},
         el("p", { className: "what" }, el("b", { textContent: place(item) }), " ", el("span", { className: "m", textContent: item.shape })),
-        el("p", { className: "way" }, ...way(item)), others(group),
+        el("p", { className: "way" }, ...path(item)), others(group),
         el("p", { className: "why" }, el("span", { className: "tag", textContent: "why" }), item.reason),
         el("p", { className: "remedy" }, el("span", { className: `tag ${item.remedyKind}`, textContent: item.remedyKind }), item.remedy)));
   });

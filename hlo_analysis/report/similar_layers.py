@@ -1,4 +1,4 @@
-"""What a deep model repeats is told once: missed fusions of its layers, and layers in the table of scopes."""
+"""Groups what a deep model repeats: missed fusions of similar layers, and similar layers in the table of scopes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hlo_analysis.records import Analysis, MissedFusion
 
 _NUMBER = re.compile(r"\d+")
-# Two layers alike are as soon read as told of.
+# Two similar layers take no more room than the line that would stand for the second.
 _FEWEST = 3
 
 
@@ -19,8 +19,8 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def missed_alike(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:
-    """The missed fusions, those together that differ in names and numbers alone; the group that costs most first."""
+def group_missed(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:
+    """Groups missed fusions that differ only in names and numbers; the group that costs most comes first."""
     groups: dict[Hashable, list[MissedFusion]] = {}
     for item in analysis.missed:
         ends = [analysis.launches[index] for index in (item.producer, *item.consumers)]
@@ -33,12 +33,12 @@ def missed_alike(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:
 def fold_layers[Row](
     rows: Iterable[Row], scope_of: Callable[[Row], tuple[str, str]], signature_of: Callable[[Row], Any]
 ) -> list[Row | tuple[str, str, int]]:
-    """The rows, and for layers that are as the one before them (first name, last name, how many) in their rows' place.
+    """Replaces the rows of layers that equal the one before by (first name, last name, how many).
 
     Args:
         rows: in program order.
         scope_of: a row's scope and phase. A layer is what stands under one numbered name, as 'model/layer_3'.
-        signature_of: what two rows of layers that are alike have in common.
+        signature_of: what two rows of equal layers have in common.
     """
     layers = [(key, list(found)) for key, found in groupby(rows, key=lambda row: _layer(*scope_of(row)))]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hlo_analysis.records import Comparison, MissedFusion
 from hlo_analysis.report import render_html
-from hlo_analysis.report.alike import fold_layers, missed_alike, without_numbers
-from hlo_analysis.report.words import intermediates_by_scope, scope_words
+from hlo_analysis.report.sentences import intermediates_by_scope, scope_name
+from hlo_analysis.report.similar_layers import fold_layers, group_missed, without_numbers
 
 
 def test_layers_alike_are_folded_into_one_row() -> None:
@@ -42,7 +42,7 @@ def test_missed_fusions_of_layers_alike_are_one_group(comparison: Comparison) ->
         ends = {"producer": 2 * layer, "consumers": (2 * layer + 1,)}
         missed.append(replace(item, rank=layer + 1, **ends, reason=f"[fusion.{layer} is a library call]"))
     deep = replace(analysis, launches=tuple(launches), missed=tuple(missed))
-    assert [[item.rank for item in group] for group in missed_alike(deep)] == [[1, 2, 3], [4]]
+    assert [[item.rank for item in group] for group in group_missed(deep)] == [[1, 2, 3], [4]]
 
 
 def test_layers_are_one_scope_in_the_verdict(comparison: Comparison) -> None:
@@ -51,7 +51,7 @@ def test_layers_are_one_scope_in_the_verdict(comparison: Comparison) -> None:
     launches = tuple(replace(launch, scope=f"layer_{launch.index}/mlp") for launch in analysis.launches)
     scopes = intermediates_by_scope(replace(analysis, launches=launches))
     assert list(scopes) == [without_numbers("layer_1/mlp")] == ["layer_*/mlp"]
-    assert scope_words("model/layer_*") == "layer"
+    assert scope_name("model/layer_*") == "layer"
 
 
 def test_the_page_tells_layers_alike_once(comparison: Comparison) -> None:

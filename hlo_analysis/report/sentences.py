@@ -1,12 +1,12 @@
-"""Numbers as people read them, and the sentences that every view shares."""
+"""The sentences and short texts that every view shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hlo_analysis.records import Analysis, Comparison, Memory, MissedFusion, Numerics, Provenance, StrategyResult
-from hlo_analysis.report.alike import without_numbers
-from hlo_analysis.report.units import Unit
+from hlo_analysis.report.formats import Unit, format_bytes, format_change, plural
+from hlo_analysis.report.similar_layers import without_numbers
 
 AT_LEAST = "≥\N{NO-BREAK SPACE}"
 
@@ -22,59 +22,13 @@ TARGET_NAMES = {
 }
 
 
-def format_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'; decimal units, as memory bandwidths are quoted."""
-    sign, count = ("-" if count < 0 else ""), abs(count)
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            value = count / size
-            return f"{sign}{value:.0f} {unit}" if value >= 100 else f"{sign}{value:.1f} {unit}"
-    return f"{sign}{count:.0f} B"
-
-
-def format_us(microseconds: float) -> str:
-    """A time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
-    if abs(microseconds) >= 1e6:
-        return f"{microseconds / 1e6:.2f} s"
-    if abs(microseconds) >= 1e3:
-        return f"{microseconds / 1e3:.2f} ms"
-    return f"{microseconds:.0f} µs" if abs(microseconds) >= 10 else f"{microseconds:.1f} µs"
-
-
-def format_flops(count: float) -> str:
-    """Floating-point operations: '1.1 TFLOP'."""
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} FLOP"
-
-
-def format_change(value: float, base: float) -> str:
-    """The difference in percent: '−12%', '+3%', '=' where equal, '' where there is nothing to divide by."""
-    if value == base:
-        return "="
-    if not base:
-        return ""
-    percent = (value / base - 1) * 100
-    digits = 0 if abs(percent) >= 10 else 1
-    text = f"{abs(percent):.{digits}f}%"
-    return "≈" if float(text[:-1]) == 0 else ("−" if percent < 0 else "+") + text
-
-
-def plural(count: int, word: str) -> str:
-    """'1 launch', '2 launches'."""
-    if count == 1:
-        return f"1 {word}"
-    return f"{count} {word}es" if word.endswith(("ch", "s", "sh")) else f"{count} {word}s"
-
-
-def target_words(name: str) -> str:
+def target_name(name: str) -> str:
     """The target as it stands in a sentence."""
     return TARGET_NAMES.get(name, name)
 
 
-def gemm_words(provenance: Provenance) -> str:
-    """Where the matrix-product kernels come from: 'replayed 15 of 15', 'default (no autotuning)', ..."""
+def gemm_choice(provenance: Provenance) -> str:
+    """How matrix-product kernels were chosen: 'replayed 15 of 15', 'default (no autotuning)', ..."""
     match provenance.gemm_choice:
         case "replayed":
             return f"replayed {provenance.autotune_hits} of {provenance.autotune_lookups}"
@@ -88,8 +42,8 @@ def gemm_words(provenance: Provenance) -> str:
             return "none to choose"
 
 
-def numerics_words(numerics: Numerics | None) -> str:
-    """'1.1× baseline error', with a warning where the bound is broken; '' where nothing was checked."""
+def numerics_text(numerics: Numerics | None) -> str:
+    """'1.1× baseline error', preceded by FAILED where it exceeds the bound; '' where nothing was checked."""
     if numerics is None:
         return ""
     if not numerics.baseline_error:
@@ -99,7 +53,7 @@ def numerics_words(numerics: Numerics | None) -> str:
     return ratio if numerics.passed else f"FAILED: {ratio}"
 
 
-def scope_words(scope: str) -> str:
+def scope_name(scope: str) -> str:
     """A scope for people: its last part, or words where the program named none."""
     last = scope.rsplit("/", 1)[-1].replace("*", "").strip("_").replace("_", " ")
     return last if scope else "launches without a scope"
@@ -116,24 +70,24 @@ def peak_bytes(analysis: Analysis) -> int | None:
     return None if analysis.memory == Memory() else analysis.memory.peak_bytes
 
 
-def shared_source(item: MissedFusion) -> str | None:
-    """What launches read anew where none of them wrote it, as 'argument x.1'; None where a launch wrote the value.
+def shared_argument(item: MissedFusion) -> str | None:
+    """'argument x.1' for a value that several launches read and none wrote; None where a launch wrote it.
 
-    The record then names the first reader for want of a producer.
+    The record then names the first consumer in place of a producer.
     """
     if len(item.consumers) < 2 or item.producer not in item.consumers:  # alone, a loop's launch that reads its own
         return None
     return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
 
 
-def place(analysis: Analysis, item: MissedFusion) -> str:
-    """Where in the model: its scope, else the line of its source; what XLA put in has that of who reads it."""
+def location(analysis: Analysis, item: MissedFusion) -> str:
+    """The scope of a missed fusion, else its source line; a value that XLA inserted has its consumer's line."""
     sources = (analysis.launches[index].source for index in (item.producer, *item.consumers))
     return item.scope or next(filter(None, sources), "no scope")
 
 
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
-    """Bytes that values move between launches, by the scope that makes them, largest first; layers as one scope."""
+    """Sums the bytes that values move between launches by producing scope, largest first; layers count as one scope."""
     totals: dict[str, int] = {}
     layers: dict[str, set[str]] = {}
     for value in analysis.intermediates:
@@ -141,13 +95,13 @@ def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
         plain = without_numbers(scope)
         layers.setdefault(plain, set()).add(scope)
         totals[plain] = totals.get(plain, 0) + value.bytes_moved
-    # Of layers that differ in their number all are meant, and the number is left out.
+    # The number of a layer is left out where the sum is of several layers.
     names = {plain: next(iter(found)) if len(found) == 1 else plain for plain, found in layers.items()}
     return {names[plain]: size for plain, size in sorted(totals.items(), key=lambda item: -item[1])}
 
 
-def notes(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
-    """What the captures could not know: each sentence once, after the strategies that it is about, () for all."""
+def caveats(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
+    """What the captures could not know: each sentence once, with the strategies that it is about, or () for all."""
     about: dict[str, list[str]] = {}
     done = [(result.name, result.analysis) for result in comparison.strategies if result.analysis is not None]
     for name, analysis in done:
@@ -157,7 +111,7 @@ def notes(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """What happened, in one or two sentences about the baseline and the strategy with the lowest roofline."""
+    """One or two sentences about the baseline and the strategy with the lowest roofline time."""
     return " ".join(verdict_sentences(comparison))
 
 
@@ -170,38 +124,38 @@ def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
-    # A program by itself has its label for a name.
+    # A single program is named by its label.
     is_plain = comparison.baseline == "xla" or len(comparison.strategies) == 1
     subject = "XLA" if is_plain else comparison.baseline
     parts = [
-        f"On {target_words(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
+        f"On {target_name(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
         f"of this program"
     ]
     if comparison.unfused not in (None, comparison.baseline):
         parts.append(f"fusion saves {saved_percent(comparison, comparison.baseline)} of the unfused HBM traffic")
     moved = analysis.traffic.intermediate_bytes
     if not moved:
-        parts.append("nothing goes through HBM between launches")
+        parts.append("no value goes through HBM between launches")
     else:
         where = ""
         scopes = intermediates_by_scope(analysis)
-        if any(scopes):  # a program that names no scope has no such place to point to
+        if any(scopes):  # else the program names no scope
             scope, largest = next(iter(scopes.items()))
             share = largest / sum(scopes.values())
             amount = "most of it" if share > 0.5 else f"{share:.0%} of it"
-            where = f", {amount} from {scope_words(scope)}"
+            where = f", {amount} from {scope_name(scope)}"
         parts.append(f"{format_bytes(moved)} still goes through HBM between launches{where}")
     return "; ".join(parts) + "."
 
 
 def is_lower_bound(analysis: Analysis, base: Analysis | None) -> bool:
-    """Whether a roofline time leaves out matrix products that the baseline counts: those inside opaque kernels."""
+    """Whether a roofline time omits matrix products that the baseline counts, those inside opaque kernels."""
     counted = 0 if base is None else base.traffic.flops
     return analysis.has_opaque_kernels and analysis.traffic.flops < counted / 2
 
 
-def roofline_words(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
-    """The roofline time in `unit`, "≥" before one that does not hold all of the work."""
+def roofline_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
+    """The roofline time in `unit`, with "≥" where it omits some of the work."""
     return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
 
 
@@ -222,8 +176,8 @@ def _partial_sentence(names: Sequence[str]) -> str:
     if not names:
         return ""
     *others, last = names
-    told = f"{', '.join(others)} and {last}" if others else last
-    return f"Of {told} the roofline is a lower bound: XLA cannot see the products in their kernels."
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"The roofline time of {listed} is a lower bound: XLA cannot see the matrix products in their kernels."
 
 
 def _lowest_roofline(base: Analysis, done: Sequence[tuple[StrategyResult, Analysis]]) -> str:

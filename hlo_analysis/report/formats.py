@@ -1,0 +1,97 @@
+"""Numbers as text: with a unit of their own, or in the one unit of a table's column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hlo_analysis.records import Comparison
+
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_MICROSECONDS = (("s", 1e6), ("ms", 1e3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A unit, its size, and how many digits follow the point."""
+
+    name: str
+    size: float
+    digits: int = 2
+
+    def show(self, value: float | None) -> str:
+        """The value in this unit, without its name; a dash for None."""
+        return "–" if value is None else f"{value / self.size:.{self.digits}f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of a strategy table."""
+
+    traffic: Unit
+    memory: Unit
+    time: Unit
+
+
+def units_of(comparison: Comparison) -> Units:
+    """Units in which the largest number of each column has one to three digits before the point."""
+    done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
+    times = [analysis.roofline_us for _, analysis in done]
+    times += [result.measured_us for result in comparison.strategies if result.measured_us is not None]
+    return Units(
+        traffic=_fitting([analysis.traffic.bytes for _, analysis in done], _BYTES, "B"),
+        memory=_fitting([analysis.memory.peak_bytes for _, analysis in done], _BYTES, "B"),
+        time=_fitting(times, _MICROSECONDS, "µs"),
+    )
+
+
+def _fitting(values: list[float] | list[int], units: tuple[tuple[str, float], ...], least: str) -> Unit:
+    largest = max(values, default=0)
+    name, size = next(((name, size) for name, size in units if largest >= size), (least, 1.0))
+    whole = name == least and least == "B"
+    return Unit(name=name, size=size, digits=0 if whole else 2 if largest < 100 * size else 1)
+
+
+def format_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'; decimal units, as memory bandwidths are quoted."""
+    sign, count = ("-" if count < 0 else ""), abs(count)
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{sign}{value:.0f} {unit}" if value >= 100 else f"{sign}{value:.1f} {unit}"
+    return f"{sign}{count:.0f} B"
+
+
+def format_us(microseconds: float) -> str:
+    """A time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
+    if abs(microseconds) >= 1e6:
+        return f"{microseconds / 1e6:.2f} s"
+    if abs(microseconds) >= 1e3:
+        return f"{microseconds / 1e3:.2f} ms"
+    return f"{microseconds:.0f} µs" if abs(microseconds) >= 10 else f"{microseconds:.1f} µs"
+
+
+def format_flops(count: float) -> str:
+    """Floating-point operations: '1.1 TFLOP'."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} FLOP"
+
+
+def format_change(value: float, base: float) -> str:
+    """The difference in percent: '−12%', '+3%', '=' where equal, '' where there is nothing to divide by."""
+    if value == base:
+        return "="
+    if not base:
+        return ""
+    percent = (value / base - 1) * 100
+    digits = 0 if abs(percent) >= 10 else 1
+    text = f"{abs(percent):.{digits}f}%"
+    return "≈" if float(text[:-1]) == 0 else ("−" if percent < 0 else "+") + text
+
+
+def plural(count: int, word: str) -> str:
+    """'1 launch', '2 launches'."""
+    if count == 1:
+        return f"1 {word}"
+    return f"{count} {word}es" if word.endswith(("ch", "s", "sh")) else f"{count} {word}s"
