@@ -46,5 +46,10 @@ __all__ = [
     "to_json",
 ]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 # At import: a library user's first use of JAX, before any capture, would show the CUDA plugin's complaint otherwise.
 silence_missing_gpu()

@@ -1,4 +1,4 @@
-"""Fusion strategies on one transformer block: capture, compare, report.
+"""Compares fusion strategies on a JAX program, and has fused operations for it (`xlafuse.kernels`).
 
 Names are loaded when first used, so that `import xlafuse` costs nothing and asks no device.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hlo_analysis.capture.plugin_log import silence_missing_gpu
 
 if TYPE_CHECKING:
+    from xlafuse import kernels
     from xlafuse.comparison import compare
     from xlafuse.errors import ComparisonError, InapplicablePlanError, UnknownNameError, XlafuseError
     from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function
@@ -30,6 +31,7 @@ __all__ = [
     "block_function",
     "compare",
     "get_strategy",
+    "kernels",
 ]
 
 _HOMES = {
@@ -42,6 +44,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "kernels":
+        return import_module("xlafuse.kernels")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)
@@ -50,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 # At import: a first use of JAX before any capture would show the CUDA plugin's complaint about the missing GPU.

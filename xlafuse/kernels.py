@@ -1,0 +1,63 @@
+"""Fused transformer operations: the public functions of the package `pallas_kernels`."""
+
+from pallas_kernels import (
+    Choice,
+    Norm,
+    QuantizedWeight,
+    Rope,
+    attention,
+    batch_norm,
+    bias_activation,
+    cross_entropy,
+    decode_attention,
+    dropout_residual_norm,
+    fold_scale,
+    gated_activation,
+    gated_linear,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    linear_residual_norm,
+    lora_linear,
+    norm_linear,
+    qkv_projection,
+    quantize,
+    quantized_linear,
+    recorded_choices,
+    rms_norm,
+    rope,
+    softmax,
+)
+
+__all__ = [
+    "Choice",
+    "Norm",
+    "QuantizedWeight",
+    "Rope",
+    "attention",
+    "batch_norm",
+    "bias_activation",
+    "cross_entropy",
+    "decode_attention",
+    "dropout_residual_norm",
+    "fold_scale",
+    "gated_activation",
+    "gated_linear",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linear_residual_norm",
+    "lora_linear",
+    "norm_linear",
+    "qkv_projection",
+    "quantize",
+    "quantized_linear",
+    "recorded_choices",
+    "rms_norm",
+    "rope",
+    "softmax",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
