@@ -52,20 +52,13 @@ def test_a_large_mean_costs_no_digits(seed, features):
 @pytest.mark.parametrize("features", [1024, 1027])
 def test_long_rows_in_chunks(seed, features):
     """The path of rows beyond the registers, at sizes the interpreter can do."""
-    x, dy, residual = rows(seed, 3, features), rows(seed + 1, 3, features), rows(seed + 2, 3, features)
+    x, residual = rows(seed, 3, features), rows(seed + 2, 3, features)
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, features)
     chunked = ForwardConfig(register_columns=128, chunk=256)
     y, total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=chunked)
     assert total is not None
     np.testing.assert_allclose(total, x + residual)
     np.testing.assert_allclose(y, layer_norm_reference(total, scale, bias), rtol=1e-5, atol=1e-5)
-    config = BackwardConfig(loads="chunked", chunk=256, blocks_per_core=1)
-    got = norm_backward(NORM, total, dy, scale=scale, bias=bias, dtotal=residual, config=config)
-    assert got.dscale is not None and got.dbias is not None
-    dx, dscale, dbias = jax.vjp(layer_norm_reference, total, scale, bias)[1](dy)
-    np.testing.assert_allclose(got.dtotal, dx + residual, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
-    np.testing.assert_allclose(got.dscale, dscale, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
-    np.testing.assert_allclose(got.dbias, dbias, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -140,7 +133,7 @@ def test_defaults_fit_in_shared_memory(features, sums):
         for streams in (2, 3):
             shape = BackwardShape(features=features, itemsize=itemsize, streams=streams, gain_bytes=4, sums=sums)
             for config in (shape.default(), *shape.candidates().values()):
-                if config.loads in ("shared", "pipeline"):
+                if config is not None:
                     block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
                     assert config.blocks_per_core * block_bytes <= 228 * 1024
 

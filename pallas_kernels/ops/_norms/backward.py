@@ -1,4 +1,4 @@
-"""Norms backward on Mosaic GPU: one pass over x and dy writes dx and, a block, one row of partial column sums.
+"""Norms backward: one pass over x and dy writes dx and, a block, one row of partial column sums.
 
 With v = (x - mean) * inverse and w = scale * dy (inverse = 1 / sqrt(mean((x - mean)**2) + epsilon); RMSNorm: mean = 0),
 a row's gradients are
@@ -8,7 +8,7 @@ a row's gradients are
 
 (RMSNorm without the mean(w)). The statistics are computed again: x is read anyway, so saved ones would only add bytes.
 Blocks are persistent and keep their column sums in registers; XLA adds the blocks' sums in a fixed order, so results
-repeat bit for bit.
+repeat bit for bit. Rows that do not fit in registers are differentiated by XLA.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.backward_rows import row_kernel
+from pallas_kernels.ops._norms.backward_pipeline import pipeline_kernel
 from pallas_kernels.ops._norms.backward_shared import shared_row_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops._norms.operands import BackwardOperands
+from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.random import array_keep_mask
+from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS_OF_ONE_BLOCK = 2
 """So few rows are quicker one after the other in one block (0.6 µs each) than with a second kernel for the sums."""
@@ -69,11 +73,13 @@ def norm_backward(
             has_dropout=words is not None,
             centered=norm.centered,
         ).default()
+    if config is None:
+        return _xla_gradients(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
     blocks = min(rows, target_device().core_count * config.blocks_per_core) if rows > _ROWS_OF_ONE_BLOCK else 1
     operands = BackwardOperands(
         norm=norm, streams=streams, scale=scale, words=words, sums=sums, blocks=blocks, config=config
     )
-    outputs = (shared_row_kernel if config.loads == "shared" else row_kernel)(operands)
+    outputs = (shared_row_kernel if config.loads == "shared" else pipeline_kernel)(operands)
     everything = [array for array in (*streams, scale, bias, words) if array is not None]
     outputs = {name: varying_like(output, *everything) for name, output in outputs.items()}
     gradients = {
@@ -88,10 +94,28 @@ def norm_backward(
 
 
 def _total_of_blocks(outputs: dict[str, jax.Array], name: str, index: int, operands: BackwardOperands) -> jax.Array:
+    if operands.blocks == 1:
+        return outputs["d" + name][0]
     # One array for both kinds of sums: two reductions over one operand become one kernel.
-    sums = outputs["d" + name] if operands.blocks == 1 else outputs["sums"][:, index]
-    total = sums[0] if operands.blocks == 1 else jnp.sum(sums, axis=0)
-    tail = operands.separate_tail
-    if not tail:
-        return total
-    return jnp.concatenate([total[: operands.features - tail], total[-tail:]])
+    return jnp.sum(outputs["sums"][:, index], axis=0)
+
+
+@usual_promotion
+def _xla_gradients(norm: Norm, total, dy, *, scale, bias, dtotal, words) -> NormGradients:
+    """The same in plain `jax.numpy`, in float32 up to the results."""
+    affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
+
+    def normalise(total, affine):
+        if norm.centered:
+            return layer_norm_reference(total, **affine, epsilon=norm.epsilon)
+        return rms_norm_reference(total, affine.get("scale", jnp.ones(total.shape[-1:])), epsilon=norm.epsilon)
+
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), (total, affine))
+    gradient, daffine = jax.vjp(normalise, *wide)[1](dy.astype(jnp.float32))
+    gradient = gradient if dtotal is None else gradient + dtotal
+    dx = None
+    if words is not None:
+        keep = array_keep_mask(words, total.shape, rate=norm.rate)
+        dx = jnp.where(keep, gradient * (1.0 / (1.0 - norm.rate)), 0).astype(total.dtype)
+    dscale, dbias = (None if a is None else daffine[n].astype(a.dtype) for n, a in (("scale", scale), ("bias", bias)))
+    return NormGradients(dtotal=gradient.astype(total.dtype), dx=dx, dscale=dscale, dbias=dbias)

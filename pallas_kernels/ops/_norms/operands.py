@@ -1,4 +1,4 @@
-"""What the backward kernels take and give, and where each array is among a kernel's references."""
+"""The operands and results of the backward kernels, by the names of a kernel's references."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.config import BackwardConfig
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.random import Words
-from pallas_kernels.primitives.rows import LANES, RowValues, Segment, split_row, store_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +51,6 @@ class BackwardOperands:
         return self.norm.kernel_name(has_residual=False, has_dropout=has_dropout) + "_gradient"
 
     @property
-    def separate_tail(self) -> int:
-        """How many columns of a ragged row's last segment have column sums of their own, behind the others.
-
-        That segment repeats columns of the one before. Where sums live in memory (chunked) and not in registers, adding
-        to the repeated ones would count them twice.
-        """
-        if self.config.loads != "chunked":
-            return 0
-        last = split_row(self.features, self.dtype.itemsize)[-1]
-        return last.size - last.repeated if last.repeated else 0
-
-    @property
     def inputs(self) -> dict[str, jax.Array]:
         """The kernel's operands, by name."""
         named = dict(zip(("total", "dy", "dtotal_in"), self.streams, strict=False))
@@ -74,41 +60,18 @@ class BackwardOperands:
     def out_types(self, parts: tuple[int, ...] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """The kernel's outputs, by name; `parts` is the shape that kernel sees a row in.
 
-        A single block writes its column sums as they are to be, unless it adds them up in memory; else they are one
-        (blocks, sums, ...) array in float32.
+        A single block writes its column sums as the gradients are to be; else they are one (blocks, sums, ...) array in
+        float32.
         """
         columns = parts or (self.features,)
         row = jax.ShapeDtypeStruct((self.rows, *columns), self.dtype)
         named = {"dtotal": row} | ({} if self.words is None else {"dx": row})
-        summed = parts or (self.features + (LANES if self.separate_tail else 0),)
-        if self.sums and self.blocks > 1:
-            named["sums"] = jax.ShapeDtypeStruct((self.blocks, len(self.sums), *summed), jnp.float32)
-        elif self.blocks == 1:
-            in_memory = self.config.loads == "chunked"
-            for name, dtype in self.sums.items():
-                named["d" + name] = jax.ShapeDtypeStruct((1, *summed), jnp.float32 if in_memory else dtype)
+        if self.blocks == 1:
+            return named | {"d" + name: jax.ShapeDtypeStruct((1, *columns), dtype) for name, dtype in self.sums.items()}
+        if self.sums:
+            named["sums"] = jax.ShapeDtypeStruct((self.blocks, len(self.sums), *columns), jnp.float32)
         return named
 
     def sums_at(self, refs: dict[str, Any], block, name: str) -> Any:
         """The reference of one block's column sums for the gradient called `name`."""
         return refs["d" + name].at[0] if self.blocks == 1 else refs["sums"].at[block, tuple(self.sums).index(name)]
-
-    def store_gradient(
-        self,
-        refs: dict[str, Any],
-        words: Words | None,
-        row: jax.Array,
-        columns: Any,
-        segments: tuple[Segment, ...],
-        gradient: RowValues,
-    ) -> None:
-        """Writes part of a row's gradient, and of the gradient of what was dropped out.
-
-        columns: a slice of the row, in which the segments are. words: the dropout's mixed key, or None.
-        """
-        store_row(refs["dtotal"].at[row, columns], gradient, segments)
-        if words is not None:
-            start = jnp.asarray(columns.start).astype(jnp.uint32)
-            places = tuple(s.columns(jnp.uint32) + start for s in segments)
-            dropped = self.norm.drop(gradient, words, row, places, self.features)
-            store_row(refs["dx"].at[row, columns], dropped, segments)

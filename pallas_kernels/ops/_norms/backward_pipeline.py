@@ -1,0 +1,120 @@
+"""The backward kernel in which one warpgroup has a row to itself.
+
+A pipeline brings rows to shared memory. A row's second pass reads it there again: 8192 columns would not fit in
+registers as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, RowScalars, weigh
+from pallas_kernels.ops._norms.operands import BackwardOperands
+from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.rows import (
+    RowValues,
+    Segment,
+    load_row,
+    map_row,
+    row_sum,
+    split_row,
+    store_row,
+    to_float32,
+    zeros_row,
+)
+
+
+def pipeline_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
+    """Returns the gradients' rows and the blocks' column sums, by name."""
+    inputs, out_types, scale = operands.inputs, operands.out_types(), operands.scale
+    scratch = {} if scale is None else {"gain": plgpu.SMEM(scale.shape, scale.dtype)}
+    names = (*inputs, *out_types, *scratch)
+
+    def kernel(*refs):
+        _rows_of_block(operands, dict(zip(names, refs, strict=True)))
+
+    outputs = settings.kernel(
+        kernel,
+        out_type=tuple(out_types.values()),
+        grid=(operands.blocks,),
+        grid_names=("block",),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=operands.kernel_name,
+    )(*inputs.values())
+    return dict(zip(out_types, outputs, strict=True))
+
+
+def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
+    """The block's rows, one after the other; column sums stay in registers."""
+    features, blocks, block = operands.features, operands.blocks, lax.axis_index("block")
+    segments = split_row(features, operands.dtype.itemsize)
+    trips = (operands.rows - block + blocks - 1) // blocks
+    words = mixed_words(refs["words"]) if "words" in refs else None
+    if "gain" in refs:
+        store_row(refs["gain"], load_row(refs["scale"], segments), segments)
+        plgpu.commit_smem()  # columns that a ragged row's last segment repeats are written by two threads
+    streams = [refs[name] for name in ("total", "dy", "dtotal_in") if name in refs]
+
+    def differentiate(indices, *rows_and_sums):
+        """One row; its references are (1, features). Returns the column sums with it."""
+        *stream_rows, sums = rows_and_sums
+        row = indices[0] * blocks + block
+
+        def load(first):
+            value, dy = (to_float32(load_row(ref.at[first], segments)) for ref in stream_rows[:2])
+            return value, dy, weigh(dy, load_row(refs["gain"], segments) if "gain" in refs else None)
+
+        value, _, weighted = load(0)
+        scalars = _row_scalars(operands, value, weighted, segments)
+        # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+        value, dy, weighted = load(lax.optimization_barrier(jnp.int32(0)))
+        centered = scalars.center(value)
+        gradient = scalars.gradient(centered, weighted)
+        if len(stream_rows) == 3:
+            gradient = map_row(jnp.add, gradient, to_float32(load_row(stream_rows[2].at[0], segments)))
+        store_row(refs["dtotal"].at[row], gradient, segments)
+        if words is not None:
+            columns = tuple(s.columns(jnp.uint32) for s in segments)
+            store_row(refs["dx"].at[row], operands.norm.drop(gradient, words, row, columns, features), segments)
+        sums = scalars.column_sums(centered, dy, sums)
+        plgpu.commit_smem()  # all reads of this step are done before TMA fills its buffer again
+        return sums
+
+    # In bounds by construction; without the promise TMA would take at most 256 columns a copy.
+    spec = plgpu.BlockSpec(
+        (1, features),
+        lambda i: (i * blocks + block, 0),
+        oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+    )
+    sums = plgpu.emit_pipeline(
+        differentiate,
+        grid=(trips,),
+        in_specs=[spec] * len(streams),
+        max_concurrent_steps=operands.config.steps,
+        init_carry={name: zeros_row(segments) for name in operands.sums},
+    )(*streams)
+    for name, values in sums.items():
+        store_row(operands.sums_at(refs, block, name), values, segments)
+
+
+def _row_scalars(
+    operands: BackwardOperands, value: RowValues, weighted: RowValues, segments: tuple[Segment, ...]
+) -> RowScalars:
+    means, norm, features = [], operands.norm, operands.features
+    for _ in range(norm.mean_passes(operands.dtype)):
+        mean = row_sum(value, segments) * (1.0 / features)
+        value = map_row(lambda v, mean=mean: v - mean, value)
+        means.append(mean)
+    total_weight = row_sum(weighted, segments) if means else None
+    squares = row_sum(map_row(jnp.square, value), segments)
+    products = row_sum(map_row(jnp.multiply, value, weighted), segments)
+    return RowScalars.of_sums(
+        features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
+    )
