@@ -29,6 +29,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.primitives.compat import store
+
 LANES = 128
 """Threads of a warpgroup."""
 WARPS = 4
@@ -182,7 +184,7 @@ def load_row(ref, segments: Sequence[Segment]) -> RowValues:
 def store_row(ref, values: RowValues, segments: Sequence[Segment]) -> None:
     """Writes one row, cast to the reference's dtype."""
     for segment, value in zip(segments, values, strict=True):
-        ref[segment.index] = value.astype(ref.dtype)
+        store(ref.at[segment.index], value.astype(ref.dtype))
 
 
 def map_row(function: Callable[..., jax.Array], *rows: RowValues) -> RowValues:

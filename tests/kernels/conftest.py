@@ -52,6 +52,6 @@ def interpreter(monkeypatch):
     interpreter_gpu.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
     interpreter_unions.extend(monkeypatch)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with plgpu.force_gpu_interpret_mode(interpreter_gpu.RACES):
         yield
     assert not interpreter_gpu.launches.with_races, "a data race; what raced is printed above"

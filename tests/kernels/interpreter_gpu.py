@@ -9,18 +9,26 @@ devices, so nothing is lost; and races are counted over all kernels, where the i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import interpreter_programs
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax._src import callback, dispatch
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 
 _interpret = interpret_pallas_call.interpret_pallas_call
 _gpu = ThreadPoolExecutor(max_workers=1, thread_name_prefix="interpreted GPU")
+
+
+RACES: Any = plgpu.InterpretGPUParams(detect_races=True)
+"""Kernels go on after a race, and tell of it."""
+if hasattr(RACES, "on_race"):  # from jax 0.12 on, which else ends a kernel that has one
+    RACES = dataclasses.replace(RACES, on_race="warn")
 
 
 class Launches:

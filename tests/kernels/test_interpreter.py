@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 def interpreted(monkeypatch):
     """As the fixture `interpreter`, with the races left to the test."""
     interpreter_gpu.extend(monkeypatch)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with plgpu.force_gpu_interpret_mode(interpreter_gpu.RACES):
         yield interpreter_gpu.launches
 
 
@@ -57,12 +57,12 @@ def handed_over(*, waits, step=1):
     return two_warpgroups(body)
 
 
-def test_a_race_is_found_whatever_runs_after_it(interpreted, capfd):
+def test_a_race_is_found_whatever_runs_after_it(interpreted, capfd, caplog):
     x = jnp.arange(128, dtype=jnp.float32)
     jax.block_until_ready(handed_over(waits=False)(x))
     np.testing.assert_array_equal(handed_over(waits=True)(x), x + 1)
     assert (interpreted.kernels, interpreted.with_races) == (2, 1)
-    assert "RACE DETECTED" in capfd.readouterr().out
+    assert "RACE DETECTED" in capfd.readouterr().out + caplog.text  # printed by jax 0.11.2, logged by 0.12
 
 
 def test_only_the_same_kernel_shares_a_program(interpreted):

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.batch_norm.few_rows import moderate_or_zero
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
     COMPILER_PARAMS,
     FEW_BLOCKS,
@@ -232,7 +233,7 @@ def apply_columns(
                 loaded = [_load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in mine]
                 column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
                 for row, values in zip(mine, loaded, strict=True):
-                    result_ref[row, part.columns] = step({**values, **column_values}).astype(result_ref.dtype)
+                    store(result_ref.at[row, part.columns], step({**values, **column_values}).astype(result_ref.dtype))
 
         return work
 
@@ -256,4 +257,4 @@ def _load_sum(sums: Any, warpgroup: int, s: int, part: Part) -> jax.Array:
 
 
 def _store(ref: Any, group: jax.Array, s: int, part: Part, value: jax.Array) -> None:
-    ref[group, s, part.columns] = value
+    store(ref.at[group, s, part.columns], value)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import Blocks, Part
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import LANES
@@ -151,7 +152,7 @@ def sum_few_rows(
                 @pl.when(warpgroup == 0)
                 def _(part=part, numbers=numbers):
                     for key in out_types:
-                        out_refs[key][part.columns] = numbers[key].astype(out_refs[key].dtype)
+                        store(out_refs[key].at[part.columns], numbers[key].astype(out_refs[key].dtype))
 
                 if step is not None:
                     write_rows(part, row_values[i], {**column_values[i], **numbers}, step)
@@ -161,7 +162,7 @@ def sum_few_rows(
                 result = step({**numbers, **values}).astype(first_array.dtype)
 
                 def write(turn=turn, result=result):
-                    out_refs["result"][row_of(turn), part.columns] = result
+                    store(out_refs["result"].at[row_of(turn), part.columns], result)
 
                 if is_surely_there(turn):
                     write()

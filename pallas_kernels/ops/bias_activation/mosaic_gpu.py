@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
     Blocks,
     ElementwiseConfig,
@@ -114,7 +115,8 @@ def elementwise_kernel(
                 group_rows = [group * at_once + i for i in range(at_once)]
                 loaded = [load_row_part(refs, row, part) for row in group_rows]
                 for row, values in zip(group_rows, loaded, strict=True):
-                    y_ref[row, part.columns] = step(row, part, {**values, **bias}, keep).astype(y_ref.dtype)
+                    y = step(row, part, {**values, **bias}, keep)
+                    store(y_ref.at[row, part.columns], y.astype(y_ref.dtype))
 
         return work
 

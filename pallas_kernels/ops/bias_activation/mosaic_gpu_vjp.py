@@ -28,6 +28,7 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import (
 )
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, ElementwiseConfig, Part, access_columns
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -127,7 +128,7 @@ def _column_sum_kernel(
                 ahead = read(i + 1)
                 row = first + i * together
                 dx = step(row, part, {**loaded, **bias}, keep)
-                dx_ref[row, part.columns] = dx.astype(dx_ref.dtype)
+                store(dx_ref.at[row, part.columns], dx.astype(dx_ref.dtype))
                 return total + dx, ahead
 
             zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
@@ -146,7 +147,7 @@ def _column_sum_kernel(
                     total = _load_sums(sums, 0, part)
                     for other in range(1, warpgroups):
                         total += _load_sums(sums, other, part)
-                    partial_ref[group, part.columns] = total.astype(partial_ref.dtype)
+                    store(partial_ref.at[group, part.columns], total.astype(partial_ref.dtype))
 
         blocks.run(lax.axis_index("block"), work)
 

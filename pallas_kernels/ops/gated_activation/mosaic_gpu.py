@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
     Blocks,
     ElementwiseConfig,
@@ -39,7 +40,8 @@ def gated_activation_forward(
                 sources = _halves(inputs, row, part.columns)
                 loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
                 gate, up = (value.astype(jnp.float32) for value in loaded)
-                y_ref[row, part.columns] = (activation.value(gate, y_ref.dtype) * up).astype(y_ref.dtype)
+                y = activation.value(gate, y_ref.dtype) * up
+                store(y_ref.at[row, part.columns], y.astype(y_ref.dtype))
 
         return work
 
@@ -74,8 +76,8 @@ def gated_activation_backward(
                 gate, up, dy = (value.astype(jnp.float32) for value in loaded)
                 value, derivative = activation.value_and_derivative(gate, dy_ref.dtype)
                 dgate_ref, dup_ref = _halves(outputs, row, part.columns)
-                dgate_ref[...] = (dy * up * derivative).astype(dgate_ref.dtype)
-                dup_ref[...] = (dy * value).astype(dup_ref.dtype)
+                store(dgate_ref, (dy * up * derivative).astype(dgate_ref.dtype))
+                store(dup_ref, (dy * value).astype(dup_ref.dtype))
 
         return work
 

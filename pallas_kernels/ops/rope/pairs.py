@@ -21,6 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
 
 WARP_LANES = 32
@@ -102,7 +103,7 @@ class Pairs:
     def store(self, ref, token: jax.Array, heads: pl.Slice, members: Members) -> None:
         """Rounds and writes."""
         for member, value in enumerate(members):
-            ref[self.index(token, heads, member)] = value.astype(self.dtype)
+            compat.store(ref.at[self.index(token, heads, member)], value.astype(self.dtype))
 
     def index(self, token: jax.Array, heads: pl.Slice, member: int) -> tuple[Any, ...]:
         """Where a member of some heads' pairs is."""
@@ -173,7 +174,7 @@ class Words(Pairs):
     def store(self, ref, token, heads, members):
         bits = (lax.bitcast_convert_type(value.astype(self.dtype), jnp.uint16) for value in members)
         first, second = (value.astype(jnp.uint32) for value in bits)
-        ref[token, heads] = first | (second << jnp.uint32(16))
+        compat.store(ref.at[token, heads], first | (second << jnp.uint32(16)))
 
 
 def pairs_of(dtype: Any, *, interleaved: bool) -> Pairs:
