@@ -65,15 +65,15 @@ def assert_formulas_are_ours(peer, op, spec):
 
 @pytest.mark.parametrize(("op", "spec"), list(float32_specs())[:8])
 def test_backward_asks_for_the_gradients_of_the_operation(op, spec, monkeypatch):
-    module = peers.load("torch_compile")
+    peer = peers.load("torch_compile")
     tensors = sys.modules["xlafuse.bench.peers.tensors"]
     cases = [testing.make_case(op, spec, 1)]
 
     def outputs(**arguments):
         return tuple(imitation_torch.tensor(np.zeros(c.shape, c.dtype)).requires_grad_() for c in cases[0].cotangents)
 
-    monkeypatch.setattr(module, "get_function", lambda _: outputs)
-    candidate, first = module.candidate(op.name, "backward", cases)
+    monkeypatch.setattr(peer.module, "get_function", lambda _: outputs)
+    candidate, first = peer.candidate(op.name, "backward", cases)
     wanted = set(cases[0].differentiable) - ({"residual"} if op.name != "dropout_residual_norm" else set())
     assert set(first) == {f"gradient of {name}" for name in wanted}
     assert set(first) <= set(_peers_results(cases[0], "backward"))
@@ -125,9 +125,9 @@ def test_liger_refuses_what_it_has_not(monkeypatch):
     with pytest.raises(NotImplementedError, match="Liger has no bias_activation"):
         liger.candidate("bias_activation", "forward", [case])
     with pytest.raises(NotImplementedError, match="no gate with relu"):
-        liger.gated_activation(None, 1, activation="relu")
+        liger.module.gated_activation(None, 1, activation="relu")
     with pytest.raises(NotImplementedError, match="a scale and a bias"):
-        liger.layer_norm(None)
+        liger.module.layer_norm(None)
 
 
 def test_integer_weights_are_compared_with_the_weights_they_stand_for():
@@ -151,7 +151,7 @@ def test_jax_has_queries_scaled_and_in_float16(monkeypatch):
         wide = (array.astype(jnp.float32) for array in (query, key, value))
         return jax.nn.dot_product_attention(*wide, scale=1.0, is_causal=config.causal).astype(query.dtype)
 
-    monkeypatch.setattr(peer, "mosaic_attention", attend)
+    monkeypatch.setattr(peer.module, "mosaic_attention", attend)
     query, key = (ArraySpec(shape=(2, 256, heads, 128), dtype="bfloat16") for heads in (4, 2))
     case = testing.make_case(op, ArgSpec(name="whole", arguments={"query": query, "key": key, "value": key}), 1)
     for phase in ("forward", "backward"):

@@ -1,16 +1,16 @@
-"""The same operations by other libraries, for comparison. Each is loaded when asked for, and may be missing.
+"""The same operations by other libraries, for comparison. Each library is loaded when asked for, and may be missing.
 
-A peer is a module with `candidate(operation, phase, cases)`, which returns something to time (`timing.Candidate`) and
-the results of its first call as JAX arrays, by the names that `pallas_kernels.testing` gives them ("output 0",
-"gradient of x"). It raises where it has no such operation.
+A peer's module has `candidate(name, operation, phase, cases)`. It returns a `timing.Candidate` and the results of its
+first call as JAX arrays, by the names that `pallas_kernels.testing` gives them ("output 0", "gradient of x"), and
+raises NotImplementedError for what the library does not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,23 @@ from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
-PEERS = (
-    *("xla", "torch_compile", "torch_max_autotune", "torch_eager", "liger", "jax_triton"),
-    *("cudnn", "cudnn_dense_mask", "jla", "jax_mosaic", "xla_bf16"),
-)
+_MODULES = {
+    "torch_compile": "torch_ops",
+    "torch_max_autotune": "torch_ops",
+    "torch_eager": "torch_ops",
+    "liger": "liger",
+    "cudnn": "jax_attention",
+    "cudnn_dense_mask": "jax_attention",
+    "jla": "jla",
+    "jax_mosaic": "jax_attention",
+    "xla_bf16": "xla_bf16",
+}
+PEERS = ("xla", "jax_triton", *_MODULES)
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
 
 ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
-"""Peers that are timed beside an operation in a phase without being asked for: its bar is against them."""
+"""Peers that are timed beside an operation in a phase without being asked for: its goal is against them."""
 
 FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
 """What is timed where a peer fails, as Inductor does without a C compiler."""
@@ -56,23 +64,27 @@ def without_dropout(case: Case) -> Case:
     return replace(case, arguments={**case.arguments, **rates}) if rates else case
 
 
-class Peer(Protocol):
-    """What a peer's module has."""
+@dataclass(frozen=True)
+class Peer:
+    """A library, and the module that calls it."""
+
+    name: str
+    module: Any
 
     def candidate(self, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
         """See this package's docstring."""
-        ...
+        return self.module.candidate(self.name, operation, phase, cases)
 
 
 def load(name: str) -> Peer:
-    """The module of a peer.
+    """Loads the module of a peer.
 
     Raises:
         UnknownNameError: no such peer.
         ImportError: its library is not installed.
     """
     check_names((name,))
-    return import_module(f"xlafuse.bench.peers.{name}")  # pyright: ignore[reportReturnType]
+    return Peer(name, import_module(f"xlafuse.bench.peers.{_MODULES[name]}"))
 
 
 def check_names(names: Sequence[str]) -> None:

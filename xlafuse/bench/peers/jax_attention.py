@@ -1,12 +1,21 @@
-"""Attention by other JAX libraries: what their peers share."""
+"""Attention by JAX's own functions: cuDNN's flash attention, also with a dense mask, and JAX's Mosaic GPU kernel.
+
+JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale.
+Operands are cast and scaled outside the timing. Its backward pass has no mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig
+from jax.experimental.pallas.ops.gpu.attention_mgpu import attention as mosaic_attention
 
+from pallas_kernels.ops.attention.cudnn import cudnn_attention
 from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
 from xlafuse.bench.timing import Candidate
@@ -47,3 +56,96 @@ def attention_candidate(
     results = call(*inputs[0])
     named = {f"gradient of {key}": result for key, result in zip(_OPERANDS, results, strict=True)}
     return Candidate(name=name, kind="peer", call=call, inputs=inputs), named
+
+
+def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, bias=None, **others):
+    """See `pallas_kernels.attention`. Segments become a dense mask."""
+    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
+    if unknown:
+        raise NotImplementedError(f"cuDNN's attention through JAX has no {', '.join(unknown)}")
+    if segment_ids is not None:
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn")
+    return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, window=window)
+
+
+def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **others):
+    """See `pallas_kernels.decode_attention`; of one token a sequence."""
+    unknown = [name for name, wanted in others.items() if wanted is not None]
+    if unknown or query.shape[1] != 1:
+        raise NotImplementedError("cuDNN's decoding through JAX has one token a sequence, no window, softcap or pages")
+    return jax.nn.dot_product_attention(
+        query,
+        key_cache,
+        value_cache,
+        scale=scale,
+        query_seq_lengths=jnp.ones_like(lengths),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **others):
+    """A window as a dense mask, as a library without windows has it; made in the call, once for all heads."""
+    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted is not None]
+    if unknown or window is None:
+        raise NotImplementedError("only windows are compared with a dense mask here; for segments the peer cudnn is")
+    left, right = (window, window) if isinstance(window, int) else window
+    ahead = jnp.arange(key.shape[1])[None] - jnp.arange(query.shape[1])[:, None]
+    mask = jnp.ones(ahead.shape, bool)
+    if left is not None:
+        mask &= ahead >= -left
+    right = 0 if is_causal else right
+    if right is not None:
+        mask &= ahead <= right
+    return jax.nn.dot_product_attention(query, key, value, mask=mask[None, None], implementation="cudnn")
+
+
+_ROWS = 128
+"""Queries of a block, of both its warpgroups: it takes multiples of them."""
+_KEYS = {64: 256, 128: 128, 256: 64}
+"""Keys of a step, by head size: the most that fit in shared memory, as its own benchmark takes them."""
+
+
+def jax_mosaic(query, key, value, *, is_causal=False, **others) -> jax.Array:
+    """See `pallas_kernels.attention`; of float16, and queries that have been scaled."""
+    unknown = [name for name, wanted in others.items() if name not in ("scale", "dropout_key") and wanted]
+    size, keys = query.shape[3], key.shape[1]
+    if unknown or size not in _KEYS or query.shape[1] % _ROWS or keys % _KEYS[size]:
+        raise NotImplementedError("JAX's attention is causal or without a mask, for head sizes 64, 128 and 256")
+    blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    forward = {"block_q": _ROWS // 2, "block_kv": _KEYS[size], "max_concurrent_steps": 2, "causal": is_causal}
+    config = TuningConfig(**forward, **blocks, compute_wgs_bwd=2 if size <= 128 else 1)
+    return mosaic_attention(query, key, value, config)  # pyright: ignore[reportReturnType]: custom_vjp hides it
+
+
+def _as_float16(case: Case, scale: float) -> Case:
+    cast = {name: case.arguments[name].astype(jnp.float16) for name in ("query", "key", "value")}
+    cast["query"] *= scale
+    return replace(
+        case,
+        arguments={**case.arguments, **cast},
+        cotangents=jax.tree.map(lambda array: array.astype(jnp.float16), case.cotangents),
+    )
+
+
+_FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic": jax_mosaic}
+
+
+def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+    """See `xlafuse.bench.peers`."""
+    if name == "cudnn" and operation == "decode_attention" and phase == "forward":
+        call = jax.jit(lambda arguments: (decode_attention(**plain(arguments)),))
+        inputs = [(case.arguments,) for case in cases]
+        return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
+    if name == "cudnn_dense_mask" and phase != "forward":
+        raise NotImplementedError("the goal on dense masks is on the forward pass")
+    if name != "jax_mosaic" or operation != "attention":
+        return attention_candidate(name, _FUNCTIONS[name], operation, phase, cases)
+    first = plain(cases[0].arguments)
+    scale = first.get("scale")
+    scale = first["query"].shape[3] ** -0.5 if scale is None else scale
+    half = [_as_float16(case, scale) for case in cases]
+    found, results = attention_candidate(name, jax_mosaic, operation, phase, half)
+    of_query = "gradient of query"
+    return found, {key: value * scale if key == of_query else value for key, value in results.items()}

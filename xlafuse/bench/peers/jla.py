@@ -92,9 +92,9 @@ def _jitted(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> 
     return Candidate(name="jla", kind="peer", call=call, inputs=inputs), named
 
 
-def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     products = {"gated_linear": _gated_linear, "linear_cross_entropy": _linear_cross_entropy}
     if operation in products:
         return products[operation](phase, cases)
-    return attention_candidate("jla", attention, operation, phase, cases)
+    return attention_candidate(name, attention, operation, phase, cases)

@@ -106,11 +106,11 @@ FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
 PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels, "linear_cross_entropy": with_long_labels}
 
 
-def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
     if operation in ("cross_entropy", "linear_cross_entropy") and phase == "backward" and not is_joint(cases[0]):
         raise NotImplementedError("Liger's cross-entropy does the backward pass's work in the forward pass")
     make = forward_candidate if phase == "forward" else backward_candidate
-    return make("liger", FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))
+    return make(name, FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))

@@ -15,14 +15,9 @@ import torch._dynamo  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
+from xlafuse.bench.peers.torch_ops import COMPILE_MODES
 from xlafuse.bench.timing import Candidate
 from xlafuse.models import BlockConfig
-
-_COMPILE_MODES = {
-    "torch_eager": None,
-    "torch_compile": "default",
-    "torch_max_autotune": "max-autotune-no-cudagraphs",
-}
 
 
 def block(config: BlockConfig, weights: Mapping[str, Mapping[str, Any]], x, cosine=None, sine=None):
@@ -85,7 +80,7 @@ def candidate(
     def function(weights, x, *rotation):
         return block(config, weights, x, *rotation)
 
-    if compile_mode := _COMPILE_MODES[name]:
+    if compile_mode := COMPILE_MODES[name]:
         torch._dynamo.reset()  # shapes are constants, as in XLA
         function = torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True)
 
@@ -101,7 +96,7 @@ def candidate(
     inputs = []
     for params, tokens, *rest in cases:
         flat, structure = jax.tree.flatten(params)
-        leaves = [_turned(to_torch(leaf)) for leaf in flat]
+        leaves = [_transposed(to_torch(leaf)) for leaf in flat]
         x = to_torch(tokens)
         call: tuple[Any, ...] = (jax.tree.unflatten(structure, leaves), x, angles(config, x.shape[1], x.device))
         if mode == "grad":
@@ -109,9 +104,9 @@ def candidate(
             call += (leaves, to_torch(rest[-1][0]))
         inputs.append(call)
     made, (y, *gradients) = candidate_of(name, step if mode == "grad" else forward, inputs)
-    return made, [to_jax(y), *(to_jax(_turned(each)) for each in gradients)]
+    return made, [to_jax(y), *(to_jax(_transposed(each)) for each in gradients)]
 
 
-def _turned(tensor: Any) -> Any:
-    """A matrix the other way round, in memory of its own; anything else as it is."""
+def _transposed(tensor: Any) -> Any:
+    """A transposed copy of a matrix; anything else as it is."""
     return tensor.transpose(0, 1).contiguous() if len(tensor.shape) == 2 else tensor

@@ -25,10 +25,10 @@ def with_wide_weights(case: Case) -> dict[str, Any]:
     return {**kept, "w": jax.jit(lambda weight: weight.dequantized(arguments["x"].dtype))(weight)}
 
 
-def candidate(operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """See `xlafuse.bench.peers`."""
     if operation != "quantized_linear" or phase != "forward":
         raise NotImplementedError("only quantized_linear forward is compared with 16-bit weights")
     call = jax.jit(lambda arguments: (linear_reference(**plain(arguments)),))
     inputs = [(with_wide_weights(case),) for case in cases]
-    return Candidate(name="xla_bf16", kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
+    return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
