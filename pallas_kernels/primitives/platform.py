@@ -96,6 +96,18 @@ def varying_alike[T](operands: T) -> T:
     return jax.tree.map(lambda leaf: varying_like(leaf, *leaves), operands)
 
 
+MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes that the kernels of row-wise operations take."""
+
+
+def dtypes_unsupported(**arrays: jax.Array | None) -> str | None:
+    """Why the kernels of row-wise operations cannot take one of these arrays, or None where they can."""
+    for name, array in arrays.items():
+        if array is not None and array.dtype.name not in MOSAIC_DTYPES:
+            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    return None
+
+
 def mosaic_gpu_unsupported() -> str | None:
     """Why Mosaic GPU kernels cannot run on the device of the current trace, or None where they can."""
     device = target_device()

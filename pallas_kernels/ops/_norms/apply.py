@@ -15,12 +15,9 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.triton_calls import triton_unsupported
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
-"""What the kernels take."""
 
 
 def check_arguments(
@@ -47,9 +44,8 @@ def check_arguments(
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
-        if array is not None and array.dtype.name not in MOSAIC_DTYPES:
-            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
+        return reason
     if x.shape[-1] < LANES and x.size:
         return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
     return mosaic_gpu_unsupported()

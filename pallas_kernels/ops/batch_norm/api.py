@@ -12,10 +12,8 @@ from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @usual_promotion
@@ -66,9 +64,8 @@ def batch_norm(
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
-        if array.dtype.name not in MOSAIC_DTYPES:
-            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
+        return reason
     features = x.shape[-1]
     return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
 

@@ -14,10 +14,8 @@ from pallas_kernels.ops.bias_activation.reference import bias_activation_referen
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported, folded_rows
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @usual_promotion
@@ -82,9 +80,8 @@ def bias_activation(
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    for name, array in (("x", x), ("bias", bias)):
-        if array is not None and array.dtype.name not in MOSAIC_DTYPES:
-            return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(x=x, bias=bias):
+        return reason
     if bias is None:
         rows, features = 1, x.size
     else:

@@ -16,11 +16,10 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 Reduction = Literal["none", "sum", "mean"]
 
 
@@ -103,8 +102,8 @@ def cross_entropy(
 
 def mosaic_unsupported(logits: jax.Array) -> str | None:
     """Why the Mosaic GPU kernels cannot take these logits here, or None where they can."""
-    if logits.dtype.name not in MOSAIC_DTYPES:
-        return f"logits are {logits.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(logits=logits):
+        return reason
     if logits.shape[-1] < LANES and logits.size:
         return f"the vocabulary is {logits.shape[-1]}, a warpgroup shares at least {LANES} values of a row"
     return mosaic_gpu_unsupported()

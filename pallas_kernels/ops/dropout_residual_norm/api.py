@@ -49,7 +49,8 @@ def dropout_residual_norm(
         norm: "rms_norm" or "layer_norm".
         epsilon: added to the mean square, or variance; a Python number from 0 on.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features; gradients of rows too long for registers are left to XLA), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+            features; gradients of rows too long for registers are left to XLA), "xla", a sequence of them in order of
+            preference, or None: "mosaic" where it runs, else "xla".
 
     Returns:
         (y, total), both like x.

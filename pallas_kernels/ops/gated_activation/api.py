@@ -13,10 +13,8 @@ from pallas_kernels.ops.gated_activation.reference import gated_activation_refer
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @usual_promotion
@@ -71,8 +69,8 @@ def gated_activation(
 
 def mosaic_unsupported(gate: jax.Array, up: jax.Array | None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    if gate.dtype.name not in MOSAIC_DTYPES:
-        return f"gate is {gate.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(gate=gate):
+        return reason
     features = gate.shape[-1] // 2 if up is None else gate.size
     rows = gate.size // max(1, 2 * features) if up is None else 1
     return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()

@@ -39,7 +39,8 @@ def layer_norm(
         epsilon: added to the variance; a Python number from 0 on.
         implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
             features; gradients of rows too long for registers are left to XLA), "triton" (through jax_triton, which the
-            extra `triton` installs; NVIDIA GPUs, 128 to 32768 features), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+            extra `triton` installs; NVIDIA GPUs, 128 to 32768 features), "xla", a sequence of them in order of
+            preference, or None: "mosaic" where it runs, else "xla".
 
     Returns:
         y like x; with a residual the pair (y, x + residual).

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
-from pallas_kernels.ops.rope.pairs import head_tile, pairs_of
+from pallas_kernels.ops.rope.pairs import Pairs, head_tile
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @usual_promotion
@@ -72,9 +70,9 @@ def rope(
 
 def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -> str | None:
     """Why the Mosaic GPU kernel cannot take these arguments here, or None where it can."""
-    if query.dtype.name not in MOSAIC_DTYPES:
-        return f"query is {query.dtype.name}, the kernel takes {', '.join(MOSAIC_DTYPES)}"
-    pairs = pairs_of(query.dtype, interleaved=interleaved)
+    if reason := dtypes_unsupported(query=query):
+        return reason
+    pairs = Pairs(dtype=query.dtype, is_interleaved=interleaved)
     for name, array in (("query", query), ("key", key)):
         heads, head_size = array.shape[2:]
         tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.ops.rope.pairs import HeadTile, Pairs, head_tile, pairs_of
+from pallas_kernels.ops.rope.pairs import HeadTile, Pairs, head_tile
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 
@@ -38,7 +38,7 @@ def rope_rotate(
     """
     batch, length, _, head_size = query.shape
     tokens = batch * length
-    arrays, pairs = (query, key), pairs_of(query.dtype, interleaved=interleaved)
+    arrays, pairs = (query, key), Pairs(dtype=query.dtype, is_interleaved=interleaved)
     tiles = tuple(_tile(array, pairs) for array in arrays)
     tables = _tables(set(tiles), head_size, theta)
     views = [pairs.view(array, tokens) for array in arrays]

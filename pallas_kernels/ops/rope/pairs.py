@@ -3,17 +3,17 @@
 The kernel runs for head sizes that are powers of two from 16 on, where a token's query heads, and its key heads, fill
 the 128 threads of a warpgroup: multiples of 4 for head sizes from 64 on, of 8 for 32 and of 16 for 16.
 
-- `Halves`: a pair has one value in each half of a head, and either member is read in 16 bytes a thread.
-- `Words`: a pair is two neighbours of 16 bits, read as one word of 32 bits, four neighbouring pairs in 16 bytes. For
-  XLA the words are the same buffer and cost nothing. Reading the members one by one, 2 bytes a thread, took 193 µs
-  where this takes as long as `Halves`.
-- `Neighbours`: a pair is two neighbours of 32 bits, whose members are read one by one, 4 bytes a thread.
+- Halves (GPT-NeoX, Llama): a pair has one value in each half of a head, and either member is read in 16 bytes a thread.
+- Words (GPT-J, 16 bits): a pair is two neighbours, read as one word of 32 bits, four of them in 16 bytes. For XLA the
+  words are the same buffer and cost nothing. Reading the members one by one, 2 bytes a thread, took 193 µs where this
+  takes as long as halves.
+- Neighbours (GPT-J, 32 bits): a pair is two neighbours, whose members are read one by one, 4 bytes a thread.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -68,99 +68,45 @@ def head_tile(heads: int, half: int, itemsize: int, *, access_bytes: int = ACCES
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Pairs of values of `dtype`; what a thread reads in one access has `unit_bytes` and up to `widest_access`."""
+    """Pairs of values of `dtype`, neighbours or one in each half of a head."""
 
     dtype: Any
+    is_interleaved: bool
+
+    @property
+    def are_words(self) -> bool:
+        """Whether a pair is read as one word, whose lower half is the first member."""
+        return self.is_interleaved and jnp.dtype(self.dtype).itemsize == 2
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of an element of a reference."""
-        return jnp.dtype(self.dtype).itemsize
+        return 4 if self.are_words else jnp.dtype(self.dtype).itemsize
 
     @property
     def widest_access(self) -> int:
-        """Bytes."""
-        return ACCESS_BYTES
+        """Bytes that a thread can read in one access."""
+        return self.unit_bytes if self.is_interleaved and not self.are_words else ACCESS_BYTES
 
     def view(self, array: jax.Array, tokens: int) -> jax.Array:
         """The kernel's view, (tokens, heads, ...), of an array (batch, length, heads, head size)."""
-        raise NotImplementedError
+        pairs = array.reshape(tokens, array.shape[2], *((-1, 2) if self.is_interleaved else (2, -1)))
+        return lax.bitcast_convert_type(pairs, jnp.uint32) if self.are_words else pairs
 
     def restore(self, view: jax.Array, like: jax.Array) -> jax.Array:
         """The array of a view."""
-        return view.reshape(like.shape)
+        return (lax.bitcast_convert_type(view, like.dtype) if self.are_words else view).reshape(like.shape)
 
     def load(self, ref, token: jax.Array, heads: pl.Slice, tile: HeadTile) -> tuple[jax.Array, ...]:
-        """The pairs as they are stored, which takes fewer registers than their `members`."""
-        places = (self.index(token, heads, member) for member in range(2))
+        """The pairs of some heads as they are stored, which takes fewer registers than their `members`."""
+        places = self._places(token, heads)
         return tuple(plgpu.load(ref.at[place], layout=tile.layout, optimized=False) for place in places)
 
     def members(self, loaded: tuple[jax.Array, ...]) -> Members:
         """Both members of all pairs."""
-        first, second = loaded
-        return first.astype(jnp.float32), second.astype(jnp.float32)
-
-    def store(self, ref, token: jax.Array, heads: pl.Slice, members: Members) -> None:
-        """Rounds and writes."""
-        for member, value in enumerate(members):
-            compat.store(ref.at[self.index(token, heads, member)], value.astype(self.dtype))
-
-    def index(self, token: jax.Array, heads: pl.Slice, member: int) -> tuple[Any, ...]:
-        """Where a member of some heads' pairs is."""
-        raise NotImplementedError
-
-
-class Halves(Pairs):
-    """(tokens, heads, member, pair)."""
-
-    @override
-    def view(self, array, tokens):
-        return array.reshape(tokens, array.shape[2], 2, -1)
-
-    @override
-    def index(self, token, heads, member):
-        return token, heads, member
-
-
-class Neighbours(Pairs):
-    """(tokens, heads, pair, member)."""
-
-    @property
-    @override
-    def widest_access(self) -> int:
-        return self.unit_bytes
-
-    @override
-    def view(self, array, tokens):
-        return array.reshape(tokens, array.shape[2], -1, 2)
-
-    @override
-    def index(self, token, heads, member):
-        return token, heads, slice(None), member
-
-
-class Words(Pairs):
-    """(tokens, heads, pair) uint32: the first member is the lower half."""
-
-    @property
-    @override
-    def unit_bytes(self) -> int:
-        return 4
-
-    @override
-    def view(self, array, tokens):
-        return lax.bitcast_convert_type(array.reshape(tokens, array.shape[2], -1, 2), jnp.uint32)
-
-    @override
-    def restore(self, view, like):
-        return lax.bitcast_convert_type(view, like.dtype).reshape(like.shape)
-
-    @override
-    def load(self, ref, token, heads, tile):
-        return (plgpu.load(ref.at[token, heads], layout=tile.layout, optimized=False),)
-
-    @override
-    def members(self, loaded):
+        if not self.are_words:
+            first, second = loaded
+            return first.astype(jnp.float32), second.astype(jnp.float32)
         (word,) = loaded
         if self.dtype == jnp.bfloat16:  # the upper half of a float32
             upper = (word << jnp.uint32(16), word & jnp.uint32(0xFFFF0000))
@@ -170,15 +116,18 @@ class Words(Pairs):
         first, second = (lax.bitcast_convert_type(value, self.dtype).astype(jnp.float32) for value in lower)
         return first, second
 
-    @override
-    def store(self, ref, token, heads, members):
-        bits = (lax.bitcast_convert_type(value.astype(self.dtype), jnp.uint16) for value in members)
-        first, second = (value.astype(jnp.uint32) for value in bits)
-        compat.store(ref.at[token, heads], first | (second << jnp.uint32(16)))
+    def store(self, ref, token: jax.Array, heads: pl.Slice, members: Members) -> None:
+        """Rounds and writes the pairs of some heads."""
+        if self.are_words:
+            bits = (lax.bitcast_convert_type(value.astype(self.dtype), jnp.uint16) for value in members)
+            first, second = (value.astype(jnp.uint32) for value in bits)
+            compat.store(ref.at[token, heads], first | (second << jnp.uint32(16)))
+            return
+        for place, value in zip(self._places(token, heads), members, strict=True):
+            compat.store(ref.at[place], value.astype(self.dtype))
 
-
-def pairs_of(dtype: Any, *, interleaved: bool) -> Pairs:
-    """How pairs of values of `dtype` lie."""
-    if not interleaved:
-        return Halves(dtype=dtype)
-    return Words(dtype=dtype) if jnp.dtype(dtype).itemsize == 2 else Neighbours(dtype=dtype)
+    def _places(self, token: jax.Array, heads: pl.Slice) -> list[tuple[Any, ...]]:
+        """The indices of what a thread reads and writes: words, or each member."""
+        if self.are_words:
+            return [(token, heads)]
+        return [(token, heads, slice(None), m) if self.is_interleaved else (token, heads, m) for m in range(2)]

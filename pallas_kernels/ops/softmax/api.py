@@ -15,12 +15,10 @@ from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
-
-MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @usual_promotion
@@ -104,10 +102,8 @@ def masking_of(
 
 def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None = None) -> str | None:
     """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    if x.dtype.name not in MOSAIC_DTYPES:
-        return f"x is {x.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
-    if mask is not None and mask.dtype.name not in (*MOSAIC_DTYPES, "bool"):
-        return f"mask is {mask.dtype.name}, the kernels take bool, {', '.join(MOSAIC_DTYPES)}"
+    if reason := dtypes_unsupported(x=x, mask=None if mask is None or mask.dtype == jnp.bool_ else mask):
+        return reason
     if axis % x.ndim != x.ndim - 1:
         return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
     if x.shape[-1] < LANES and x.size:
