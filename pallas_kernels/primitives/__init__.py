@@ -1,1 +1,1 @@
-"""What the kernels share: which device a trace is for, and how a row is cut over a warpgroup."""
+"""Building blocks of the kernels: target device, rows over warpgroups, matrix products, activations, random bits."""

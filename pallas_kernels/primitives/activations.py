@@ -39,9 +39,9 @@ _LOG2_E = math.log2(math.e)
 _TANH_LINEAR = 2 * math.sqrt(2 / math.pi)  # 2 u = x * (_TANH_LINEAR + _TANH_CUBIC * x**2)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 _TANH_SQUARE_LIMIT = 4096.0
-"""Where x**2 may stop: the gate is 0 or 1 long before, and the square of a large x would be infinite."""
+"""A limit of x**2: the gate is 0 or 1 long before, and the square of a large x would be infinite."""
 _LARGE = 1e18
-"""Where a magnitude may stop that is multiplied with the tail: that is 0 long before."""
+"""A limit of the magnitude that is multiplied with the tail: that is 0 long before."""
 _DENSITY_AT_0 = 1 / math.sqrt(2 * math.pi)
 _TAIL_RATE = 0.21
 _TAIL = (
@@ -107,7 +107,7 @@ def _is_rough(dtype: jnp.dtype) -> bool:
 
 
 def _reciprocal(value: jax.Array, is_rough: bool) -> jax.Array:
-    """Of a value >= 1."""
+    """1 / value, for a value >= 1."""
     return jnp.square(jax.lax.rsqrt(value)) if is_rough else 1.0 / value
 
 

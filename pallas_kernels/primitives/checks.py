@@ -1,4 +1,4 @@
-"""Checks of arguments that operations share. Messages begin with the operation's name."""
+"""Checks of operations' arguments. Messages begin with the operation's name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pallas_kernels.primitives.random import check_rate, key_words
 
 
 def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
-    """The values as JAX arrays. TypeError, with the argument's name, for what is none, and for floats of 8 bits,
-    which JAX promotes to nothing."""
+    """The values as JAX arrays. TypeError, with the argument's name, for anything else, and for floats of 8 bits, which
+    JAX promotes to nothing."""
     return tuple(_as_array(operation, name, value) for name, value in values.items())
 
 
 def optional_arrays(operation: str, **values: Any) -> tuple[jax.Array | None, ...]:
-    """The same, where None stays None."""
+    """The values as JAX arrays, where None stays None."""
     return tuple(None if value is None else _as_array(operation, name, value) for name, value in values.items())
 
 
@@ -46,7 +46,7 @@ def check_width(operation: str, name: str, dtype: jnp.dtype) -> None:
 
 
 def static_number(operation: str, name: str, value: Any) -> float:
-    """The value as a float. TypeError for what is no number, and for one that is traced."""
+    """The value as a float. TypeError unless it is a number that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "number"))
     try:
@@ -58,7 +58,7 @@ def static_number(operation: str, name: str, value: Any) -> float:
 
 
 def finite_number(operation: str, name: str, value: Any) -> float:
-    """The same for a finite number. ValueError for infinity and for not-a-number."""
+    """The value as a finite float. TypeError as `static_number`; ValueError for infinity and NaN."""
     number = static_number(operation, name, value)
     if not math.isfinite(number):
         raise ValueError(f"{operation}: {name} must be finite, got {value!r}.")
@@ -66,7 +66,7 @@ def finite_number(operation: str, name: str, value: Any) -> float:
 
 
 def added_number(operation: str, name: str, value: Any) -> float:
-    """The same for a number that is added to squares, from zero on. ValueError for what is below, and as above."""
+    """The value as a finite float that is not negative. TypeError as `static_number`; ValueError for others."""
     number = static_number(operation, name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{operation}: {name} must be finite and not negative, got {value!r}.")
@@ -74,7 +74,7 @@ def added_number(operation: str, name: str, value: Any) -> float:
 
 
 def positive_number(operation: str, name: str, value: Any) -> float:
-    """The same for a number above zero. ValueError for what is not, for infinity and for not-a-number."""
+    """The value as a finite float above zero. TypeError as `static_number`; ValueError for others."""
     number = static_number(operation, name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{operation}: {name} must be positive and finite, got {value!r}.")
@@ -82,7 +82,7 @@ def positive_number(operation: str, name: str, value: Any) -> float:
 
 
 def static_integer(operation: str, name: str, value: Any) -> int:
-    """The value as an int. TypeError for what is no integer, and for one that is traced."""
+    """The value as an int. TypeError unless it is an integer that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "integer"))
     try:
@@ -92,7 +92,7 @@ def static_integer(operation: str, name: str, value: Any) -> int:
 
 
 def static_flag(operation: str, name: str, value: Any) -> bool:
-    """The value as a bool. TypeError for what is no single truth value or integer, and for one that is traced."""
+    """The value as a bool. TypeError unless it is one truth value or integer that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "boolean"))
     try:
@@ -101,13 +101,13 @@ def static_flag(operation: str, name: str, value: Any) -> bool:
         pass
     if isinstance(value, np.bool_ | np.ndarray | jax.Array) and value.dtype == np.bool_ and not value.shape:
         return bool(value)
-    raise TypeError(f"{operation}: {name} must be True or False, got {_told(value)}.")
+    raise TypeError(f"{operation}: {name} must be True or False, got {_description(value)}.")
 
 
 def dropout_words(
     operation: str, rate: Any, key: jax.Array | None, *, rate_name: str = "dropout_rate", key_name: str = "dropout_key"
 ) -> jax.Array | None:
-    """The key as kernels take it, None where nothing is dropped. TypeError or ValueError for what is no rate or key."""
+    """The key's words, None without dropout. TypeError or ValueError where rate or key is neither."""
     number = static_number(operation, rate_name, rate)
     try:
         check_rate(number)
@@ -125,8 +125,8 @@ def dropout_words(
         raise ValueError(f"{operation}: {key_name}: {error}") from error
 
 
-def _told(value: Any) -> str:
-    """An array's type, and anything else as Python writes it."""
+def _description(value: Any) -> str:
+    """The type of an array; the `repr` of anything else."""
     is_array = hasattr(value, "dtype") and hasattr(value, "shape")
     return f"{value.dtype.name}{list(value.shape)}" if is_array else repr(value)
 

@@ -22,23 +22,23 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
-"""Of kernels whose threads read back nothing, or only what they wrote themselves or have a barrier of ours before."""
+"""For kernels whose threads read back nothing, or only after a barrier of ours or what they wrote themselves."""
 MAX_FOLDED = 2**16
-"""Values of the longest row that shorter ones are folded to."""
+"""The most values of a folded row."""
 FOLD_ELEMENTS = 2**20
-"""Of an array for which the launch that repeats the bias is worth it."""
+"""The fewest values of an array for which the launch that repeats the bias pays."""
 FOLD_FROM = 6.0
 """How many times the accesses of folded rows unfolded ones must need: rows of 4097 are faster folded, of 1000 and 1152
 the forward pass is not (see bias_activation/TUNING.md)."""
 MAX_ELEMENTS = 2**31 - 1
-"""Of a row: columns are counted in int32."""
+"""The most values of a row: columns are counted in int32."""
 FEW_BLOCKS = 1024
 """Below about this many blocks a GPU is not full, and smaller blocks end sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElementwiseConfig:
-    """What a block of one warpgroup takes: `vectors` accesses of 16 bytes a thread, of each of `rows` rows.
+    """The work of a block of one warpgroup: `vectors` accesses of 16 bytes a thread, of each of `rows` rows.
 
     A bias is read once for those rows. Without one there is only one long row.
     """
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How `rows` rows of `features` values of `itemsize` bytes are cut.
+    """Splits `rows` rows of `features` values of `itemsize` bytes over blocks.
 
     A block has `columns` columns, a whole number of accesses of 16 bytes of every thread; a row's last block has up to
     twice as many. `stride` is from one row's start to the next (default: `features`, where there are several rows),
@@ -97,24 +97,24 @@ class Blocks:
     stride: int | None = None
 
     @property
-    def a_row(self) -> int:
+    def blocks_per_row(self) -> int:
         """Blocks a row."""
         return max(1, self.features // self.columns)
 
     @property
     def count(self) -> int:
         """Blocks in all."""
-        return self.rows * self.a_row
+        return self.rows * self.blocks_per_row
 
     @property
     def widest(self) -> int:
         """Columns of the widest block."""
-        return self.features - (self.a_row - 1) * self.columns
+        return self.features - (self.blocks_per_row - 1) * self.columns
 
     def run(self, block: jax.Array, work: Callable[[jax.Array, tuple[Part, ...]], None]) -> None:
         """Calls `work` with the row and the parts of a block, in a kernel."""
-        last = self.a_row - 1
-        row, chunk = lax.div(block, self.a_row), lax.rem(block, self.a_row)
+        last = self.blocks_per_row - 1
+        row, chunk = lax.div(block, self.blocks_per_row), lax.rem(block, self.blocks_per_row)
         stride = self.stride or (self.features if self.rows > 1 else self.columns)
 
         def whole_chunk():
@@ -184,17 +184,17 @@ def rows_at_once(wanted: int, rows: int) -> int:
 
 
 def access_columns(vectors: int, itemsize: int) -> int:
-    """How many values of `itemsize` bytes a warpgroup reads in `vectors` accesses of 16 bytes a thread."""
+    """The number of values of `itemsize` bytes that a warpgroup reads in `vectors` accesses of 16 bytes a thread."""
     return vectors * LANES * (ACCESS_BYTES // itemsize)
 
 
 def accesses_a_value(features: int, itemsize: int) -> float:
-    """How many accesses of a thread a value of a row costs: an eighth, for 16-bit values and aligned rows."""
+    """Accesses of a thread for each value of a row: an eighth, for 16-bit values and aligned rows."""
     return sum(segment.size / segment.vector for segment in split_row(features, itemsize)) / features
 
 
 def folded_rows(rows: int, features: int, itemsize: int) -> int:
-    """How many rows kernels should see as one, where values are laid out in rows only for the sake of a bias.
+    """The number of rows that kernels treat as one, where only a bias distinguishes columns.
 
     One, where a row's accesses are wide already or the array is small; else the power of two that divides `rows` and
     makes rows of the widest accesses, and of 128 values at least. The bias must be repeated as often.
@@ -211,7 +211,7 @@ def folded_rows(rows: int, features: int, itemsize: int) -> int:
 
 
 def elementwise_unsupported(rows: int, features: int) -> str | None:
-    """Why rows of this length cannot be cut, or None where they can. Empty arrays need no kernel and are fine."""
+    """Why rows of this length cannot be split, or None where they can. Empty arrays need no kernel."""
     if not rows * features:
         return None
     if features < LANES:

@@ -38,7 +38,7 @@ WARPS = 4
 ACCESS_BYTES = 16
 """The widest access of one thread."""
 LOWEST = float(np.finfo(np.float32).min)
-"""Where a running maximum begins: below everything but -inf, and itself finite, so that -inf - LOWEST is no NaN."""
+"""The start of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
 RowValues = tuple[jax.Array, ...]
 
@@ -57,17 +57,17 @@ class Segment:
 
     @property
     def threads(self) -> int:
-        """That share a line of the segment."""
+        """The number of threads that share a line of the segment."""
         return LANES
 
     @property
     def layout(self) -> plgpu.Layout | Any:
-        """How the warpgroup holds the segment."""
+        """The layout of the segment over the warpgroup."""
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the segment as an array."""
+        """The shape of the segment as an array."""
         return (self.size,)
 
     @property
@@ -92,18 +92,18 @@ class WarpSegment(Segment):
 
     @property
     def threads(self) -> int:
-        """That share a line of the segment."""
+        """The number of threads that share a line of the segment."""
         return LANES // WARPS
 
     @property
     def layout(self) -> plgpu.Layout | Any:
-        """How the warpgroup holds the segment."""
+        """The layout of the segment over the warpgroup."""
         tiling = plgpu.Tiling(((WARPS, 32 * self.vector), (self.vector,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the segment as an array."""
+        """The shape of the segment as an array."""
         return (WARPS, self.size)
 
     @property
@@ -193,7 +193,7 @@ def map_row(function: Callable[..., jax.Array], *rows: RowValues) -> RowValues:
 
 
 def to_float32(values: RowValues) -> RowValues:
-    """The same row in float32."""
+    """The row in float32."""
     return tuple(v.astype(jnp.float32) for v in values)
 
 

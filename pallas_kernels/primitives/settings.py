@@ -1,4 +1,4 @@
-"""JAX's settings of types and shapes, which programs may change and this package's code is not written for."""
+"""Runs this package's code under JAX's default settings of types and shapes, whatever a program has set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between accumulators of transposed products, and buffers in shared memory that lie the other way."""
+"""Stores and loads accumulators of transposed products, in buffers whose rows are their columns."""
 
 from __future__ import annotations
 

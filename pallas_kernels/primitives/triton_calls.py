@@ -1,4 +1,4 @@
-"""What the Triton kernels share: where they run, and how they cut rows. Does not import Triton itself."""
+"""Where the Triton kernels run, and the blocks of their rows. Does not import Triton itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def triton_unsupported(x: jax.Array) -> str | None:
 
 
 def triton_missing(x: jax.Array) -> str | None:
-    """The same of Triton kernels that take any shape."""
+    """Why Triton kernels that take any shape cannot run on the device of this trace, or None where they can."""
     if x.dtype.name not in TRITON_DTYPES:
         return f"x is {x.dtype.name}, the kernels take {', '.join(TRITON_DTYPES)}"
     if find_spec("jax_triton") is None:

@@ -30,12 +30,12 @@ from pallas_kernels.primitives.random import array_keep_mask
 from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS_OF_ONE_BLOCK = 2
-"""So few rows are quicker one after the other in one block (0.6 µs each) than with a second kernel for the sums."""
+"""Up to so many rows one block is quicker (0.6 µs a row) than several and a second kernel for their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormGradients:
-    """What the backward pass gives. `dx` is the gradient of what was dropped out, None without dropout."""
+    """Gradients of a norm. `dx` is that of the dropout's input, None without dropout."""
 
     dtotal: jax.Array
     dx: jax.Array | None
@@ -102,7 +102,7 @@ def _total_of_blocks(outputs: dict[str, jax.Array], name: str, index: int, opera
 
 @usual_promotion
 def _xla_gradients(norm: Norm, total, dy, *, scale, bias, dtotal, words) -> NormGradients:
-    """The same in plain `jax.numpy`, in float32 up to the results."""
+    """The gradients in plain `jax.numpy`, in float32 up to the results."""
     affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
 
     def normalise(total, affine):

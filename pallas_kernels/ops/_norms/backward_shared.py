@@ -256,17 +256,17 @@ class RowSums:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether values come with one of the row's own taken off, so that lines need not be centred."""
+        """Whether the row's first value is subtracted from all, so that lines need not be centred."""
         return self.norm.centered and self.dtype.itemsize < 4
 
     @property
     def has_remainders(self) -> bool:
-        """Whether what is left of a line's mean, once it is taken off, counts."""
+        """Whether lines also give the sum of their centred values, which rounding leaves different from zero."""
         return self.norm.mean_passes(self.dtype) == 2
 
     @property
     def kinds(self) -> int:
-        """How many sums there are of a line."""
+        """The number of sums a line."""
         return 2 + 2 * self.norm.centered + self.has_remainders
 
     def of_lines(self, value: RowValues, weighted: RowValues, segments: Sequence[Segment]) -> tuple[jax.Array, ...]:
@@ -291,7 +291,7 @@ class RowSums:
         )
 
     def scalars(self, ref) -> RowScalars:
-        """Of the row whose sums of all lines are in `ref`, a (kinds, lines) reference."""
+        """The scalars of the row whose lines' sums are in `ref`, a (kinds, lines) reference."""
         if self.norm.centered and not self.is_shifted:
             return self._of_centered_lines(ref)
 

@@ -35,11 +35,11 @@ class Norm:
 
     @property
     def centered(self) -> bool:
-        """Whether rows lose their mean."""
+        """Whether the mean is subtracted from rows."""
         return self.name == "layer_norm"
 
     def mean_passes(self, dtype: DTypeLike) -> int:
-        """How many times a row's mean is taken off.
+        """How many times a row's mean is subtracted.
 
         Twice in float32, where the first one's rounding shows beside a small deviation: what a row has left for a mean
         is small itself, and exact. bfloat16 and float16 have no such rows.
@@ -47,7 +47,7 @@ class Norm:
         return 0 if not self.centered else 2 if dtype == jnp.float32 else 1
 
     def kernel_name(self, *, has_residual: bool, has_dropout: bool) -> str:
-        """What traces and HLO show."""
+        """The kernel's name in traces and HLO."""
         if has_dropout:
             return f"dropout_residual_{self.name}"
         return f"{self.name}_residual" if has_residual else self.name
@@ -65,7 +65,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class RowScalars:
-    """What a row's backward pass needs of the whole row; float32 scalars.
+    """The scalars of a row that its gradient depends on, float32.
 
     With v = (x - mean) * inverse and w = scale * dy the gradient is w * inverse - (x - mean) * slope - offset.
     The mean is the sum of `means`, taken off one after the other. Where rows keep theirs, that is empty, `offset` None.
@@ -83,7 +83,7 @@ class RowScalars:
     def of_sums(
         features: int, epsilon: float, *, squares, products, means=(), weighted=None, is_folded=False
     ) -> RowScalars:
-        """From sums over the row of (x - mean)**2, (x - mean) * w, and, for a row without its mean, w."""
+        """From sums over the row of (x - mean)**2, (x - mean) * w and, where the mean is subtracted, w."""
         inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
         return RowScalars(
             inverse=inverse,

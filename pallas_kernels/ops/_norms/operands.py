@@ -31,7 +31,7 @@ class BackwardOperands:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return self.streams[0].shape[0]
 
     @property
@@ -41,12 +41,12 @@ class BackwardOperands:
 
     @property
     def dtype(self) -> Any:
-        """Of the streams and the rows written."""
+        """The dtype of the streams and of the rows written."""
         return self.streams[0].dtype
 
     @property
     def kernel_name(self) -> str:
-        """What traces and HLO show."""
+        """The kernel's name in traces and HLO."""
         has_dropout = self.words is not None
         return self.norm.kernel_name(has_residual=False, has_dropout=has_dropout) + "_gradient"
 

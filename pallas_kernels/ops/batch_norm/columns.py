@@ -35,7 +35,7 @@ SHIFT_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNormConfig:
-    """How both kernels cut their work: the one that reduces, and the one that applies what was found.
+    """How both kernels split their work: the one that reduces, and the one that applies the column's numbers.
 
     rows, warpgroups, blocks_per_core: of the reducing kernel, whose blocks are persistent: rows that a warpgroup reads
         at once, warpgroups of a block, blocks a streaming multiprocessor.
@@ -84,7 +84,7 @@ class RowSplit:
         return trip * self.together + group * self.lanes + lane
 
     def trips(self, group: Index, lane: Index) -> Any:
-        """How many turns a warpgroup has."""
+        """The number of turns of a warpgroup."""
         return lax.div(self.units - group * self.lanes - lane + self.together - 1, self.together)
 
     def count(self, group: jax.Array) -> jax.Array:

@@ -18,11 +18,11 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import LANES
 
 WARPGROUPS = 8
-"""Of a block, which share out the rows of its 128 columns."""
+"""Warpgroups of a block, which share out the rows of its 128 columns."""
 HELD_ROWS = 64
-"""Of so many a block holds all: 8 rows a warpgroup, in half of its registers where there are two arrays."""
+"""The most rows that a block holds: 8 a warpgroup, in half of its registers where there are two arrays."""
 _TERMS = 2
-"""Of a pass, at most."""
+"""The most terms of a pass."""
 _AT_ONCE = 3
 """Rows that a warpgroup reads at once where they are not held."""
 
@@ -31,7 +31,7 @@ _HUGE = 1e30
 
 Values = Mapping[str, jax.Array]
 Sums = tuple[jax.Array, ...]
-"""What has been summed over all rows so far, one value a column each, float32."""
+"""Sums over all rows, one float32 value a column each."""
 
 
 def sum_few_rows(
@@ -193,5 +193,5 @@ def _local(part: Part) -> pl.Slice:
 
 
 def moderate_or_zero(value: jax.Array) -> jax.Array:
-    """What sums may be counted from: what is infinite less infinity is NaN, and a sum of huge distances infinite."""
+    """The value, or 0 where it is huge: distances from it would be NaN, or their squares infinite."""
     return jnp.where(jnp.abs(value) < _HUGE, value, jnp.zeros_like(value))

@@ -79,7 +79,7 @@ def batch_norm_forward(
         return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
 
     def group_deviations(values, sums):
-        """What `deviations` gives, summed over a group, from its sums of distances from its shift."""
+        """The sums of `deviations` over a group, from its sums of distances from its shift."""
         away = values["shift"] - near_mean(sums, values)
         total = values["sums"] + values["count"] * away
         return total, values["squares"] + away * (values["sums"] + total)

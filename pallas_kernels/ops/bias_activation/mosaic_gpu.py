@@ -27,7 +27,7 @@ from pallas_kernels.primitives.elementwise import (
 from pallas_kernels.primitives.random import keep_mask, mixed_words
 
 Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]
-"""Drops elements of a part of a row: of its values, the row and the part."""
+"""Applies dropout to a part of a row: takes its values, the row and the part."""
 
 
 def bias_activation_forward(
@@ -77,7 +77,7 @@ def add_bias(loaded: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def present(operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """The operands that are there."""
+    """The operands that are not None."""
     return {name: value for name, value in operands.items() if value is not None}
 
 
@@ -140,7 +140,7 @@ def load_row_part(refs: Mapping[str, Any], row: jax.Array, part: Part) -> dict[s
 
 
 def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
-    """How to drop elements of a part of a row, or None where none are."""
+    """The function that applies dropout to a part of a row; None without dropout."""
     if words_ref is None:
         return None
     words = mixed_words(words_ref)

@@ -110,7 +110,7 @@ def mosaic_unsupported(logits: jax.Array) -> str | None:
 
 
 def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *, each: str) -> jax.Array:
-    """The labels, of int32 or a wider integer. TypeError or ValueError, in the operation's name, for what are none.
+    """The labels, of int32 or a wider integer. TypeError or ValueError, in the operation's name, for anything else.
 
     shape: what they must have. each: what has one, for the message.
     """
@@ -131,7 +131,7 @@ def checked_options(
     z_loss: float,
     reduction: str,
 ) -> dict[str, Any]:
-    """The numbers by their names. TypeError or ValueError, in the operation's name, for a loss that there is not."""
+    """The options by name. TypeError or ValueError, in the operation's name, where one is out of range."""
     options: dict[str, Any] = {"ignore_index": static_integer(operation, "ignore_index", ignore_index)}
     if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= options["ignore_index"] <= jnp.iinfo(labels_dtype).max:
         raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {ignore_index}.")
@@ -146,7 +146,7 @@ def checked_options(
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What is static of a call. is_reduced: the result is the sum of the weighted losses."""
+    """The static arguments of a call. is_reduced: the result is the sum of the weighted losses."""
 
     terms: Terms
     is_reduced: bool

@@ -20,7 +20,7 @@ WARP_LANES = 32
 _LINE_BYTES = WARP_LANES * ACCESS_BYTES
 """Bytes that a warp moves in one access."""
 _FEW_ROWS = 66
-"""Up to here a row has two multiprocessors of an H200's 132 and more."""
+"""The most rows of which each has two multiprocessors of an H200's 132 or more."""
 _MOST_HELD = {4: 2, 3: 3}
 """Chunks that each of so many warpgroups may keep in registers: one more, and they spill."""
 _MOST_BARRIERS = 32
@@ -29,7 +29,7 @@ _MOST_BARRIERS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """How the kernel of the loss cuts its work.
+    """How the kernel of the loss splits its work.
 
     loads: "registers" gives a row to one warpgroup, which reads it once; "ring", with a gradient only, gives it to the
         `warpgroups` of a persistent block, which bring it to shared memory by TMA, `chunk_lines` lines of 512 bytes at

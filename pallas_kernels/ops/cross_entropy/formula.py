@@ -1,4 +1,4 @@
-"""Loss and gradient of one row from its sums: what all kernels of cross-entropy share.
+"""Loss and gradient of one row from its sums, for all kernels of cross-entropy.
 
 With z the logits of a row, t its label, V the vocabulary, s the label smoothing and c the z-loss,
 
@@ -41,7 +41,7 @@ class Exponential:
         return jnp.exp2(logits * LOG2_E - shift) if self.is_binary else jnp.exp(logits - shift)
 
     def ratio(self, before: jax.Array, after: jax.Array) -> jax.Array:
-        """What turns exponentials under one shift into those under another."""
+        """The factor from exponentials under one shift to those under another."""
         return jnp.exp2(before - after) if self.is_binary else jnp.exp(before - after)
 
     def total(self, total: jax.Array, shift: jax.Array, maximum: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ class Token:
 
 
 def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
-    """What a row's loss is multiplied with.
+    """The factor of a row's loss.
 
     weights_ref: a sequence of no reference for 1, or one reference of (rows,) or (1,) weights, or of (1,) int32, over
     how many tokens the mean is taken.
@@ -107,7 +107,7 @@ class Terms:
     ignore_index: int = -1
 
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
-        """What an int32 label stands for."""
+        """The token of an int32 label."""
         is_ignored = label == self.ignore_index
         is_valid = jnp.logical_not(is_ignored) & (label >= 0) & (label < self.vocabulary)
         return Token(
@@ -142,7 +142,7 @@ class Terms:
         exponential: Exponential = NATURAL,
         shift: jax.Array | None = None,
     ) -> Slope:
-        """What the gradient of a row needs, times its weight. total: under the shift, where one is given."""
+        """The numbers of a row's gradient, times its weight. total: under the shift, where one is given."""
         factor, weight = token.weight / total, token.weight
         if self.z_loss:
             factor *= 1 + 2 * self.z_loss * (maximum + logarithm(total))

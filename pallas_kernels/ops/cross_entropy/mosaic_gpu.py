@@ -36,7 +36,7 @@ from pallas_kernels.primitives.rows import (
 )
 
 Statistics = tuple[jax.Array, jax.Array]
-"""Of each row: its maximum, and sum(exp(logit - maximum)); (rows,) float32."""
+"""The maximum of each row, and sum(exp(logit - maximum)); (rows,) float32."""
 
 
 def cross_entropy_forward(

@@ -111,7 +111,7 @@ def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slo
         seen, held = _first_walk(row, softmax)
         sums = exchange.join(seen, lax.rem(i, 2))  # nobody is two rows ahead
 
-        # Each time another's task, and the last one of a row: the next row's loads wait for the gradient.
+        # The warpgroups take turns, at the end of a row: the next row's loads wait for the gradient.
         def write_loss():
             logit_sum = sums.logit_sum if terms.label_smoothing else None
             total = exponential.total(sums.total, sums.shift, sums.maximum)
@@ -129,7 +129,7 @@ def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slo
 
 
 def _first_walk(row: RingRow, softmax: OnlineSoftmax) -> tuple[ThreadSums, list[RowValues]]:
-    """What threads have seen of the row, and the chunks that stay in registers."""
+    """The threads' sums of the row, and the chunks that stay in registers."""
     plan = row.ring.plan
 
     def arrive(j):
@@ -204,7 +204,7 @@ class ThreadSums(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """The same of a whole row, float32 scalars that every thread has. total: exponentials under `shift`."""
+    """The sums of a whole row, float32 scalars that every thread has. total: exponentials under `shift`."""
 
     maximum: jax.Array
     shift: jax.Array

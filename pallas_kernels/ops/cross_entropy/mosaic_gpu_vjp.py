@@ -1,4 +1,4 @@
-"""The gradient of cross-entropy on Mosaic GPU where the forward kernel did not write it, or wrote it for another scale.
+"""The gradient of cross-entropy on Mosaic GPU where the forward kernel did not write it, or wrote it unscaled.
 
 From each row's maximum and sum the gradient is elementwise, so that a block takes any part of a row.
 """
@@ -63,7 +63,7 @@ class RowSplit:
 
     @property
     def parts(self) -> int:
-        """How many blocks share a row."""
+        """The number of blocks that share a row."""
         return self.chunks + bool(self.rest)
 
     def block_part(self) -> tuple[jax.Array, jax.Array]:

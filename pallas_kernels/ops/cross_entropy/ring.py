@@ -31,12 +31,12 @@ class Pieces:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a piece."""
+        """The shape of a piece."""
         return (WARPS, WARP_LANES, self.vector)
 
     @property
     def layout(self) -> plgpu.Layout | Any:
-        """Of a piece."""
+        """The layout of a piece."""
         return plgpu.Layout.TILED(plgpu.Tiling((self.shape,)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
     def full(self, value: float) -> jax.Array:

@@ -13,7 +13,7 @@ TILE_KEYS = 64
 QUERIES = 2
 """Buffers for queries, so that those of the next part come early."""
 _OTHER_BYTES = 4096
-"""Of shared memory, for barriers and what the compiler reduces in."""
+"""Shared memory for barriers and the compiler's reductions."""
 _FEWEST_KEYS = 128
 """Keys of a sequence's part: fewer are not worth a start."""
 _MOST_SPLITS = 64
@@ -35,7 +35,7 @@ class DecodeConfig:
     stages: int = 8
 
     def fitted(self, *, head_size: int, itemsize: int) -> DecodeConfig:
-        """The same with as many stages as there is room for."""
+        """The configuration with as many stages as fit."""
         query = QUERIES * ROWS * head_size * itemsize
         staging = self.warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
         stage = 2 * self.warpgroups * TILE_KEYS * head_size * itemsize

@@ -27,7 +27,7 @@ from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.stated import product
 
 _LOWEST = -1e30
-"""Below all scores, and where maxima begin."""
+"""The start of running maxima, below all scores."""
 _UNSEEN = -3e38
 """Scores of keys that a query does not see: their weights are zero beside any maximum."""
 

@@ -27,12 +27,12 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """From a difference of prepared scores to the exponent of two; not zero, so that unseen keys weigh nothing."""
+        """The factor from a difference of scores to a power of two; not zero, so that unseen keys weigh nothing."""
         return _LOG2E * (1.0 if self.softcap is not None else max(abs(self.scale), 1e-30))
 
     def prepare(self, products: jax.Array) -> jax.Array:
-        """Scores as far as their order matters: their differences are scaled, not they themselves, so that equal scores
-        weigh the same however large they are."""
+        """Scores before scaling: their differences are scaled, not they themselves, so that equal scores weigh the same
+        however large they are."""
         if self.softcap is None:
             return -products if self.scale < 0 else products
         # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
@@ -143,5 +143,5 @@ class Item:
         return found
 
     def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
-        """How many of the part's tiles a computing warpgroup takes."""
+        """The number of the part's tiles that a consumer warpgroup takes."""
         return (count + self.plan.config.warpgroups - 1 - warpgroup) // self.plan.config.warpgroups

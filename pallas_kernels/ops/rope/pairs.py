@@ -1,4 +1,4 @@
-"""How the pairs of query and key lie in memory, how a warpgroup shares them, and how a kernel reads and writes them.
+"""The pairs of query and key: their layout in memory and over a warpgroup, and how a kernel reads and writes them.
 
 The kernel runs for head sizes that are powers of two from 16 on, where a token's query heads, and its key heads, fill
 the 128 threads of a warpgroup: multiples of 4 for head sizes from 64 on, of 8 for 32 and of 16 for 16.

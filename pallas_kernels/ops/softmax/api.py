@@ -89,7 +89,7 @@ def softmax(
 def masking_of(
     x: jax.Array, *, scale: float | None = None, mask: jax.Array | None = None, is_causal: bool = False
 ) -> tuple[Masking, jax.Array | None]:
-    """What the kernels take for these arguments of `softmax`: the static part, and the mask's own rows."""
+    """The kernels' arguments for these of `softmax`: the static part, and the mask's own rows."""
     masking = Masking(scale=scale, queries=x.shape[-2] if is_causal else None)
     if mask is None:
         return masking, None

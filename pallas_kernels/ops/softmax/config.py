@@ -8,7 +8,7 @@ CAUSAL_PIECES = 8
 """A causal row in registers is read in up to so many pieces; those right of the diagonal are not read from memory."""
 
 SHARED_BYTES = 220 * 1024
-"""What a block's rows may take of the shared memory of a multiprocessor."""
+"""Shared memory that the rows of a block may take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from pallas_kernels.primitives.rows import (
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What happens to a row before its maximum is taken; static, and the same for all rows.
+    """The scale, mask and causal limit of rows; static, and the same for all rows.
 
     scale: what x is multiplied with, or None.
     is_boolean: the mask keeps (non-zero) or drops (zero); otherwise it is added.
@@ -141,7 +141,7 @@ class _Moved(Segment):
 
 
 def columns_from(segments: Sequence[Segment], first: jax.Array | int, masking: Masking) -> RowValues:
-    """The columns of segments that begin at column `first`; empty arrays' worth where nothing asks for them."""
+    """The columns of segments that begin at column `first`; zeros without a causal limit, which alone needs them."""
     if masking.queries is None:
         return tuple(jnp.int32(0) for _ in segments)
     return tuple(column + first for column in row_columns(segments))

@@ -105,7 +105,7 @@ def _online_body(x, masking, config):
 
     def body(row, x_ref, mask_row, y_ref):
         def scores(first, segments):
-            """Of the segments, counted from column `first`."""
+            """The scores of segments, which are counted from column `first`."""
             part = pl.ds(first, chunk) if segments is not rest else pl.ds(0, features)
             values = load_row(x_ref.at[row, part], segments)
             mask = None if mask_row is None else load_row(mask_row.at[part], segments)
