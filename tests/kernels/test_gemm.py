@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-import interpreter_semaphores
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from products import assert_close, normal, wide
 
-from pallas_kernels.primitives import platform
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gemm.sharing import Sharing
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
 
@@ -26,18 +21,14 @@ CUTS = {
     "default": (GemmConfig(), (136, 320, 192)),
     "rows of few": (SMALL, (1, 128, 256)),
     "narrow, deep": (GemmConfig(tile_m=64, tile_n=32, tile_k=128, warpgroups=1, store_columns=32), (24, 96, 192)),
-    "columns shared": (GemmConfig(tile_n=128, split="n"), (72, 256, 128)),
     "nothing in flight": (GemmConfig(in_flight=0, tile_n=128), (72, 128, 192)),
-    "one warpgroup ahead": (GemmConfig(tile_n=128, skew=2), (264, 128, 256)),
-    "cluster along m": (replace(SMALL, cluster="m"), (200, 192, 192)),
-    "cluster along n": (replace(SMALL, cluster="n", minor="n", group=2), (72, 192, 192)),
-    "two widths, columns shared": (GemmConfig(tile_n=256, split="n", passes=(256, 128)), (72, 448, 128)),
+    "cluster along m": (replace(SMALL, cluster=2), (200, 192, 192)),
+    "two widths": (GemmConfig(tile_n=256, passes=(256, 128)), (72, 448, 128)),
     "even waves, every other tile from behind": (replace(SMALL, even_waves=True, reverses=True), (328, 192, 192)),
     "the same in clusters, brought by a warp": (
-        replace(SMALL, tile_m=128, cluster="m", even_waves=True, reverses=True),
+        replace(SMALL, tile_m=128, cluster=2, even_waves=True, reverses=True),
         (800, 128, 192),
     ),
-    "a block a tile": (replace(SMALL, blocks_per_core=None, memory_registers=None), (130, 128, 128)),
 }
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -92,6 +83,12 @@ def test_sum_of_two_products(seed):
     assert_close(got, wide(a) @ wide(b) + wide(c) @ wide(d))
 
 
+def test_operands_after_one_another_along_the_depth(seed):
+    a, b, c, d = (normal(seed + i, *shape) for i, shape in enumerate([(72, 96), (96, 128), (72, 64), (64, 128)]))
+    (got,) = gemm([a, c], [b, d], is_along_depth=True, config=GemmConfig(tile_n=128))
+    assert_close(got, wide(a) @ wide(b) + wide(c) @ wide(d))
+
+
 def test_products_side_by_side(seed):
     a, b, c = normal(seed, 72, 64), normal(seed + 1, 64, 192), normal(seed + 2, 64, 192)
     first, second = gemm([a], [b, c], products=((0, 0, 0), (0, 1, 1)))
@@ -122,10 +119,9 @@ def rotated(y, angles, size):
     ("config", "size"),
     [
         (replace(SMALL, tile_n=128), 64),
-        (replace(SMALL, tile_n=128, cluster="n"), 128),
-        (GemmConfig(tile_n=256, split="n"), 128),
+        (replace(SMALL, tile_n=128, cluster=2), 128),
     ],
-    ids=["tiles of two heads", "clusters across results", "columns shared"],
+    ids=["tiles of two heads", "clusters"],
 )
 def test_right_operands_beside_each_other(config, size, seed):
     m, k = 72, 128
@@ -160,9 +156,7 @@ def test_heads_with_a_norm_alone(seed):
     assert_close(got, (heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5)).reshape(8, -1))
 
 
-@pytest.mark.parametrize(
-    "config", [SMALL, replace(SMALL, tile_n=128, cluster="n"), GemmConfig(split="n")], ids=["tiles", "cluster", "split"]
-)
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, tile_n=128, cluster=2)], ids=["tiles", "cluster"])
 def test_sums_of_rows_squares(config, seed):
     """Of the result as it is rounded, with tiles that end outside it."""
     a, b, residual = normal(seed, 72, 64), normal(seed + 1, 64, 320), normal(seed + 2, 72, 320)
@@ -171,55 +165,9 @@ def test_sums_of_rows_squares(config, seed):
     np.testing.assert_allclose(squares, (wide(got) ** 2).sum(1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("tiles", "blocks", "steps", "fewest"), [(23, 5, 12, 1), (11, 5, 9, 2), (13, 6, 8, 1)])
-def test_shared_tiles_are_begun_by_one_block_and_ended_by_the_next(tiles, blocks, steps, fewest):
-    sharing = Sharing(tiles=tiles, blocks=blocks, steps=steps, fewest=fewest)
-    parts, loads = {}, []
-
-    def work(tile, part, before):
-        parts.setdefault(int(tile), []).append((*map(int, part), block, int(before)))
-
-    with jax.disable_jit():
-        for block in range(blocks):
-            loads.append(int(sharing.for_each(jnp.int32(block), work)))
-    assert sum(loads) == tiles * steps
-    assert max(loads) - min(loads) <= 1 + 2 * (fewest - 1)
-    for tile in range(tiles):
-        own = parts[tile]
-        if len(own) == 1:
-            assert own[0][:2] == (0, steps)
-            continue
-        (_, head, left, begins, ends, block, before), (first, tail, found, *others, after) = own
-        assert (begins, ends, *others) == (1, 0, 0, 1, block + 1)
-        assert left == found == block + 1
-        assert head == first
-        assert head + tail == steps
-        assert min(head, tail) >= fewest
-        assert before + head <= after + 2 * (fewest - 1), "the second would wait"
-
-
-def test_a_shared_last_wave_changes_no_bit(monkeypatch, seed):
-    """Four blocks in two clusters; under vmap the tiles are not shared."""
-    interpreter_semaphores.extend(monkeypatch)
-    monkeypatch.setattr(platform, "_INTERPRETED_CORES", 4)
-    a, b, residual = normal(seed, 2, 328, 256), normal(seed + 1, 256, 64), normal(seed + 2, 2, 328, 64)
-
-    def run(a, residual, is_shared):
-        config = replace(SMALL, cluster="m", shares_last_wave=is_shared)
-        return gemm([a], [b], residual=residual, row_squares=True, config=config)
-
-    jax.tree.map(np.testing.assert_array_equal, *(run(a[0], residual[0], is_shared) for is_shared in (True, False)))
-    shared = partial(run, is_shared=True)
-    assert "semaphore" in str(jax.make_jaxpr(shared)(a[0], residual[0]))
-    mapped, shapes = jax.make_jaxpr(jax.vmap(shared), return_shape=True)(a, residual)
-    assert "semaphore" not in str(mapped)
-    assert [each.shape for each in shapes] == [(2, 328, 64), (2, 328)]
-
-
 def test_stages_are_those_that_fit():
     sizes = {"itemsize": 2, "operands": (1, 1), "products": 1, "stored_bytes": 2}
     fitted = GemmConfig(stages=20).fitted(**sizes)
     stage = (128 + 256) * 64 * 2
     assert fitted.stages * stage < SHARED_BYTES < (fitted.stages + 1) * stage
     assert GemmConfig(stages=3).fitted(**sizes).stages == 3
-    assert GemmConfig(stages=20, blocks_per_core=2, tile_n=128).fitted(**sizes).stages == 2

@@ -14,8 +14,8 @@ from draws import normal
 
 from pallas_kernels import lora_linear
 from pallas_kernels.ops.lora_linear.config import LoraConfig
-from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward, lora_linear_gradient_x
-from pallas_kernels.ops.lora_linear.sharing import Sharing
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
+from pallas_kernels.ops.lora_linear.work_split import WorkSplit
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.specs import seeds_of
 
@@ -72,29 +72,29 @@ def assert_close(y, expected):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("low", "cluster"), [("before", None), ("inside", None), ("inside", "m")])
-def test_both_forms_and_rows_over_several_tiles(low, cluster):
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_rows_over_several_tiles(cluster):
     x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
-    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster), low=low)
+    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster))
     y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
     assert_close(y, exact(x, w, a, b, alpha=0.5))
 
 
-AHEAD = {
-    "one width": LoraConfig(product=GemmConfig(tile_n=128), low="ahead"),
-    "two widths": LoraConfig(product=GemmConfig(tile_n=128, passes=(128, 64)), low="ahead"),
-    "half the swizzle": LoraConfig(product=GemmConfig(tile_n=96, store_columns=32), low="ahead"),
+ONE_LAUNCH = {
+    "one width": LoraConfig(product=GemmConfig(tile_n=128), is_one_launch=True),
+    "two widths": LoraConfig(product=GemmConfig(tile_n=128, passes=(128, 64)), is_one_launch=True),
+    "half the swizzle": LoraConfig(product=GemmConfig(tile_n=96, store_columns=32), is_one_launch=True),
 }
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("cut", AHEAD)
+@pytest.mark.parametrize("cut", ONE_LAUNCH)
 def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
     # As many steps of x and a as do not fit into the buffers that they come by.
     x, w, a, b = arrays(rows=136, features=320, outputs=320, rank=20).values()
     bias = jnp.linspace(-1, 1, 320, dtype=jnp.float32)
-    y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=AHEAD[cut])
+    y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=ONE_LAUNCH[cut])
     assert_close(y, exact(x, w, a, b, alpha=0.5) + np.asarray(bias, np.float64))
     # Two warpgroups of one block each for two tiles of rows.
     assert sorted(counts.values()) == [2, 2]
@@ -105,7 +105,7 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
     x, w, a, b = arrays(rows=3, features=128, outputs=128, rank=8).values()
     copies = jnp.stack([x, 2 * x, 3 * x])
-    forward = partial(lora_linear_forward, alpha=0.5, config=AHEAD["one width"])
+    forward = partial(lora_linear_forward, alpha=0.5, config=ONE_LAUNCH["one width"])
     for y in (
         jax.vmap(lambda x: forward(x, w, a, b, None))(copies),
         jax.vmap(lambda x, b: forward(x, w, a, b, None))(copies[:2], jnp.stack([b, b])),
@@ -120,28 +120,17 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
     [(4, 32, 132, 132, 4), (64, 16, 132, 132, 32), (3, 44, 132, 132, 2), (1, 1, 132, 2, 1)],
 )
 def test_who_makes_what(rows, columns, most, blocks, makers):
-    sharing = Sharing.of(rows=rows, columns=columns, most=most)
-    assert (sharing.blocks, sharing.makers) == (blocks, makers)
+    split = WorkSplit.of(rows=rows, columns=columns, most=most)
+    assert (split.blocks, split.makers) == (blocks, makers)
     every = jnp.arange(blocks)
-    lows, units = jax.vmap(sharing.lows)(every).tolist(), jax.vmap(sharing.units_of)(every).tolist()
+    lows, units = jax.vmap(split.lows)(every).tolist(), jax.vmap(split.units_of)(every).tolist()
     assert sum(lows) == rows
-    assert {int(sharing.low(i, n)) for i in range(blocks) for n in range(lows[i])} == set(range(rows))
+    assert {int(split.low(i, n)) for i in range(blocks) for n in range(lows[i])} == set(range(rows))
     assert max(units[:makers]) <= min(units[makers:], default=1)
     numbers = jnp.array([(i, n) for i in range(blocks) for n in range(units[i])])
-    places = jax.vmap(partial(sharing.place, minor="m", group=8))(numbers[:, 0], numbers[:, 1])
+    places = jax.vmap(partial(split.place, group=8))(numbers[:, 0], numbers[:, 1])
     pairs = zip(*(place.tolist() for place in places), strict=True)
     assert sorted(pairs) == [(row, column) for row in range(rows) for column in range(columns)]
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_kernel_of_the_gradient_of_x():
-    """Small shapes leave it to XLA."""
-    x, w, a, b = arrays(features=128, outputs=192, rank=24).values()
-    dy = normal(7, (8, 192), x.dtype)
-    low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
-    dx = lora_linear_gradient_x(dy, w, a, low, alpha=0.5, config=GemmConfig(tile_n=128))
-    expected = exact(dy, w.T, b.T, a.T, alpha=0.5)
-    assert_close(dx, expected)
 
 
 def test_rank_zero_is_no_correction():

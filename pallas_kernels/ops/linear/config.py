@@ -20,8 +20,6 @@ FEWEST_MANY_ROWS = 512
 """Between few rows and these nothing has been measured."""
 FEWEST_FEATURES = 4096
 """Of plain products; with less nothing has been measured."""
-MOST_SHARED_FEATURES = 8192
-"""Of a last wave that blocks share. It won with 4096; with 14336 (and fewer outputs) it lost."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -63,11 +61,8 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
     """The measured best for a problem, else the untuned choice."""
     outputs, features = int(known["outputs"]), int(known["features"])
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
-    is_shared = FEWEST_FEATURES <= features <= MOST_SHARED_FEATURES and not keeps_product
     is_even = not keeps_product
-    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_shared=is_shared, is_even=is_even)
-    if untuned == NARROW and known["behind"] == "nothing":
-        untuned = replace(NARROW, warpgroups=1)  # 1.4 % faster at 512 rows and 4096 features; with a residual even
+    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_even=is_even)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features)
     config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
@@ -100,9 +95,6 @@ def candidates(rows: int) -> dict[str, Config]:
         "128x(256+192)": MIXED[1],
         "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x128": NARROW,
-        "128x128, one warpgroup": replace(NARROW, warpgroups=1),
-        "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m": GemmConfig(cluster=2),
         "128x256 cluster m, even waves": EVEN,
-        "128x256 cluster m, last wave shared": GemmConfig(cluster="m", shares_last_wave=True),
-        "128x256 cluster n": GemmConfig(cluster="n"),
     }

@@ -1,7 +1,4 @@
-"""The linear layer forward on Mosaic GPU: one launch, everything behind the product done on the accumulator.
-
-Where blocks share the last wave's tiles, XLA clears their semaphores in a short launch before it.
-"""
+"""The linear layer forward on Mosaic GPU: one launch, everything after the product done on the accumulator."""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ def candidates(rows: int, vocabulary: int, features: int) -> dict[str, LossConfi
     plain = GemmConfig()
     found = {
         "forward: 128x256": replace(default, statistics=plain),
-        "forward: 128x256 cluster m": replace(default, statistics=GemmConfig(cluster="m")),
-        "forward: 128x256 skew 2, none in flight": replace(default, statistics=GemmConfig(skew=2, in_flight=0)),
+        "forward: 128x256 cluster m": replace(default, statistics=GemmConfig(cluster=2)),
         "forward: 128x128": replace(default, statistics=GemmConfig(tile_n=128, stages=6)),
         "all logits twice": replace(default, keeps_logits=False),
         "gradients 128x256": replace(default, hidden=replace(plain, store_columns=32), weight=plain),

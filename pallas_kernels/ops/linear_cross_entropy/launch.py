@@ -6,20 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.consumer import compute
-from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
+from pallas_kernels.primitives.gemm.consumer import consume
+from pallas_kernels.primitives.gemm.launch import launcher
+from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
-from pallas_kernels.primitives.gemm.producer import produce
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces
-from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.references import in_place
 
 Extras = Mapping[str, Any]
@@ -70,51 +66,35 @@ def product_kernel(
     changed: further extras, whose memory the kernel changes.
     make_store: from the extras' references, the outputs', the warpgroup's buffers in shared memory, (slots, rows,
         columns) as `Pieces` has them of `buffer_dtype` (None without one), barriers, one for each slot of each
-        warpgroup, and the warpgroup's number, to what `mainloop.compute` calls `begin` and `finish` of.
+        warpgroup, and the warpgroup's number, to what `consume` calls `begin` and `finish` of.
     view_a, view_b: from an operand's reference to the part of it that is multiplied.
     """
-    config = problem.config
-    tiles = problem.grid[0] * problem.grid[1]
-    size = problem.cluster_size
-    cores = target_device().core_count
-    blocks = tiles if config.blocks_per_core is None else cores * config.blocks_per_core // size
-    pieces = Pieces.of(problem)
+    config, pieces = problem.config, Pieces.of(problem)
 
-    def body(a_ref, b_ref, extra_refs, *refs):
+    def roles(a_ref, b_ref, extra_refs, *refs):
         outputs, (ring_refs, buffers, arrived) = refs[: len(out_type)], refs[len(out_type) :]
         ring = Ring(problem=problem, **ring_refs)
-        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == config.warpgroups)
-        def _():
-            if config.memory_registers is not None:
-                plgpu.set_max_registers(config.memory_registers, action="decrease")
+        def multiply(warpgroup):
+            own = buffers[0].at[warpgroup] if buffers else None
+            consume(problem, ring, [make_store(extra_refs, outputs, own, arrived, warpgroup)], warpgroup)
+
+        def load():
             produce(problem, [view_a(a_ref, extra_refs)], [view_b(b_ref, extra_refs)], ring)
 
-        @pl.when(warpgroup < config.warpgroups)
-        def _():
-            if config.compute_registers is not None:
-                plgpu.set_max_registers(config.compute_registers, action="increase")
-            own = buffers[0].at[warpgroup] if buffers else None
-            compute(problem, ring, [make_store(extra_refs, outputs, own, arrived, warpgroup)], warpgroup)
+        return load, multiply
 
-    body.__name__ = name
     buffer_shape = (config.warpgroups, pieces.slots, pieces.rows, pieces.columns)
-    kernel = settings.kernel(
-        body,
+    kernel = launcher(
+        problem,
+        roles,
+        name=name,
         out_type=list(out_type),
-        grid=(max(1, min(blocks, tiles)),),
-        grid_names=("block",),
-        **({"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
         scratch_types=(
             ring_types(problem, 1, 1),
             [shared(buffer_shape, buffer_dtype)] if buffer_dtype is not None else [],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
-        products=problem.stated,
     )
     if not changed:
         return tuple(kernel(a, b, dict(extras)))

@@ -77,8 +77,8 @@ def logits_statistics(
     (rows, features), vocabulary, dtype = hidden.shape, w.shape[1], hidden.dtype
     problem = problem_of(rows, vocabulary, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
     pieces = Pieces.of(problem)
-    height = problem.grid[0] * problem.clusters[0] * problem.config.tile_m
-    tiles, block = -(-vocabulary // problem.width), problem.config.warpgroup_rows
+    height = problem.rows
+    tiles, block = -(-vocabulary // problem.columns), problem.config.warpgroup_rows
     numbers = 4 if terms.label_smoothing else 3
     out_type = [jax.ShapeDtypeStruct((tiles, height), jnp.float32)] * numbers
     if kept_rows:
@@ -100,7 +100,7 @@ def logits_statistics(
             store=store,
             kept_rows=kept_rows,
             block=block,
-            width=problem.width,
+            width=problem.columns,
         )
 
     outputs = product_kernel(
@@ -111,13 +111,13 @@ def logits_statistics(
         make_store=make_store,
         extras={
             "labels": padded_vector(labels, height),
-            "labelled": _labelled(labels, height // block, block, tiles, problem.width),
+            "labelled": _labelled(labels, height // block, block, tiles, problem.columns),
         },
         out_type=out_type,
         buffer_dtype=dtype if kept_rows else None,
     )
     outputs = [varying_like(output, hidden, w, labels) for output in outputs]
-    statistics = _together(outputs[:numbers], labels, problem.width)
+    statistics = _together(outputs[:numbers], labels, problem.columns)
     return statistics, outputs[-1] if kept_rows else None
 
 

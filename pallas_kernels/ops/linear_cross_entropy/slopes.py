@@ -108,7 +108,7 @@ def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> 
     (rows, features), dtype = hidden.shape, hidden.dtype
     problem = problem_of(rows - kept_rows, width, features, dtype, config.recompute, stored_bytes=dtype.itemsize)
     pieces = Pieces.of(problem)
-    height = problem.grid[0] * problem.clusters[0] * problem.config.tile_m
+    height = problem.rows
     slopes = jax.tree.map(lambda array: padded_vector(array[kept_rows:], height), slopes)
     is_separate = d is None or is_checked(hidden, w, d)
     out_type = [jax.ShapeDtypeStruct((rows - kept_rows, width), dtype)] if is_separate else []

@@ -43,7 +43,6 @@ def candidates(rows: int) -> dict[str, Config]:
     return {
         "128x256": GemmConfig(),
         "128x128": NARROW,
-        "128x256 cluster m": GemmConfig(cluster="m"),
+        "128x256 cluster m": GemmConfig(cluster=2),
         "128x256 cluster m, even waves": EVEN,
-        "128x256 skew 3, none in flight": GemmConfig(skew=3, in_flight=0),
     }

@@ -14,7 +14,7 @@ from pallas_kernels.ops._products.checks import (
     linear_unsupported,
 )
 from pallas_kernels.ops._products.prologue import as_rows
-from pallas_kernels.ops.lora_linear.config import default_gradient_config, is_preferred
+from pallas_kernels.ops.lora_linear.config import is_preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
@@ -52,9 +52,9 @@ def lora_linear(
         b: (rank, outputs).
         alpha: a Python number; LoRA's alpha / rank.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
-        implementation: "mosaic" (one Mosaic GPU kernel for less than 2048 rows with a rank of at most 64, and XLA's
-            product x @ a before it otherwise; from 512 rows on, blocks of the one kernel wait for each other, and a
-            launch before it clears their semaphores; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
+        implementation: "mosaic" (one Mosaic GPU kernel for 512 to 2047 rows with a rank of at most 64, whose blocks
+            wait for each other by semaphores that a launch before it clears; XLA's product x @ a and one kernel
+            otherwise; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
             outputs multiples of 64, at least 128 outputs, a rank of at most 128), "xla", a sequence of them in order
             of preference, or None: "mosaic" for 2048 rows or more, where it can run; "xla" elsewhere.
 
@@ -116,8 +116,7 @@ def _mosaic_fwd(alpha, x, w, a, b, bias):
 
 def _mosaic_bwd(alpha, saved, dy):
     x, w, a, b, bias = saved
-    config = default_gradient_config(x.shape[0], w.shape[1], w.shape[0])
-    return lora_linear_backward(x, w, a, b, bias, dy, alpha=alpha, config=config)
+    return lora_linear_backward(x, w, a, b, bias, dy, alpha=alpha)
 
 
 _lora_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -1,7 +1,6 @@
-"""The low-rank corrected linear layer backward.
+"""The low-rank corrected linear layer backward: plain products, XLA's.
 
-x's gradient has the form of the layer itself, [dy | alpha dy @ b.T] @ [w.T ; a.T], and can have its kernel. All else
-are plain products, XLA's; where w, as usual, is not trained, XLA leaves its gradient out.
+Where w, as usual, is not trained, XLA leaves its gradient out.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_gradient_x
-from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.platform import varying_like
 
 
-@partial(jax.jit, static_argnames=("alpha", "config"))
+@partial(jax.jit, static_argnames=("alpha",))
 def lora_linear_backward(
     x: jax.Array,
     w: jax.Array,
@@ -26,18 +23,11 @@ def lora_linear_backward(
     dy: jax.Array,
     *,
     alpha: float,
-    config: GemmConfig | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns (dx, dw, da, db, dbias), dbias None without a bias. Arguments as in `mosaic_gpu.lora_linear_forward`.
-
-    config: of the kernel for dx; None: XLA's products.
-    """
+    """Returns (dx, dw, da, db, dbias), dbias None without a bias. Arguments as in `mosaic_gpu.lora_linear_forward`."""
     low = jnp.matmul(dy, b.T, preferred_element_type=jnp.float32)
-    if config is None:
-        correction = jnp.matmul((alpha * low).astype(x.dtype), a.T, preferred_element_type=jnp.float32)
-        dx = (jnp.matmul(dy, w.T, preferred_element_type=jnp.float32) + correction).astype(x.dtype)
-    else:
-        dx = lora_linear_gradient_x(dy, w, a, low, alpha=alpha, config=config)
+    correction = jnp.matmul((alpha * low).astype(x.dtype), a.T, preferred_element_type=jnp.float32)
+    dx = (jnp.matmul(dy, w.T, preferred_element_type=jnp.float32) + correction).astype(x.dtype)
     da = x.T @ (alpha * low).astype(x.dtype)
     inner = (alpha * jnp.matmul(x, a, preferred_element_type=jnp.float32)).astype(x.dtype)
     db = inner.T @ dy

@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels.ops._products.specs import behind_product, product_bytes, product_call, rows_of, weight
 from pallas_kernels.ops.lora_linear.api import lora_linear
-from pallas_kernels.ops.lora_linear.config import candidates, default_gradient_config
+from pallas_kernels.ops.lora_linear.config import candidates
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
@@ -84,8 +84,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     found = candidates(rows_of(arguments), arguments["a"].shape[1])
     if phase == "forward":
         return {name: partial(_forward_variant, config=config) for name, config in found.items()}
-    kernels = {name: config.product for name, config in found.items() if config.low == "before"}
-    return {name: partial(_backward_variant, config=config) for name, config in {"XLA": None, **kernels}.items()}
+    return {"XLA": _backward_variant}
 
 
 def _forward_variant(*, x, w, a, b, alpha=1.0, bias=None, config):
@@ -93,18 +92,16 @@ def _forward_variant(*, x, w, a, b, alpha=1.0, bias=None, config):
     return (y.reshape(*x.shape[:-1], -1),)
 
 
-def _backward_variant(*, x, w, a, b, cotangents, alpha=1.0, bias=None, config):
+def _backward_variant(*, x, w, a, b, cotangents, alpha=1.0, bias=None):
     (dy,) = cotangents
     rows = x.reshape(-1, x.shape[-1])
-    dx, *rest = lora_linear_backward(rows, w, a, b, bias, dy.reshape(-1, dy.shape[-1]), alpha=alpha, config=config)
+    dx, *rest = lora_linear_backward(rows, w, a, b, bias, dy.reshape(-1, dy.shape[-1]), alpha=alpha)
     return tuple(value for value in (dx.reshape(x.shape), *rest) if value is not None)
 
 
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     if implementation == "mosaic":
-        features, outputs = arguments["w"].shape
-        config = default_gradient_config(rows_of(arguments), outputs, features)
-        return _backward_variant(**arguments, cotangents=cotangents, config=config)
+        return _backward_variant(**arguments, cotangents=cotangents)
     names = [name for name in ("x", "w", "a", "b", "bias") if arguments.get(name) is not None]
 
     def forward(*values):

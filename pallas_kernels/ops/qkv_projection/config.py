@@ -78,9 +78,7 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     wide = GemmConfig()
     return {
         "128x256": wide,
-        "128x256 cluster m": replace(wide, cluster="m"),
-        "128x256 skew 3, none in flight": replace(wide, skew=3, in_flight=0),
-        "128x256 cluster m, skew 3, none in flight": replace(wide, cluster="m", skew=3, in_flight=0),
+        "128x256 cluster m": replace(wide, cluster=2),
         "128x128": GemmConfig(tile_n=128, stages=6),
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.platform import target_device
 
@@ -13,17 +11,15 @@ MANY_ROWS = 2048
 """From here on pairs of blocks bring b's tiles together."""
 MIXED = {
     1: GemmConfig(passes=(256, 192)),
-    2: GemmConfig(passes=(256, 256, 256, 128), skew=3, in_flight=0),
+    2: GemmConfig(passes=(256, 256, 256, 128), in_flight=0),
 }
 """For 512 rows and 14336 columns of each accumulator, by their number: as many columns for every block."""
 MOST_MIXED_ROWS = 512
 """With more rows, plain and gated products by tiles of several widths have been counted, but not measured."""
 NARROW = GemmConfig(tile_n=128, stages=6)
 """Where wide tiles are too few."""
-EVEN = GemmConfig(cluster="m", even_waves=True, reverses=True)
+EVEN = GemmConfig(cluster=2, even_waves=True, reverses=True)
 """For many rows: with 4096 features it reads a third less from memory, with 14336 a sixth less."""
-SHARED_SHARE = 0.125
-"""Of the blocks that the last wave has tiles for, up to which all of them share it: see `sharing`."""
 WORTH = 0.8
 """Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
 
@@ -34,33 +30,21 @@ def choose_config(
     *,
     accumulators: int = 1,
     is_mixed: bool = False,
-    is_shared: bool = False,
     is_even: bool = False,
 ) -> GemmConfig:
     """The cut of an (m, n) result with so many accumulators of n columns each; the depth does not matter.
 
-    is_mixed: whether tiles of several widths will do, too. is_shared: whether blocks may share the last wave's tiles.
-    is_even: whether waves of many rows may be even, and every other tile gone through from behind.
+    is_mixed: whether tiles of several widths are allowed. is_even: whether waves of many rows may be even, and every
+    other tile computed from its last step to its first.
     """
     if m <= FEW_ROWS:
         return _few_rows(n, accumulators)
-    wide = GemmConfig(cluster="m" if m >= MANY_ROWS else None)
+    wide = GemmConfig(cluster=2 if m >= MANY_ROWS else 1)
     configs = [wide] if accumulators > 1 else [wide, NARROW]
     if is_mixed and m < MANY_ROWS:
         configs.append(MIXED[accumulators])
     config = min(configs, key=lambda config: _cost(config, m, n * accumulators))
-    if is_shared and _is_worth_sharing(config, m, n * accumulators):
-        return replace(config, shares_last_wave=True)
     return EVEN if is_even and m >= MANY_ROWS and config == wide else config
-
-
-def _is_worth_sharing(config: GemmConfig, m: int, n: int) -> bool:
-    """Whether the last of many waves is nearly empty. Only clusters along m have been measured."""
-    if config.cluster != "m":
-        return False
-    pairs = -(-m // (2 * config.tile_m)) * -(-n // config.tile_n)
-    waves, left = divmod(pairs, target_device().core_count // 2)
-    return waves > 0 and 0 < left <= SHARED_SHARE * (target_device().core_count // 2)
 
 
 def fills(m: int, n: int, *, accumulators: int = 1) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that one block may have on Hopper."""
 _RESERVED_BYTES = 2048
 """For barriers, alignment and Mosaic GPU's own scratch."""
+PRODUCER_REGISTERS = 40
+"""Of each thread of the producer; the consumers share the rest."""
 _REGISTERS = 512
 """Registers of a streaming multiprocessor over the threads of one warpgroup."""
 _MOST_REGISTERS = 240
@@ -27,18 +28,11 @@ class GemmConfig:
     tile_k: the depth of a step, 16-bit values.
     stages: steps of operands in shared memory at once; fewer where they do not fit.
     warpgroups: that compute; one more brings the operands by TMA.
-    split: whether those share the tile's rows ("m") or columns ("n"). Each gets at least 64 rows.
     in_flight: steps of tensor-core work that may be unfinished when the next is issued.
-    skew: steps by which the first computing warpgroup runs ahead of the others from the start, less than `stages`:
-        while it stores its results the others have the tensor cores, and the other way round.
-    minor, group: the order of tiles: `group` tiles along "m" or "n", then on along the other; see
-        `plgpu.planar_snake`. Tiles near in time share operands in the L2 cache.
-    cluster: two blocks that are neighbours along "m" (they share b's tile) or "n" (a's) bring it once, by multicast.
+    group: tiles along m that follow one another before the next along n; see `plgpu.planar_snake`. Tiles near in time
+        share operands in the L2 cache.
+    cluster: blocks, 1 or 2, that are neighbours along m and load their common tile of b once, by multicast.
     store_columns, store_slots: the result leaves in pieces of so many columns, through so many buffers a warpgroup.
-    memory_registers: of each thread of the warpgroup that brings operands; the others share the rest. None leaves the
-        split to the compiler: for several blocks a multiprocessor.
-    shares_last_wave: tiles that would keep only some blocks busy at the end are shared by all of them, see `sharing`.
-    blocks_per_core: persistent blocks a streaming multiprocessor; None starts a block for each tile.
     even_waves: no more blocks than the number of waves needs, so that none waits in the last one, and waves are whole
         squares of tiles.
     reverses: every other tile of a block is gone through from its last step to its first, since the L2 cache still has
@@ -50,26 +44,14 @@ class GemmConfig:
     tile_k: int = 64
     stages: int = 4
     warpgroups: int = 2
-    split: Literal["m", "n"] = "m"
     in_flight: int = 1
-    skew: int = 0
-    minor: Literal["m", "n"] = "m"
     group: int = 8
-    cluster: Literal["m", "n"] | None = None
+    cluster: int = 1
     store_columns: int = 64
     store_slots: int = 2
-    memory_registers: int | None = 40
-    blocks_per_core: int | None = 1
-    automatic_barriers: bool = True
     passes: tuple[int, ...] = ()
-    shares_last_wave: bool = False
     even_waves: bool = False
     reverses: bool = False
-
-    @property
-    def unshared(self) -> GemmConfig:
-        """The same with each tile one block's."""
-        return replace(self, shares_last_wave=False)
 
     @property
     def strip(self) -> tuple[int, ...]:
@@ -79,20 +61,12 @@ class GemmConfig:
     @property
     def warpgroup_rows(self) -> int:
         """Rows of the tile that one warpgroup computes."""
-        return self.tile_m // (self.warpgroups if self.split == "m" else 1)
+        return self.tile_m // self.warpgroups
 
     @property
-    def warpgroup_columns(self) -> int:
-        """Columns of the tile, all accumulators together, that one warpgroup computes."""
-        return self.tile_n // (self.warpgroups if self.split == "n" else 1)
-
-    @property
-    def compute_registers(self) -> int | None:
-        """Of each computing thread, None where the compiler decides."""
-        if self.memory_registers is None:
-            return None
-        share = (_REGISTERS - self.memory_registers) // self.warpgroups
-        return min(_MOST_REGISTERS, share // 8 * 8)
+    def consumer_registers(self) -> int:
+        """Registers of each computing thread."""
+        return min(_MOST_REGISTERS, (_REGISTERS - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
     def fitted(self, *, itemsize: int, operands: tuple[int, int], products: int, stored_bytes: int) -> GemmConfig:
         """The same with as many stages as fit.
@@ -102,8 +76,8 @@ class GemmConfig:
         """
         rows, columns = operands[0] * self.tile_m, operands[1] * self.tile_n // products
         stage = (rows + columns) * self.tile_k * itemsize
-        width = self.warpgroup_columns // products
+        width = self.tile_n // products
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
-        left = SHARED_BYTES // max(1, self.blocks_per_core or 1) - _RESERVED_BYTES - store
+        left = SHARED_BYTES - _RESERVED_BYTES - store
         return replace(self, stages=max(2, min(self.stages, left // stage)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -24,16 +24,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.choice import FEW_ROWS
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.consumer import compute
+from pallas_kernels.primitives.gemm.consumer import consume
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.heads import Beside, Heads
-from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher, sharing_of
-from pallas_kernels.primitives.gemm.mainloop import Ring, ring_types
+from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
-from pallas_kernels.primitives.gemm.producer import produce
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.gemm.sharing import Sums, apart
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
 
@@ -55,6 +53,7 @@ def gemm(
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     row_squares: bool = False,
+    is_along_depth: bool = False,
     out_dtype: jnp.dtype | None = None,
     config: GemmConfig | None = None,
     name: str = "gemm",
@@ -74,6 +73,8 @@ def gemm(
         residual: (M, N) of out_dtype; added to the first result.
         row_squares: whether the sums over each row of the first result's squares, (M,) float32, are a result too, the
             last one. Of the result as it is rounded.
+        is_along_depth: whether operands follow one another along the depth: a[0] @ b[0] + a[1] @ b[1], with as much
+            memory for each step as one pair takes.
         config: the cut; stages are reduced to those that fit.
         name: of the kernel, for traces.
     """
@@ -89,25 +90,28 @@ def gemm(
     dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
     m, k = a[0].shape[::-1] if transpose_a else a[0].shape
     widths = tuple(array.shape[0 if transpose_b else 1] for array in b)
+    operands = (1 if is_along_depth else len(a), 1 if beside or is_along_depth else len(b))
     config = (config or GemmConfig()).fitted(
         itemsize=dtype.itemsize,
-        operands=(len(a), 1 if beside else len(b)),
+        operands=operands,
         products=accumulators,
         stored_bytes=sum(d.itemsize for d in dtypes),
     )
+    depths = tuple(array.shape[0 if transpose_a else 1] for array in a) if is_along_depth else ()
     problem = Problem(
         m=m,
         widths=widths if beside else widths[:1],
-        k=k,
+        k=sum(depths) or k,
         dtype=dtype,
         products=products,
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         config=config,
+        depths=depths,
     )
     cosine, sine = (None, None) if angles is None else (padded_rows(table, config.tile_m) for table in angles)
     common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
-    columns = problem.clusters[1] * sum(problem.strip)
+    columns = sum(problem.strip)
     own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
     extras = [_given({**common, **part}) for part in own]
     launch = _Launch(
@@ -117,11 +121,9 @@ def gemm(
         dtypes=dtypes,
         name=name,
         has_squares=row_squares,
+        operands=operands,
     )
-    if config.shares_last_wave:
-        outputs, squares = apart(launch, launch.unshared)(a, b, extras)
-    else:
-        outputs, squares = launch(a, b, extras)
+    outputs, squares = launch(a, b, extras)
     results = [output[:rows] for output in outputs]
     if squares is not None:
         results.append(_over_lines(squares[:, :rows]))
@@ -142,7 +144,7 @@ def _over_lines(squares):
 @dataclass(frozen=True, kw_only=True)
 class _Launch:
     """heads: what each result's columns go through that lies beside others, or one None. dtypes: of the results of one
-    of those. has_squares: see `gemm`."""
+    of those. has_squares: see `gemm`. operands: left and right tiles of a step."""
 
     problem: Problem
     epilogue: Epilogue
@@ -150,11 +152,7 @@ class _Launch:
     dtypes: Sequence[jnp.dtype]
     name: str
     has_squares: bool
-
-    @property
-    def unshared(self) -> _Launch:
-        """The same with each tile one block's."""
-        return replace(self, problem=replace(self.problem, config=self.problem.config.unshared))
+    operands: tuple[int, int]
 
     def __call__(self, a: Sequence[jax.Array], b: Sequence[jax.Array], extras: Sequence[Mapping[str, jax.Array]]):
         """The results, and the lines of sums of squares or None."""
@@ -163,9 +161,9 @@ class _Launch:
             self.problem,
             self._roles,
             name=self.name,
-            out_type=[*self._results, *self._squares, *self._sums],
+            out_type=[*self._results, *self._squares],
             scratch_types=(
-                ring_types(self.problem, len(a), len(b) if len(self.problem.widths) == 1 else 1),
+                ring_types(self.problem, *self.operands),
                 [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), d) for d in self.dtypes],
                 plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
             ),
@@ -183,11 +181,6 @@ class _Launch:
         return [jax.ShapeDtypeStruct(self.problem.squares_shape, jnp.float32)] if self.has_squares else []
 
     @property
-    def _sums(self) -> list[jax.ShapeDtypeStruct]:
-        sharing = sharing_of(self.problem)
-        return [] if sharing is None else [Sums.type_of(self.problem, sharing)]
-
-    @property
     def _pieces(self) -> Pieces:
         return Pieces.of(self.problem, most_columns=min((h.widest_piece for h in self.heads if h), default=None))
 
@@ -195,17 +188,14 @@ class _Launch:
         """What each warpgroup does; `refs`: outputs, and the scratch of `__call__`."""
         *outputs, ring_refs, buffers, arrived = refs
         ring = Ring(problem=self.problem, **ring_refs)
-        sharing = sharing_of(self.problem)
 
         def multiply(warpgroup):
-            stores = self._stores(warpgroup, extra_refs, outputs, buffers, arrived)
-            sums = None if sharing is None else Sums.of(self.problem, outputs[-1], warpgroup)
-            compute(self.problem, ring, stores, warpgroup, sharing=sharing, sums=sums)
+            consume(self.problem, ring, self._stores(warpgroup, extra_refs, outputs, buffers, arrived), warpgroup)
 
-        bring = partial(produce, self.problem, a_refs, b_refs, ring, sharing=sharing)
+        load = partial(produce, self.problem, a_refs, b_refs, ring)
         if self.problem.config.tile_m > FEW_ROWS:  # of few rows it has not been measured
-            bring = in_one_warp(bring, *a_refs, *b_refs)
-        return bring, multiply
+            load = in_one_warp(load, *a_refs, *b_refs)
+        return load, multiply
 
     def _stores(self, warpgroup, extra_refs, outputs, buffers, arrived) -> list[Store]:
         """The epilogues of a warpgroup, for each of what lies beside each other."""

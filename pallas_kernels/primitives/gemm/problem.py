@@ -27,6 +27,7 @@ class Problem:
 
     widths: columns of each right operand where those lie beside each other, so that their products are results of their
         own that fill one row of tiles; else the result's columns.
+    depths: of each pair of a left and a right operand, where pairs follow one another along the depth; else none.
     """
 
     m: int
@@ -37,6 +38,7 @@ class Problem:
     transpose_a: bool
     transpose_b: bool
     config: GemmConfig
+    depths: tuple[int, ...] = ()
 
     @property
     def accumulators(self) -> int:
@@ -65,8 +67,8 @@ class Problem:
         return (depth, rows) if self.transpose_a else (rows, depth)
 
     @property
-    def brought_rows(self) -> int:
-        """Rows of a left operand's tile that TMA brings: no more than there are, since zeros from outside cost as much.
+    def loaded_rows(self) -> int:
+        """Rows of a left operand's tile that TMA loads: no more than there are, since zeros from outside cost as much.
 
         The others keep what was there; they only reach rows of the result that are not stored.
         """
@@ -85,16 +87,6 @@ class Problem:
         return min(plgpu.find_swizzle(block[1] * bits) for block in (self.a_block, self.b_block))
 
     @property
-    def clusters(self) -> tuple[int, int]:
-        """Blocks of a cluster along m and n."""
-        return (2 if self.config.cluster == "m" else 1, 2 if self.config.cluster == "n" else 1)
-
-    @property
-    def cluster_size(self) -> int:
-        """Blocks of a cluster."""
-        return self.clusters[0] * self.clusters[1]
-
-    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole strips."""
         strip = sum(self.strip)
@@ -102,46 +94,40 @@ class Problem:
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
-        """For each of `widths`, whether the tile that begins there belongs to it, and its first column.
-
-        A cluster's tile behind all of them belongs to the last: it brings zeros and stores nothing.
-        """
+        """For each of `widths`, whether the tile that begins there belongs to it, and its first column."""
         for i, (first, last) in enumerate(self.spans):
             is_last = i == len(self.spans) - 1
             yield (column >= first) if is_last else (column >= first) & (column < last), first
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along m and strips of them along n, in units of a cluster's."""
-        rows, columns = self.clusters
-        return pl.cdiv(self.m, rows * self.config.tile_m), pl.cdiv(self.spans[-1][1], columns * sum(self.strip))
+        """Tiles along m, in units of a cluster's, and strips of them along n."""
+        return pl.cdiv(self.m, self.config.cluster * self.config.tile_m), pl.cdiv(self.spans[-1][1], sum(self.strip))
+
+    @property
+    def rows(self) -> int:
+        """Of the result, when it is filled up to whole tiles."""
+        return self.grid[0] * self.config.cluster * self.config.tile_m
 
     @property
     def steps(self) -> int:
         """Of a tile."""
-        return pl.cdiv(self.k, self.config.tile_k)
+        return self.part_ends[-1]
 
     @property
-    def width(self) -> int:
-        """Columns of each accumulator of one warpgroup."""
-        return self.config.warpgroup_columns // self.accumulators
+    def part_ends(self) -> tuple[int, ...]:
+        """For each of `depths`, or for the whole depth, the step after its last."""
+        return tuple(accumulate(pl.cdiv(depth, self.config.tile_k) for depth in self.depths or (self.k,)))
 
     @property
     def squares_shape(self) -> tuple[int, int]:
         """Of the array of rows' sums of squares: a line for the columns of each warpgroup, whole tiles of rows."""
-        (rows, columns), (cluster_rows, cluster_columns) = self.grid, self.clusters
-        return columns * cluster_columns * len(self._parts), rows * cluster_rows * self.config.tile_m
+        return self.grid[1] * len(self.strip), self.rows
 
     def line(self, column: jax.Array) -> jax.Array:
         """The line of that array for the columns of a warpgroup that begin there."""
-        *starts, strip = accumulate(self._parts)
-        lines = lax.div(column, strip) * len(self._parts)
+        *starts, strip = accumulate(self.strip)
+        lines = lax.div(column, strip) * len(self.strip)
         for start in starts:
             lines += (lax.rem(column, strip) >= start).astype(lines.dtype)
         return lines
-
-    @property
-    def _parts(self) -> tuple[int, ...]:
-        """Columns of a strip that a warpgroup has at a time."""
-        sharing = self.config.warpgroups if self.config.split == "n" else 1
-        return tuple(columns // sharing for columns in self.strip for _ in range(sharing))

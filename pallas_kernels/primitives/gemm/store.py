@@ -37,7 +37,7 @@ class Pieces:
     def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
         """Those of a problem; `most_columns`: where the epilogue needs narrower ones than the configuration has."""
         config = problem.config
-        width = problem.width
+        width = problem.columns
         columns = min(config.store_columns, width, most_columns or width)
         return cls(
             rows=config.warpgroup_rows, width=width, columns=columns, slots=min(config.store_slots, width // columns)
@@ -93,11 +93,11 @@ class Store:
         return replace(self, pieces=replace(self.pieces, width=columns))
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Before the products of the part of the result that begins there: sends for the residual's first pieces."""
+        """Before the products of the part of the result that begins there: loads the residual's first pieces."""
         if "residual" in self.extras:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(min(self.pieces.slots, self.pieces.count)):
-                self._bring(piece, row, column)
+                self._load_residual(piece, row, column)
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
         """After them: computes and stores the results."""
@@ -123,7 +123,7 @@ class Store:
                 plgpu.copy_smem_to_gmem(buffer.at[slot], place)
             if "residual" in self.extras and i + pieces.slots < pieces.count:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._bring(i + pieces.slots, row, column)
+                self._load_residual(i + pieces.slots, row, column)
         if self.squares is not None:
             assert self.line is not None
             self.squares[self.line(column), pl.ds(row, pieces.rows)] = functools.reduce(operator.add, squares)
@@ -180,7 +180,7 @@ class Store:
 
         return result
 
-    def _bring(self, piece: int, row: jax.Array, column: jax.Array) -> None:
+    def _load_residual(self, piece: int, row: jax.Array, column: jax.Array) -> None:
         slot = piece % self.pieces.slots
         columns = pl.ds(column + piece * self.pieces.columns, self.pieces.columns)
         plgpu.copy_gmem_to_smem(

@@ -1,9 +1,8 @@
-"""Which block makes which tiles, where a few make x @ a for all."""
+"""Which block computes which tiles, where a few compute x @ a for all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,13 +16,13 @@ _MOST_LOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """How the tiles of a launch are dealt out.
+class WorkSplit:
+    """How the tiles of a launch are assigned to blocks.
 
     rows, columns: of tiles of the result ("units"). There is a tile of x @ a for each of the rows.
     blocks: of the launch, all on the device at once.
-    makers: blocks that make x @ a. They have the lowest numbers, which are started first, so that nobody waits for a
-        block that has not begun; and they come last where units are dealt out, so that they have the fewest.
+    makers: blocks that compute x @ a. They have the lowest numbers, which are started first, so that nobody waits for a
+        block that has not begun; and they come last where units are assigned, so that they have the fewest.
     """
 
     rows: int
@@ -32,7 +31,7 @@ class Sharing:
     makers: int
 
     @classmethod
-    def of(cls, *, rows: int, columns: int, most: int) -> Sharing:
+    def of(cls, *, rows: int, columns: int, most: int) -> WorkSplit:
         """most: blocks that run at once."""
         units = rows * columns
         blocks = min(most, units + rows)
@@ -53,11 +52,10 @@ class Sharing:
         """How many units a block makes."""
         return _count(self.rows * self.columns, self._first(block), self.blocks)
 
-    def place(self, block: Number, n: Number, minor: Literal["m", "n"], group: int) -> tuple[jax.Array, jax.Array]:
-        """Row and column of the n-th of them. minor, group: see `GemmConfig`."""
-        axis = {"m": 0, "n": 1}[minor]
-        shape = (self.rows, self.columns)
-        return plgpu.planar_snake(self._first(block) + n * self.blocks, shape, axis, min(group, shape[axis]))
+    def place(self, block: Number, n: Number, group: int) -> tuple[jax.Array, jax.Array]:
+        """Row and column of the n-th of them. group: see `GemmConfig`."""
+        number = self._first(block) + n * self.blocks
+        return plgpu.planar_snake(number, (self.rows, self.columns), 0, min(group, self.rows))
 
     def _first(self, block: Number) -> jax.Array:
         return lax.rem(block + (self.blocks - self.makers), self.blocks)

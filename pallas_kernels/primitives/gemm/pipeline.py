@@ -1,4 +1,4 @@
-"""The order of tiles, and the ring of stages through which their steps go from the producer to the tensor cores."""
+"""The order of tiles, the producer, and the ring of stages between the producer's TMA copies and the tensor cores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.gemm.sharing import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,7 @@ class Ring:
     """Operands in shared memory, one tile of each a stage.
 
     full: a barrier a stage, passed when all of the stage's tiles have arrived.
-    empty: likewise, when every computing warpgroup is done with them.
-    ahead: a barrier that the first computing warpgroup passes on to the others when it is far enough ahead.
+    empty: a barrier a stage, passed when every consumer is done with the stage.
     """
 
     problem: Problem
@@ -32,55 +31,37 @@ class Ring:
     b: Sequence[Any]
     full: Any
     empty: Any
-    ahead: Any
 
 
 def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
     """Scratch types of `Ring`'s members, of so many left and right operands."""
     config = problem.config
     barrier = plgpu.Barrier
-    if config.cluster is not None:
+    if config.cluster > 1:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     return {
         "a": [shared((config.stages, *problem.a_block), problem.dtype, swizzle=problem.swizzle) for _ in range(lefts)],
         "b": [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
         "full": plgpu.Barrier(num_arrivals=lefts + rights, num_barriers=config.stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
-        "ahead": plgpu.Barrier(),
     }
 
 
-def for_each_tile(problem: Problem, work, *, sharing: Sharing | None = None) -> jax.Array:
+def for_each_tile(problem: Problem, work: Callable[..., None]) -> jax.Array:
     """Calls work(row, column, columns, steps before) for each of the block's tiles; returns how many steps it has.
 
     row and column are the tile's first in the result, or in the results beside each other (see `Problem.spans`).
     columns: of each accumulator in the tile.
-    sharing: how the last tiles are shared; work is then also told which part of the tile is the block's.
     """
     config = problem.config
     rows, columns = problem.grid
 
-    def place(tile):
-        minor = {"m": 0, "n": 1}[config.minor]
-        i, j = plgpu.planar_snake(tile, (rows, columns), minor, min(config.group, (rows, columns)[minor]))
-        if config.cluster == "m":
-            i = 2 * i + lax.axis_index("cluster")
-        if config.cluster == "n":
-            j = 2 * j + lax.axis_index("cluster")
-        return i * config.tile_m, j * sum(problem.strip)
-
-    if sharing is not None:
-
-        def own(tile, part, before):
-            row, column = place(tile)
-            work(row, column, problem.columns, before, part)
-
-        return sharing.for_each(lax.axis_index("block"), own)
-
     @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
-        row, column = place(info.index[0])
-        return for_each_of_strip(problem, partial(work, row), column, carry)
+        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(config.group, rows))
+        if config.cluster > 1:
+            i = config.cluster * i + lax.axis_index("cluster")
+        return for_each_of_strip(problem, partial(work, i * config.tile_m), j * sum(problem.strip), carry)
 
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 
@@ -122,10 +103,81 @@ def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
     return (second, first) if is_transposed else (first, second)
 
 
+def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
+    """Loads the operands of every step of every tile, as early as there is room."""
+    producer = _Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
+    drain(ring.empty, problem.config.stages, for_each_tile(problem, producer.tile))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Producer:
+    """a, b: the operands in device memory."""
+
+    problem: Problem
+    ring: Ring
+    a: Sequence[Any]
+    b: Sequence[Any]
+
+    def tile(self, row: jax.Array, column: jax.Array, _, before: jax.Array) -> None:
+        """Loads every step of the tile that begins there."""
+        config, steps = self.problem.config, self.problem.steps
+        stages = config.stages
+
+        def step(i, _):
+            stage = lax.rem(before + i, stages)
+
+            @pl.when(before + i >= stages)
+            def _():
+                plgpu.barrier_wait(self.ring.empty.at[stage])
+
+            place = i
+            if config.reverses:
+                is_odd = lax.rem(lax.div(before, steps), 2) == 1
+                place = jnp.where(is_odd, steps - 1 - i, i)
+            if not self.problem.depths:
+                self._load(row, column, place, stage, slice(None))
+                return
+            ends = self.problem.part_ends
+            for part, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
+                load = partial(self._load, row, column, place - first, stage, slice(part, part + 1))
+                pl.when((place >= first) & (place < end))(load)
+
+        lax.fori_loop(0, steps, step, None)
+
+    def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
+        depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
+        self._load_left(self.a[part], row, depth, stage)
+        self._load_right(self.b[part], column, depth, stage)
+
+    def _load_left(self, refs: Sequence[Any], row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+        problem, ring = self.problem, self.ring
+        whole = problem.transpose_a or problem.loaded_rows == problem.config.tile_m
+        rows = problem.config.tile_m if whole else problem.loaded_rows
+        index = ordered(pl.ds(row, rows), depth, problem.transpose_a)
+        for ref, buffer in zip(refs, ring.a, strict=True):
+            place = buffer.at[stage] if whole else buffer.at[stage, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(ref.at[index], place, ring.full.at[stage])
+
+    def _load_right(self, refs: Sequence[Any], column: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+        problem, ring = self.problem, self.ring
+        axes = "cluster" if problem.config.cluster > 1 else None
+
+        def load(ref, buffer, column):
+            index = ordered(depth, pl.ds(column, problem.columns), problem.transpose_b)
+            plgpu.copy_gmem_to_smem(ref.at[index], buffer.at[stage], ring.full.at[stage], collective_axes=axes)
+
+        if len(problem.widths) == 1:
+            for ref, buffer in zip(refs, ring.b, strict=True):
+                load(ref, buffer, column)
+            return
+        for ref, (is_own, first) in zip(refs, problem.owners(column), strict=True):
+            pl.when(is_own)(partial(load, ref, ring.b[0], column - first))
+
+
 def run_steps(
     ring: Ring,
     issue: Callable[[jax.Array, jax.Array], None],
-    steps: int | jax.Array,
+    steps: int,
     before: jax.Array,
     *,
     products: int = 1,
@@ -133,8 +185,8 @@ def run_steps(
 ) -> None:
     """Calls issue(step, stage), which starts so many products, for each step of a tile, when its operands are there.
 
-    Stages are given back when their products are done; the last steps' may be unfinished: see `give_back_last`.
-    done_with: is told of the steps that are done; the first numbers may be less than 0.
+    Stages are released when their products are done; the last steps' may be unfinished: see `release_last`.
+    done_with: called with each step that is done; the first numbers may be less than 0.
     """
     config = ring.problem.config
 
@@ -154,11 +206,8 @@ def run_steps(
     lax.fori_loop(0, steps, step, None)
 
 
-def give_back_last(ring: Ring, steps: int | jax.Array, before: jax.Array, pending: int | None = None) -> None:
-    """Gives back the stages of a tile's last steps once they are done. pending: their number, where it is not what
-    `run_steps` leaves in flight."""
+def release_last(ring: Ring, steps: int, before: jax.Array) -> None:
+    """Releases the stages of a tile's last steps, whose products are done by now."""
     config = ring.problem.config
-    if pending is None:
-        pending = min(config.in_flight, steps) if isinstance(steps, int) else config.in_flight
-    for late in range(pending, 0, -1):
+    for late in range(min(config.in_flight, steps), 0, -1):
         plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
