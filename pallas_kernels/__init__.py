@@ -2,7 +2,7 @@
 
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Choice, recorded_choices
-from pallas_kernels.ops._products.fold import fold_scale
+from pallas_kernels.ops._products.norm import fold_scale
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.batch_norm.api import batch_norm
 from pallas_kernels.ops.bias_activation.api import bias_activation

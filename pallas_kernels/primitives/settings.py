@@ -11,8 +11,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.primitives.derivatives import first_order
+from pallas_kernels.primitives.flop_metadata import Products, references
 from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.stated import Products, references
 
 
 def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:

@@ -14,8 +14,7 @@ from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.few_rows.choice import SHARED
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
+from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig, MmaConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -109,7 +108,7 @@ def test_integer_weights(name, seed):
 
 def test_integers_in_the_order_of_lanes(seed):
     x, w = normal(seed, 16, 768), quantize(normal(seed + 1, 768, 128))
-    config = replace(SHARED, depth=128, stages=2)
+    config = replace(SPLIT_INTEGERS, depth=128, stages=2)
     (got,) = few_rows_product(x, [w.values], scales=[w.scales], config=config)
     assert_close(got, wide(x) @ wide(w.dequantized(jnp.float32)))
 
@@ -141,7 +140,7 @@ HEADS = {
     ),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
     "a head a block, steps shared by warps": (
-        FewRowsConfig(columns=128, by_warps=WarpsCut(columns=128, depth=64, stages=2)),
+        FewRowsConfig(columns=128, mma=MmaConfig(columns=128, depth=64, stages=2)),
         128,
         9,
         True,
@@ -168,7 +167,7 @@ def test_heads_of_weights_beside_each_other(name, seed):
         bias=jnp.concatenate(filled),
         norm=RowNorm(epsilon=0.1, scale=scale) if is_normed else None,
         rotation=rotation,
-        is_beside=True,
+        is_concatenated=True,
         config=config,
     )
     rows = normalised(x, scale) if is_normed else wide(x)
@@ -187,7 +186,7 @@ def test_heads_of_weights_beside_each_other(name, seed):
 def test_weights_beside_each_other_without_heads(seed):
     x = normal(seed, 3, 128)
     weights = [normal(seed + 1 + i, 128, width) for i, width in enumerate((192, 64))]
-    for y, w in zip(few_rows_product(x, weights, is_beside=True, config=FewRowsConfig()), weights, strict=True):
+    for y, w in zip(few_rows_product(x, weights, is_concatenated=True, config=FewRowsConfig()), weights, strict=True):
         assert_close(y, wide(x) @ wide(w))
 
 
@@ -198,7 +197,7 @@ def test_heads_lie_whole_in_tiles(seed):
         size=128, positions=jnp.arange(8), whole=table.astype(jnp.int32), fraction=table, angles=by_multiples
     )
     with pytest.raises(ValueError, match="tiles of 64 columns do not hold whole heads of 128"):
-        few_rows_product(x, [w, w], rotation=rotation, is_beside=True, config=FewRowsConfig(columns=64))
+        few_rows_product(x, [w, w], rotation=rotation, is_concatenated=True, config=FewRowsConfig(columns=64))
     with pytest.raises(ValueError, match="only weights beside each other are rotated"):
         few_rows_product(x, [w], rotation=rotation)
 
@@ -225,7 +224,7 @@ def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
         norm=RowNorm(epsilon=0.1, scale=scale.astype(dtype)),
         bias=bias,
         residual=residual,
-        config=FewRowsConfig(by_warps=WarpsCut(depth=128, stages=2, warpgroups=2)),
+        config=FewRowsConfig(mma=MmaConfig(depth=128, stages=2, warpgroups=2)),
     )
     product = normalised(x, scale) @ wide(w)
     assert_close(kept, product)

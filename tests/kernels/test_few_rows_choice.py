@@ -13,13 +13,12 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels.ops.linear.config import problem
 from pallas_kernels.ops.norm_linear.config import normed_config
 from pallas_kernels.ops.qkv_projection.config import default_config
-from pallas_kernels.primitives.few_rows.by_warps import fits
-from pallas_kernels.primitives.few_rows.choice import ALONE, choose_few_rows
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
+from pallas_kernels.primitives.few_rows.config import ONE_WARPGROUP, FewRowsConfig, MmaConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.mma_kernel import fits
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-HEADS = WarpsCut(columns=128, depth=128, warpgroups=2)
+HEADS = MmaConfig(columns=128, depth=128, warpgroups=2)
 
 
 def described(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -36,8 +35,8 @@ def on_h200():
 @pytest.mark.parametrize(
     ("rows", "features", "outputs", "is_inside", "cut"),
     [
-        (1, 4096, 4096, True, WarpsCut()),
-        (16, 4096, 4096, True, WarpsCut()),
+        (1, 4096, 4096, True, MmaConfig()),
+        (16, 4096, 4096, True, MmaConfig()),
         (17, 4096, 4096, False, None),
         (16, 14336, 4096, False, None),
         (16, 4096, 6144, True, None),
@@ -50,16 +49,16 @@ def test_normed_products_of_few_rows(rows, features, outputs, is_inside, cut):
     x, w = described(rows, features), described(features, outputs)
     config = normed_config(problem(x, w, None, None, None, jnp.dtype(jnp.bfloat16)), rows)
     assert isinstance(config, FewRowsConfig)
-    assert (config.norm_inside, config.by_warps) == (is_inside, cut)
+    assert (config.fuses_norm, config.mma) == (is_inside, cut)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 def test_a_warpgroup_alone_where_tiles_are_nearly_enough(rows):
-    assert choose_few_rows(rows, 4096, 4096) == ALONE
+    assert choose_few_rows(rows, 4096, 4096) == ONE_WARPGROUP
 
 
 def test_projections_have_heads_of_one_block():
-    cuts = [getattr(default_config(16, head_size=size), "by_warps", None) for size in (64, 128, 256)]
+    cuts = [getattr(default_config(16, head_size=size), "mma", None) for size in (64, 128, 256)]
     assert cuts == [None, HEADS, None]
 
 

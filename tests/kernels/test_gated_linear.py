@@ -59,7 +59,7 @@ def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
     def function(x, implementation):
         return gated_linear(x, w_gate, w_up, activation="relu", norm=norm, implementation=implementation)
 
-    config = FewRowsConfig(columns=64, norm_inside=True)
+    config = FewRowsConfig(columns=64, fuses_norm=True)
     monkeypatch.setattr(api, "tuned_config", lambda *_, **__: config)
     got, expected = (jax.vjp(lambda x, i=i: function(x, i), x) for i in ("mosaic", "xla"))
     for one, other in ((function(x, "mosaic"), expected[0]), (got[1](got[0])[0], expected[1](got[0])[0])):

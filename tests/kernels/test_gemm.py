@@ -11,8 +11,7 @@ from products import assert_close, normal, wide
 
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.heads import Beside, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)

@@ -12,10 +12,10 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.deal import Deal
-from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
-from pallas_kernels.primitives.integer_gemm.lanes import from_lanes, to_lanes
+from pallas_kernels.primitives.integer_gemm.mma_kernel import IntegerMmaConfig, integer_mma_product
+from pallas_kernels.primitives.integer_gemm.packing import from_lanes, to_lanes
+from pallas_kernels.primitives.integer_gemm.problem import WorkSplit
 from pallas_kernels.specs import seeds_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -58,9 +58,9 @@ def test_product(config, sizes, dtype, seed):
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_tiles_of_several_heights(cluster, seed, monkeypatch):
     monkeypatch.setattr(platform, "_INTERPRETED_CORES", 7 * cluster)
-    config = IntegerGemmConfig(rows=64, stages=2, in_parts=True, cluster=cluster, is_dealt=True)
+    config = IntegerGemmConfig(rows=64, stages=2, in_parts=True, cluster=cluster, has_work_split=True)
     columns = 6 * cluster * config.columns
-    assert Deal(columns=6, blocks=7).is_even
+    assert WorkSplit(columns=6, blocks=7).is_even
     x, values, scales, _, exact = operands(seed, 120, 128, columns, jnp.uint8)
     y = integer_gemm(x, values, scales, epilogue=Epilogue(), config=config)
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-5 * np.abs(exact).max())
@@ -70,8 +70,8 @@ def test_tiles_of_several_heights(cluster, seed, monkeypatch):
     ("product", "config", "sizes", "dtype"),
     [
         (integer_gemm, SMALL, (72, 128, 192), jnp.int8),
-        (direct_product, DirectConfig(), (16, 1024, 64), jnp.uint8),
-        (direct_product, DirectConfig(warpgroups=1), (3, 1024, 64), jnp.uint8),
+        (integer_mma_product, IntegerMmaConfig(), (16, 1024, 64), jnp.uint8),
+        (integer_mma_product, IntegerMmaConfig(warpgroups=1), (3, 1024, 64), jnp.uint8),
     ],
 )
 def test_epilogue_order(product, config, sizes, dtype, seed):

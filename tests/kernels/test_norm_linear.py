@@ -72,7 +72,7 @@ def test_far_means_do_not_cancel_in_a_layer_norm():
 def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
     x, w, residual = arrays()
     norm = Norm(1 + 0.1 * jnp.arange(128.0) / 128, epsilon=0.1)
-    config = FewRowsConfig(columns=64, warpgroups=2, norm_inside=True)
+    config = FewRowsConfig(columns=64, warpgroups=2, fuses_norm=True)
     monkeypatch.setattr(api, "normed_config", lambda *_, **__: config)
     got, expected = (
         norm_linear(x, w, norm=norm, residual=residual, activation="relu", implementation=i) for i in ("mosaic", "xla")

@@ -135,7 +135,7 @@ def launches(function, *operands):
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
-    config = FewRowsConfig(columns=128, warpgroups=2, norm_inside=True)
+    config = FewRowsConfig(columns=128, warpgroups=2, fuses_norm=True)
     monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
     x, w_q, w_k, w_v = arrays(heads=(1, 1), head_size=128)
     x = (4.0 * normal(seed, (3, 128))).astype(x.dtype)
@@ -165,7 +165,7 @@ def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_norm_that_the_launch_cannot_do_is_before_it(monkeypatch):
-    config = FewRowsConfig(columns=128, norm_inside=True)
+    config = FewRowsConfig(columns=128, fuses_norm=True)
     monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
     operands = arrays(heads=(1, 1), head_size=128)
     for norm, head_norm in ((Norm(jnp.ones(128), kind="layer"), None), (Norm(jnp.ones(128)), Norm(jnp.ones(128)))):

@@ -11,14 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from pallas_kernels import Norm
 from pallas_kernels.ops._norms import apply as norms
-from pallas_kernels.ops._products.norm_inside import has_norm_inside
+from pallas_kernels.ops._products.norm import can_fuse_norm
 from pallas_kernels.ops.attention import api as attention
 from pallas_kernels.ops.bias_activation import api as bias_activation
 from pallas_kernels.ops.gated_activation import api as gated_activation
 from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.linear import api as linear
 from pallas_kernels.ops.qkv_projection import api as qkv_projection
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_norm_inside, chosen_config
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_fuse_norm_of, chosen_config
 from pallas_kernels.ops.rope import api as rope
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -39,11 +39,11 @@ def takes_norm(site: str, config: BlockConfig, rows: int) -> bool:
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         weights = [array(config.hidden_size, count * config.head_dim) for count in counts]
         form = HeadForm(size=config.head_dim, theta=config.rope_theta)
-        return can_norm_inside(chosen_config(x, weights, form), norm, x, form)
+        return can_fuse_norm_of(chosen_config(x, weights, form), norm, x, form)
     if site != "up_projection" or config.mlp != "swiglu":
         return False
     known = gated_linear.problem(x, array(config.hidden_size, config.mlp_size), "silu")
-    return has_norm_inside(gated_linear.tuned_config(known, rows, is_normed=True), norm, x)
+    return can_fuse_norm(gated_linear.tuned_config(known, rows, is_normed=True), norm, x)
 
 
 def unsupported(site: str, config: BlockConfig) -> str | None:

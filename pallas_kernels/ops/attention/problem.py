@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.attention.masking import Masking
-from pallas_kernels.primitives.stated import Products, product
+from pallas_kernels.primitives.flop_metadata import Products, product
 
 LOG2_E = 1.4426950408889634
 

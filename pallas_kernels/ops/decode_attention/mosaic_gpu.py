@@ -22,9 +22,9 @@ from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS,
 from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
 from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import LANES
-from pallas_kernels.primitives.stated import product
 
 _LOWEST = -1e30
 """The start of running maxima, below all scores."""

@@ -9,8 +9,7 @@ import jax
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
-from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
-from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.gated_linear.config import Config, preferred, problem, tuned_config
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
@@ -80,7 +79,7 @@ def gated_linear(
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))
     config = tuned_config(problem(rows, w_gate, activation), rows.shape[0], is_normed=norm is not None)
-    product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
+    product = partial(_with_fused_norm, config) if can_fuse_norm(config, norm, rows) else _with_norm_before
     y: jax.Array = product(activation, rows, norm, w_gate, w_up)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
@@ -96,20 +95,20 @@ def _with_norm_before(activation: str, x, norm, w_gate, w_up):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_norm_inside(config: Config, activation: str, x, norm, w_gate, w_up):
+def _with_fused_norm(config: Config, activation: str, x, norm, w_gate, w_up):
     function = get_activation("gated_linear", activation)
     return gated_linear_forward(x, w_gate, w_up, activation=function, norm=row_norm(norm), config=config)[0]
 
 
-def _inside_fwd(config, activation, *operands):
+def _fused_fwd(config, activation, *operands):
     return jax.vjp(partial(_with_norm_before, activation), *operands)
 
 
-def _inside_bwd(config, activation, pullback, cotangent):
+def _fused_bwd(config, activation, pullback, cotangent):
     return pullback(cotangent)
 
 
-_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
+_with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,17 +9,16 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.choice import (
-    MOST_NORM_INSIDE,
+from pallas_kernels.primitives.few_rows.config import (
+    MOST_FUSED_NORM_ROWS,
     MOST_ROWS,
+    FewRowsConfig,
     choose_few_rows,
-    with_norm_inside,
-    with_norms_inside,
+    fused_norm_candidates,
+    with_fused_norm,
 )
-from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import EVEN, MIXED, MOST_MIXED_ROWS, choose_config, fills
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
+from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, GemmConfig, choose_config, fills
 
 FEWEST_ROWS = 512
 """Between few rows and these nothing has been measured."""
@@ -53,7 +52,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = Fal
     untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed, is_even=not keeps_products)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
-        untuned = with_norm_inside(untuned, rows) if is_normed else untuned
+        untuned = with_fused_norm(untuned, rows) if is_normed else untuned
     config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)
     # One buffer for each of three results, so that three stages still fit.
     return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config
@@ -72,7 +71,7 @@ def is_preferred(rows: int, outputs: int) -> bool:
 def candidates(rows: int) -> dict[str, Config]:
     """The configurations of the forward kernel worth measuring, by name."""
     if rows <= MOST_ROWS:
-        return {**few_rows_candidates(), **(with_norms_inside() if rows <= MOST_NORM_INSIDE else {})}
+        return {**few_rows_candidates(), **(fused_norm_candidates() if rows <= MOST_FUSED_NORM_ROWS else {})}
     return {
         "128x256": GemmConfig(),
         "128x(256+256+256+128)": MIXED[2],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.ops._products.row_scale import product_for, scaled_rows, through_row_scale
+from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.ops.gated_linear.mosaic_gpu import SIDE_BY_SIDE
 from pallas_kernels.primitives.activations import Activation

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.prologue import as_rows, norm_reference
+from pallas_kernels.ops._products.norm import as_rows, norm_reference
 from pallas_kernels.primitives.activations import get_activation
 
 

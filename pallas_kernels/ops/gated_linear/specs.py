@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
-from pallas_kernels.ops._products.prologue import as_rows, prologue
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, prologue, row_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     gradients_of,
@@ -108,7 +107,7 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
         return {
             name: partial(_forward_variant, config=config)
             for name, config in found.items()
-            if has_norm_inside(config, norm, x) == getattr(config, "norm_inside", False)
+            if can_fuse_norm(config, norm, x) == getattr(config, "fuses_norm", False)
         }
     if rows <= 64 or "norm" in arguments:
         return {}
@@ -119,7 +118,7 @@ def _forward_variant(*, config=None, **arguments):
     called = with_norm(arguments)
     x, function = called["x"], get_activation("gated_linear", called["activation"])
     norm, normed, row_scale, inside = called.get("norm"), as_rows(x), None, None
-    if norm is not None and has_norm_inside(config, norm, normed):
+    if norm is not None and can_fuse_norm(config, norm, normed):
         inside = row_norm(norm)
     else:
         normed, row_scale = prologue(norm, normed)

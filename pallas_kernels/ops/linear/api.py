@@ -16,8 +16,7 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.prologue import as_rows
-from pallas_kernels.ops._products.row_scale import scaled_rows
+from pallas_kernels.ops._products.norm import as_rows, scaled_rows
 from pallas_kernels.ops.linear.config import preferred
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward

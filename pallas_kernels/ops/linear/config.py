@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
-from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import EVEN, MIXED, MOST_MIXED_ROWS, NARROW, choose_config, fills
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
+from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, NARROW, GemmConfig, choose_config, fills
 
 FEWEST_MANY_ROWS = 512
 """Between few rows and these nothing has been measured."""

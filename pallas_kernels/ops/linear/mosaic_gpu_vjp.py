@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.row_scale import product_for, scaled_rows, through_row_scale
+from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.gemm.config import GemmConfig

@@ -1,12 +1,13 @@
 """The linear layer as a Triton kernel through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
-The classic tiled product: a block computes a tile of the result, with bias, activation and residual on the accumulator.
-RMSNorm in front of it is a factor of each row behind the product, from squares that are summed as the row comes by.
-Imported only when asked for, since it imports Triton.
+A block computes a tile of the result, with bias, activation and residual on the accumulator. RMSNorm of the input is a
+factor of each row of the product, from squares that are summed in the main loop. Imported only when asked for, since it
+imports Triton.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -17,8 +18,34 @@ import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
-from pallas_kernels.ops.linear.triton_config import TritonConfig, default_config
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonConfig:
+    """How a product is cut up.
+
+    tile_m, tile_n, tile_k: of a block's result and of a step along the depth; powers of two, at least 16.
+    group: rows of tiles that blocks near in time share. warps: of a block. stages: steps of operands under way.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+def default_config(rows: int, dtype: jnp.dtype) -> TritonConfig:
+    """The choice: Triton's usual tiles of many rows, narrow ones of few, and small steps in float32."""
+    if dtype.itemsize == 4:
+        return TritonConfig(tile_m=64, tile_n=64, tile_k=32, warps=4)
+    if rows <= 64:
+        return TritonConfig(tile_m=16 if rows <= 16 else 64, tile_n=64, tile_k=128, warps=4, stages=4)
+    if rows <= 1024:
+        return TritonConfig(tile_n=128)
+    return TritonConfig()
 
 
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]

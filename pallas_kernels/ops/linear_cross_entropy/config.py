@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pallas_kernels.primitives.gemm.choice import choose_config
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config
 from pallas_kernels.primitives.platform import target_device
 
 CHUNK_UNIT = 256

@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_linear, check_operands
-from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, choose_few_rows
-from pallas_kernels.primitives.few_rows.choice import candidates as few_rows_candidates
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.gemm.choice import EVEN, NARROW, choose_config, fills
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
+from pallas_kernels.primitives.gemm.config import EVEN, NARROW, GemmConfig, choose_config, fills
 
 FEWEST_ROWS = 512
 """Below, nothing has been measured beside XLA."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops._products.specs import (
     behind_product,
     gradients_of,

@@ -13,7 +13,7 @@ from pallas_kernels.ops._products.checks import (
     check_weight,
     linear_unsupported,
 )
-from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.lora_linear.config import is_preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward

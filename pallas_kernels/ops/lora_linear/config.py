@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.primitives.gemm.choice import MIXED, choose_config
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.config import MIXED, GemmConfig, choose_config
 
 DEPTH = 64
 """Ranks are padded with zeros to a multiple of it where a launch before computes x @ a: a step of the main loop."""

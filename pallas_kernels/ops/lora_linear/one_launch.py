@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels.ops.lora_linear.config import DEPTH
 from pallas_kernels.ops.lora_linear.work_split import WorkSplit
+from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
@@ -28,7 +29,6 @@ from pallas_kernels.primitives.gemm.problem import ONE, Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.stated import product
 
 
 def lora_linear_in_one_launch(
@@ -136,7 +136,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
 class _Loop:
     """The steps of a block: those of its tiles of x @ a, then those of its tiles of the result.
 
-    A step of x @ a brings a's rows into a buffer by which results leave later, filled up with zeros by TMA. Those
+    A step of x @ a loads a's rows into a buffer by which results leave later, filled up with zeros by TMA. Those
     buffers have barriers of their own, since there are not as many as stages.
     """
 
@@ -205,7 +205,7 @@ class _Loop:
                 load_left(x_ref, row, i * depth, stage, full)
                 slot, place = self.slot(before)
                 pl.when(before >= self.slots)(lambda: plgpu.barrier_wait(emptied.at[slot]))
-                # Not a number: columns behind a's last are meant to be brought, as zeros.
+                # Not a number: columns behind a's last are meant to be loaded, as zeros.
                 columns = pl.ds(lax.mul(i, 0), self.pieces.columns)
                 rows = a_ref.at[pl.ds(i * depth, depth), columns]
                 plgpu.copy_gmem_to_smem(rows, buffers.at[place], full)
@@ -259,7 +259,7 @@ class _Loop:
 
         def multiplied(accumulator, right_of, steps, before, done_with=None):
             """The sum over so many steps. right_of: from a step of the tile and its stage to its right operand.
-            done_with: is told of every step that is done."""
+            done_with: called with every step that is done."""
 
             def issue(i, stage):
                 plgpu.wgmma(accumulator, ring.a[0].at[stage, own], right_of(i, stage))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.norm import as_rows
 
 
 def lora_linear_reference(

@@ -16,8 +16,7 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
-from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.config import Config, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
@@ -102,7 +101,7 @@ def norm_linear(
         y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *behind)  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
     config = normed_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
-    product = partial(_with_norm_inside, config) if has_norm_inside(config, norm, rows) else _with_norm_before
+    product = partial(_with_fused_norm, config) if can_fuse_norm(config, norm, rows) else _with_norm_before
     y: jax.Array = product(activation, dtype, rows, norm, *others)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])
 
@@ -113,20 +112,20 @@ def _with_norm_before(activation: str | None, out_dtype: jnp.dtype, x, norm, w, 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _with_norm_inside(config: Config, activation: str | None, out_dtype: jnp.dtype, x, norm, w, bias, residual):
+def _with_fused_norm(config: Config, activation: str | None, out_dtype: jnp.dtype, x, norm, w, bias, residual):
     forms = {"activation": optional_activation("norm_linear", activation), "out_dtype": out_dtype, "config": config}
     return linear_forward(x, w, bias, residual, norm=row_norm(norm), **forms)[0]
 
 
-def _inside_fwd(config, activation, out_dtype, *operands):
+def _fused_fwd(config, activation, out_dtype, *operands):
     return jax.vjp(partial(_with_norm_before, activation, out_dtype), *operands)
 
 
-def _inside_bwd(config, activation, out_dtype, pullback, cotangent):
+def _fused_bwd(config, activation, out_dtype, pullback, cotangent):
     return pullback(cotangent)
 
 
-_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
+_with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
 
 
 def mosaic_unsupported(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.linear.config import Config, tuned_config
-from pallas_kernels.primitives.few_rows.choice import MOST_NORM_INSIDE, choose_few_rows, choose_normed
-from pallas_kernels.primitives.gemm.choice import fills
+from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, choose_few_rows, choose_normed
+from pallas_kernels.primitives.gemm.config import fills
 
 FEWEST_ROWS = 512
 """Between few rows and these nothing has been measured with a norm."""
@@ -18,7 +18,7 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
     at 8192 rows with RMSNorm and 4096 outputs; 1.28 at 16 rows and 1.39 at 1, with RMSNorm in the launch. With that
     and more outputs, at 16 rows and at 1: 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.14 and 1.11 for 14336.
     """
-    if rows <= MOST_NORM_INSIDE:
+    if rows <= MOST_FUSED_NORM_ROWS:
         return choose_normed(rows, outputs, features) is not None
     return rows >= FEWEST_ROWS and fills(rows, outputs)
 
@@ -30,5 +30,5 @@ def normed_config(known: tuning.Problem, rows: int) -> Config:
     14336 outputs 28.2 and 29.3, where one before takes 31.3 and 32.1.
     """
     config, sizes = tuned_config(known, rows), (rows, int(known["outputs"]), int(known["features"]))
-    is_untuned = rows <= MOST_NORM_INSIDE and config == choose_few_rows(*sizes)
+    is_untuned = rows <= MOST_FUSED_NORM_ROWS and config == choose_few_rows(*sizes)
     return (choose_normed(*sizes) if is_untuned else None) or config

@@ -6,7 +6,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.prologue import norm_reference
+from pallas_kernels.ops._products.norm import norm_reference
 from pallas_kernels.ops.linear.reference import linear_reference
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.ops._products.checks import optional_activation
-from pallas_kernels.ops._products.norm_inside import has_norm_inside, row_norm
-from pallas_kernels.ops._products.prologue import as_rows, prologue
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, prologue, row_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     behind_product,
@@ -28,7 +27,7 @@ from pallas_kernels.ops.linear.config import candidates
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.api import norm_linear
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
-from pallas_kernels.primitives.few_rows.choice import MOST_NORM_INSIDE, with_norms_inside
+from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, fused_norm_candidates
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
 
@@ -98,12 +97,12 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     if phase == "backward":
         return {}
     rows = rows_of(arguments)
-    found = {**candidates(rows), **(with_norms_inside() if rows <= MOST_NORM_INSIDE else {})}
+    found = {**candidates(rows), **(fused_norm_candidates() if rows <= MOST_FUSED_NORM_ROWS else {})}
     norm, x = with_norm(arguments)["norm"], arguments["x"]
     return {
         name: partial(_forward_variant, config=config)
         for name, config in found.items()
-        if has_norm_inside(config, norm, x) == getattr(config, "norm_inside", False)
+        if can_fuse_norm(config, norm, x) == getattr(config, "fuses_norm", False)
     }
 
 
@@ -111,7 +110,7 @@ def _forward_variant(*, config, **arguments):
     called = with_norm(arguments)
     x, w = called["x"], called["w"]
     norm, normed, row_scale, inside = called["norm"], as_rows(x), None, None
-    if has_norm_inside(config, norm, normed):
+    if can_fuse_norm(config, norm, normed):
         inside = row_norm(norm)
     else:
         normed, row_scale = prologue(norm, normed)

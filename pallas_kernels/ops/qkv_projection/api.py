@@ -11,20 +11,19 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm_inside import row_norm
-from pallas_kernels.ops._products.prologue import as_rows, check_norm, norm_unsupported, prologue
+from pallas_kernels.ops._products.norm import as_rows, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     Config,
     HeadForm,
-    can_norm_inside,
+    can_fuse_norm_of,
     chosen_config,
     qkv_projection_forward,
 )
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
-from pallas_kernels.primitives.gemm.heads import HEAD_SIZES
+from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -116,7 +115,7 @@ def qkv_projection(
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
-    project = _with_norm_inside if can_norm_inside(config, norm, rows, form) else _with_norm_before
+    project = _with_fused_norm if can_fuse_norm_of(config, norm, rows, form) else _with_norm_before
     results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
@@ -222,7 +221,7 @@ def _with_norm_before(form: HeadForm, config: Config, x, norm, weights, biases, 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_norm_inside(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
+def _with_fused_norm(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
     return qkv_projection_forward(
         x,
         weights,
@@ -234,16 +233,16 @@ def _with_norm_inside(form: HeadForm, config: Config, x, norm, weights, biases, 
     )
 
 
-def _inside_fwd(form, config, *operands):
+def _fused_fwd(form, config, *operands):
     """A gradient needs the normalised x, so that the norm's own launch is no loss."""
     return jax.vjp(partial(_with_norm_before, form, config), *operands)
 
 
-def _inside_bwd(form, config, pullback, cotangents):
+def _fused_bwd(form, config, pullback, cotangents):
     return pullback(cotangents)
 
 
-_with_norm_inside.defvjp(_inside_fwd, _inside_bwd)
+_with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

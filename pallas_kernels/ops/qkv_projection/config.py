@@ -9,10 +9,9 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, WarpsCut
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, MmaConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
-from pallas_kernels.primitives.gemm.choice import EVEN, FEW_ROWS, MANY_ROWS
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, GemmConfig
 
 MOST_FEW_ROWS = 16
 FEWEST_MANY_ROWS = 512
@@ -86,9 +85,9 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
 def _transposed(head_size: int | None) -> FewRowsConfig:
     """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch, of steps that warps share
     where that was measured; other cuts that were measured are in `primitives/few_rows/TUNING.md`."""
-    by_warps = WarpsCut(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
+    mma = MmaConfig(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
     return FewRowsConfig(
-        columns=head_size or 128, depth=64, warpgroups=4, stages=64, norm_inside=True, direct=True, by_warps=by_warps
+        columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, direct=True, mma=mma
     )
 
 
@@ -98,10 +97,10 @@ def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
         return {}
     inside = _transposed(head_size)
     found = {
-        "transposed": replace(inside, norm_inside=False),
-        "transposed, norm inside": replace(inside, by_warps=None),
+        "transposed": replace(inside, fuses_norm=False),
+        "transposed, norm inside": replace(inside, mma=None),
     }
-    return found | ({"transposed, norm inside, shared by warps": inside} if inside.by_warps else {})
+    return found | ({"transposed, norm inside, shared by warps": inside} if inside.mma else {})
 
 
 def _is_transposable(head_size: int | None) -> bool:

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.norm_inside import has_norm_inside
+from pallas_kernels.ops._products.norm import can_fuse_norm
 from pallas_kernels.ops.qkv_projection.config import Config, gemm_config, problem, tuned_config
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.gemm.heads import Beside, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, Heads
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 
@@ -62,9 +62,9 @@ def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) ->
     return tuned_config(known, x.shape[0], head_size=form.size)
 
 
-def can_norm_inside(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
+def can_fuse_norm_of(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
     """Whether the projections' launch does the norm of x; not with norms of heads behind it."""
-    return has_norm_inside(config, norm, x) and form.epsilons == (None, None)
+    return can_fuse_norm(config, norm, x) and form.epsilons == (None, None)
 
 
 def qkv_projection_forward(
@@ -141,7 +141,7 @@ def _transposed(
         row_scale=row_scale,
         norm=norm,
         rotation=rotation,
-        is_beside=True,
+        is_concatenated=True,
         config=config,
         name="qkv_projection",
     )

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._products.norm_inside import row_norm
-from pallas_kernels.ops._products.prologue import as_rows, prologue
+from pallas_kernels.ops._products.norm import as_rows, prologue, row_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     Part,
@@ -25,7 +24,7 @@ from pallas_kernels.ops._products.specs import (
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import candidates, problem
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_norm_inside, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_fuse_norm_of, qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic
 
@@ -138,8 +137,8 @@ def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., An
     return {
         name: partial(_forward_variant, config=config)
         for name, config in found.items()
-        if can_norm_inside(config, called.get("norm"), called["x"], _form(called))
-        == getattr(config, "norm_inside", False)
+        if can_fuse_norm_of(config, called.get("norm"), called["x"], _form(called))
+        == getattr(config, "fuses_norm", False)
     }
 
 
@@ -157,7 +156,7 @@ def _forward_variant(*, config, **arguments):
     x, norm, rope, form = called["x"], called.get("norm"), called.get("rope"), _form(called)
     normed, row_scale = as_rows(x), None
     inside = None
-    if norm is not None and can_norm_inside(config, norm, normed, form):
+    if norm is not None and can_fuse_norm_of(config, norm, normed, form):
         inside = row_norm(norm)
     else:
         normed, row_scale = prologue(norm, normed)

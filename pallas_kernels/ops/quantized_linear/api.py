@@ -17,7 +17,7 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.prologue import as_rows
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.quantized_linear.config import is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
@@ -25,9 +25,9 @@ from pallas_kernels.ops.quantized_linear.reference import quantized_linear_refer
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
-from pallas_kernels.primitives.integer_gemm.lanes import SPAN, is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_in_lanes
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 

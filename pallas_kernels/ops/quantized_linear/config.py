@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS, SHARED, choose_few_rows
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, SPLIT_INTEGERS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.deal import Deal
-from pallas_kernels.primitives.integer_gemm.direct import COLUMNS, DirectConfig
-from pallas_kernels.primitives.integer_gemm.direct import MOST_ROWS as MOST_DIRECT_ROWS
-from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.mma_kernel import COLUMNS, IntegerMmaConfig
+from pallas_kernels.primitives.integer_gemm.mma_kernel import MOST_ROWS as MOST_MMA_ROWS
+from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.problem import WorkSplit
 from pallas_kernels.primitives.platform import target_device
 
-Config = FewRowsConfig | DirectConfig | IntegerGemmConfig
+Config = FewRowsConfig | IntegerMmaConfig | IntegerGemmConfig
 _LINE_BITS = 512
 """Of a row of weights that come at once for products of many rows."""
 MOST_PREFERRED_ROWS = 8192
@@ -26,14 +25,14 @@ _SHORT = 1024
 _SQUARE = IntegerGemmConfig(rows=128, depth=128, in_parts=True, stages=12)
 _LOW = IntegerGemmConfig(rows=104, warpgroups=3, depth=128, in_parts=True, stages=12, store_rows=32)
 """The cuts for so many rows; the second for weights in the lanes' order, where its tiles fit in fewer waves."""
-_DEALT = IntegerGemmConfig(in_parts=True, is_dealt=True, store_rows=32)
+_WORK_SPLIT = IntegerGemmConfig(in_parts=True, has_work_split=True, store_rows=32)
 """Likewise, where its tiles come out even: 14336 outputs of 512 rows. Low pieces leave room for a stage more."""
 _MANY_ROWS, _MANY_WAVES = 4096, 16
 _PAIRED = IntegerGemmConfig(cluster=2, last_rows=64)
 _PAIRED_LONG = replace(_PAIRED, group=4, store_rows=128)
 """The cuts above so many rows of weights in the lanes' order; the second above so many waves of tiles."""
-_DIRECT = DirectConfig()
-_DIRECT_FEATURES = range(2048, 8192)
+_MMA = IntegerMmaConfig()
+_MMA_FEATURES = range(2048, 8192)
 _BLOCKS = (0.9, 2.0)
 """Its blocks a multiprocessor, at least and at most. Of more rows than one, only twice the least was measured."""
 
@@ -42,8 +41,8 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, 
     """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
     bits, in_lanes = jnp.iinfo(dtype).bits, is_in_lanes(dtype)
     if rows <= MOST_ROWS:
-        if in_lanes and scale_groups == 1 and _goes_direct(rows, outputs, features):
-            return _DIRECT
+        if in_lanes and scale_groups == 1 and _takes_mma(rows, outputs, features):
+            return _MMA
         return choose_few_rows(rows, outputs, features, weight_bits=bits, in_lanes=in_lanes)
     if rows > _SHORT:
         if not in_lanes or rows <= _MANY_ROWS:
@@ -52,8 +51,8 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, 
         return _PAIRED_LONG if tiles > _MANY_WAVES * target_device().core_count else _PAIRED
     if bits < 8:
         return IntegerGemmConfig(rows=128, depth=_LINE_BITS // bits, stages=12)
-    if in_lanes and Deal.of(rows, outputs, _DEALT, target_device().core_count) is not None:
-        return _DEALT
+    if in_lanes and WorkSplit.of(rows, outputs, _WORK_SPLIT, target_device().core_count) is not None:
+        return _WORK_SPLIT
 
     def work(config: IntegerGemmConfig) -> int:
         tiles = -(-rows // config.rows) * -(-outputs // config.columns)
@@ -62,8 +61,8 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, 
     return min((_SQUARE, _LOW), key=work) if in_lanes else _SQUARE
 
 
-def _goes_direct(rows: int, outputs: int, features: int) -> bool:
-    if not _DIRECT.fits(rows, outputs, features) or features not in _DIRECT_FEATURES:
+def _takes_mma(rows: int, outputs: int, features: int) -> bool:
+    if not _MMA.fits(rows, outputs, features) or features not in _MMA_FEATURES:
         return False
     least, most = (share * target_device().core_count for share in _BLOCKS)
     return (least if rows == 1 else 2 * least) <= outputs // COLUMNS <= most
@@ -89,7 +88,7 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
             found["104 rows, 192 columns, 128 deep, in parts"] = _LOW
             found["128 rows, 128 deep, in parts, 64 at last"] = replace(_SQUARE, last_rows=64)
             if rows <= _SHORT:
-                found["256, 192 and 128 rows, 64 deep, in parts"] = _DEALT
+                found["256, 192 and 128 rows, 64 deep, in parts"] = _WORK_SPLIT
             found["256 rows, 64 deep, pairs of blocks, 64 at last"] = _PAIRED
             found["256 rows, 64 deep, pairs of blocks, 64 at last, groups of 4"] = _PAIRED_LONG
         return found
@@ -103,11 +102,11 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
         found[name] = FewRowsConfig(
             columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64, in_parts=is_in_lanes(dtype)
         )
-    if is_in_lanes(dtype) and rows <= MOST_DIRECT_ROWS:
-        found["16 columns, by registers"] = _DIRECT
+    if is_in_lanes(dtype) and rows <= MOST_MMA_ROWS:
+        found["16 columns, by registers"] = _MMA
     if is_in_lanes(dtype):
-        found["64 columns, 256 deep, depth shared by 2, 4 stages, direct"] = SHARED
-        found["64 columns, 256 deep, 4 warpgroups, direct"] = replace(SHARED, splits=1, warpgroups=4, stages=2)
+        found["64 columns, 256 deep, depth shared by 2, 4 stages, direct"] = SPLIT_INTEGERS
+        found["64 columns, 256 deep, 4 warpgroups, direct"] = replace(SPLIT_INTEGERS, splits=1, warpgroups=4, stages=2)
     return found
 
 

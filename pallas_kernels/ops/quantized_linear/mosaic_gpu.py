@@ -11,8 +11,8 @@ from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.integer_gemm.direct import DirectConfig, direct_product
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
+from pallas_kernels.primitives.integer_gemm.mma_kernel import IntegerMmaConfig, integer_mma_product
 
 
 def quantized_linear_forward(
@@ -41,6 +41,6 @@ def quantized_linear_forward(
     }
     if isinstance(config, FewRowsConfig):
         return few_rows_product(x, [w.values], scales=[w.scales], config=config, **behind)[0]
-    if isinstance(config, DirectConfig):
-        return direct_product(x, w.values, w.scales[0], config=config, **behind)
+    if isinstance(config, IntegerMmaConfig):
+        return integer_mma_product(x, w.values, w.scales[0], config=config, **behind)
     return integer_gemm(x, w.values, w.scales[0], config=config, **behind)

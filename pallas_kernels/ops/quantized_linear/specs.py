@@ -18,8 +18,8 @@ from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forw
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
-from pallas_kernels.primitives.few_rows.choice import MOST_ROWS
-from pallas_kernels.primitives.integer_gemm.lanes import SPAN
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS
+from pallas_kernels.primitives.integer_gemm.packing import SPAN
 from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic, array_bytes
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.checks import static_integer
-from pallas_kernels.primitives.integer_gemm.lanes import SPAN, from_lanes, is_in_lanes, to_lanes
+from pallas_kernels.primitives.integer_gemm.packing import SPAN, from_lanes, is_in_lanes, to_lanes
 from pallas_kernels.primitives.settings import usual_promotion
 
 GROUP_SIZES = (64, 128)
@@ -28,7 +28,7 @@ class QuantizedWeight:
     values: (outputs, features), the integers as int8 or int4: the other way round than w, as tensor cores take integers
         on their left. XLA keeps int4 arrays two to a byte on GPUs, the even feature in the low half. Or as uint8, from
         -127 to 127 in sign and magnitude and in another order within every 16 features, in which kernels need fewer
-        instructions: `pallas_kernels.primitives.integer_gemm.lanes` says which. They may be cut anywhere along the
+        instructions: `pallas_kernels.primitives.integer_gemm.packing` says which. They may be cut anywhere along the
         outputs, and along the features between such 16.
     scales: (features / group_size, outputs) float32; (1, outputs) where an output has one scale. They are constants: no
         gradient goes to them, nor to the values.

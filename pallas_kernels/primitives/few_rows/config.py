@@ -1,10 +1,11 @@
-"""How a product of few rows is cut up."""
+"""The tiling of a product of few rows, and the untuned choice from sizes alone. TUNING.md has the measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
+from pallas_kernels.primitives.platform import target_device
 
 _RESERVED_BYTES = 3072
 """For Mosaic GPU's own scratch (2048), barriers, alignment, and what a norm inside keeps of rows: 2776 were seen."""
@@ -13,8 +14,8 @@ GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarpsCut:
-    """How a product is cut up whose steps are shared by warps, see by_warps.py.
+class MmaConfig:
+    """The tiling of `mma_kernel.py`, whose warps share each step.
 
     columns: of a block, 64 or 128; of a product with rotated heads, a head. depth: of a step. stages: steps under way.
     warpgroups: that compute; one more sends.
@@ -36,12 +37,12 @@ class FewRowsConfig:
     warpgroups: of a block, which take its steps in turn; their sums meet as those of a cluster's blocks do.
     splits: blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add up what they have through one
         another's shared memory, in a fixed order.
-    norm_inside: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
+    fuses_norm: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
         not one before it.
     in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
         each.
     in_flight: steps whose products are still under way when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
-    by_warps: the cut instead of this one, where the product has a norm inside and it fits.
+    mma: the cut instead of this one, where the product has a norm inside and it fits.
     direct: whether results go from registers to device memory where they can, not through shared memory.
     """
 
@@ -50,13 +51,133 @@ class FewRowsConfig:
     stages: int = 16
     warpgroups: int = 1
     splits: int = 1
-    norm_inside: bool = False
+    fuses_norm: bool = False
     in_parts: bool = False
     in_flight: int = 0
     direct: bool = False
-    by_warps: WarpsCut | None = None
+    mma: MmaConfig | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""
         fitting = (SHARED_BYTES - _RESERVED_BYTES - other_bytes) // (self.warpgroups * stage_bytes)
         return None if fitting < 2 else replace(self, stages=min(self.stages, fitting))
+
+
+MOST_ROWS = 64
+"""Up to here reading the weights is all that takes time."""
+MOST_FUSED_NORM_ROWS = 16
+"""Up to here a norm in the launch was measured; of 64 rows its squares take most of the registers."""
+_FEW_TOKENS = 16
+"""Up to here x takes little of the shared memory."""
+_FEWEST_TOKENS = 8
+"""Up to here they are one group."""
+_SOME_TOKENS = 24
+"""Up to here not much."""
+_DEEP = 8192
+_LINE_BITS = 1024
+"""Integers of an output along the depth that come at once."""
+_WORTH = 0.7
+"""Of the multiprocessors, that are enough to read memory at its rate."""
+_NEARLY = 0.45
+"""Of them, that are enough where the depth is not `_DEEP`."""
+_MOST_STAGES = 64
+ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
+"""The cut where tiles are nearly enough: a warpgroup alone."""
+SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True, direct=True)
+"""The cut of integers in the order of lanes, where tiles are too few."""
+_NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
+_NORMED_WIDE = FewRowsConfig(
+    columns=2 * GROUP,
+    warpgroups=2,
+    fuses_norm=True,
+    direct=True,
+    in_flight=1,
+    mma=MmaConfig(columns=2 * GROUP, depth=128, warpgroups=2),
+)
+"""Those of one product with a norm inside."""
+
+
+def choose_few_rows(
+    rows: int, n: int, k: int, *, weight_bits: int = 16, in_lanes: bool = False, products: int = 1
+) -> FewRowsConfig:
+    """The cut for so many weights of (k, n): as wide tiles as leave enough of them for the multiprocessors.
+
+    in_lanes: whether these are integers in the order of `primitives/integer_gemm/packing.py`.
+    """
+    device = target_device()
+    enough = _WORTH * device.core_count
+    groups = -(-n // GROUP)
+    if weight_bits < 16:
+        config = _choose_integers(rows, groups, k, weight_bits)
+        is_known = _FEWEST_TOKENS < rows <= _FEW_TOKENS and 2048 <= k < _DEEP and groups >= _NEARLY * device.core_count
+        if in_lanes and is_known and config.splits == 2:
+            return SPLIT_INTEGERS
+        return replace(config, in_parts=in_lanes)
+    if groups >= 2 * enough:
+        return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
+    if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
+        return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
+    is_nearly = groups >= _NEARLY * device.core_count and products == 1
+    if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
+        return ONE_WARPGROUP
+    depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
+    return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
+
+
+def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
+    """The cut of one product with a norm of x's rows in the launch: as narrow tiles as all run at once, where that was
+    measured to be faster than a launch before it, else None."""
+    cores, groups = target_device().core_count, -(-n // GROUP)
+    if rows > MOST_FUSED_NORM_ROWS or not 2048 <= k < _DEEP:
+        return None
+    if _NEARLY * cores <= groups <= cores:
+        return _NORMED if groups >= _WORTH * cores else replace(_NORMED, mma=MmaConfig())
+    return _NORMED_WIDE if cores < groups <= 2 * cores else None
+
+
+def with_fused_norm(config: FewRowsConfig, rows: int) -> FewRowsConfig:
+    """The same cut of several products with that norm in the launch, where that was measured to be faster."""
+    if rows > MOST_FUSED_NORM_ROWS or config.columns != 2 * GROUP:
+        return config
+    return replace(config, warpgroups=2, fuses_norm=True, direct=True, in_flight=1)
+
+
+def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig:
+    """Likewise, and several warpgroups, since widening takes them longer than memory; fewer where x is large."""
+    device = target_device()
+    enough = _WORTH * device.core_count
+    line, warpgroups = _LINE_BITS // bits, 4 if rows <= _SOME_TOKENS else 2
+    if groups >= enough or device.is_interpreted:
+        columns = 2 * GROUP if groups >= 2 * enough and rows <= _SOME_TOKENS else GROUP
+        return FewRowsConfig(columns=columns, depth=line, warpgroups=warpgroups, stages=_MOST_STAGES)
+    depth = max(line, 256) if rows <= _SOME_TOKENS else line
+    warpgroups = 3 if k > _DEEP and rows <= _SOME_TOKENS else 2
+    return FewRowsConfig(columns=GROUP, depth=depth, splits=2, warpgroups=warpgroups, stages=_MOST_STAGES)
+
+
+def candidates() -> dict[str, FewRowsConfig]:
+    """The cuts for 16-bit weights worth measuring, by name."""
+    cuts = (
+        *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
+        *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
+    )
+    found = {
+        f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
+            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES
+        )
+        for columns, depth, splits, warpgroups in cuts
+    }
+    found["64 columns, 256 deep, 4 stages, direct"] = ONE_WARPGROUP
+    return found
+
+
+def fused_norm_candidates() -> dict[str, FewRowsConfig]:
+    """Cuts that normalise x's rows in the launch, worth measuring, by name."""
+    wide = with_fused_norm(FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES), rows=1)
+    return {
+        "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
+        "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
+        "64 columns, 256 deep, norm inside": _NORMED,
+        "64 columns, 256 deep, norm inside, shared by warps": replace(_NORMED, mma=MmaConfig()),
+        "128 columns, 128 deep, norm inside, shared by warps": _NORMED_WIDE,
+    }

@@ -1,7 +1,7 @@
 """A product of few rows: out^T = w^T x^T, so that the rows of the tensor cores' tiles are columns of w.
 
-A warpgroup sends for as many steps of weights as its shared memory holds before it looks at the first, and for one more
-whenever it is done with one: what is under way at once decides how fast memory is read. The warpgroups of a block take
+A warpgroup loads as many steps of weights as its shared memory holds before it looks at the first, and one more
+whenever it is done with one: the bytes in flight decide how fast memory is read. The warpgroups of a block take
 steps in turn. Tiles of the result that are too few for all multiprocessors are shared by the blocks of a cluster, a
 part of the depth each. All those sums meet in the shared memory of the warpgroup that finishes the columns.
 """
@@ -18,18 +18,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.few_rows.by_warps import fits, product_by_warps
-from pallas_kernels.primitives.few_rows.choice import choose_few_rows
-from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
-from pallas_kernels.primitives.few_rows.finish import Finish, Place, finish_types
+from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.mma_kernel import fits, mma_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.few_rows.weights import multiply_groups, multiply_whole, ring_types, send_for_weights
+from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
+from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.stated import product
 
 
 def few_rows_product(
@@ -43,7 +42,7 @@ def few_rows_product(
     residual: jax.Array | None = None,
     norm: RowNorm | None = None,
     rotation: Rotation | None = None,
-    is_beside: bool = False,
+    is_concatenated: bool = False,
     row_squares: bool = False,
     out_dtype: jnp.dtype | None = None,
     config: FewRowsConfig | None = None,
@@ -57,7 +56,7 @@ def few_rows_product(
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
         weights: each (K, N), of x's dtype; N a multiple of 64. With `scales` each (N, K), of dtype int8 or int4, or
-            uint8 in the order of `primitives/integer_gemm/lanes.py`.
+            uint8 in the order of `primitives/integer_gemm/packing.py`.
         scales: for each of the weights float32 factors, (groups, N): one group is the whole depth, or as many values as
             `groups` times 64 or 128 cover K.
         bias: (N,), any floating dtype of at most 32 bits.
@@ -65,27 +64,27 @@ def few_rows_product(
         residual: (rows, N) of out_dtype; added to the first result.
         norm: of x's rows, which must be bfloat16, before weights of their dtype; or None. Without row_scale.
         rotation: of the heads of all weights beside each other but the last; all of them have whole heads.
-        is_beside: whether weights lie beside each other, of x's dtype and any numbers of columns; the bias is of all
-            these columns, and there is no residual and no other epilogue.
+        is_concatenated: whether weights lie beside each other, of x's dtype and any numbers of columns; the bias is of
+            all these columns, and there is no residual and no other epilogue.
         config: the cut; stages are reduced to those that fit.
         name: of the kernel, for traces.
     """
     epilogue = epilogue or Epilogue()
-    if is_beside and (scales or residual is not None or epilogue != Epilogue()):
+    if is_concatenated and (scales or residual is not None or epilogue != Epilogue()):
         raise ValueError("few_rows_product: weights beside each other take no scales, residual or other epilogue.")
     if norm is not None and (x.dtype != jnp.bfloat16 or scales or row_scale is not None):
         raise ValueError(
             "few_rows_product: a norm is of bfloat16 rows, before weights of that dtype, without row_scale."
         )
-    if rotation is not None and not is_beside:
+    if rotation is not None and not is_concatenated:
         raise ValueError("few_rows_product: only weights beside each other are rotated.")
     rows = x.shape[0]
     widths = tuple(w.shape[0 if scales else 1] for w in weights)
-    cut, head_size = config and config.by_warps, 0 if rotation is None else rotation.size
+    cut, head_size = config and config.mma, 0 if rotation is None else rotation.size
     is_plain = not (row_squares or epilogue.gated) and (bias is None or bias.dtype.itemsize > 1)
-    is_known = is_plain and is_beside == (head_size > 0)
+    is_known = is_plain and is_concatenated == (head_size > 0)
     if cut and norm and is_known and fits(cut, rows, widths, x.shape[1], norm, head_size):
-        return product_by_warps(
+        return mma_product(
             x,
             weights,
             epilogue=epilogue,
@@ -100,14 +99,14 @@ def few_rows_product(
     x = whole_groups(x)
     residual = None if residual is None else whole_groups(residual)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    products = 1 if is_beside else len(weights)
+    products = 1 if is_concatenated else len(weights)
     count = epilogue.outputs(products)
     bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
-    width = sum(widths) if is_beside else widths[0]
+    width = sum(widths) if is_concatenated else widths[0]
     kept = products if epilogue.keeps_products else 0
     problem = Problem.of(
         rows=x.shape[0],
-        widths=widths if is_beside else widths[:1],
+        widths=widths if is_concatenated else widths[:1],
         k=x.shape[1],
         dtype=x.dtype,
         weight_dtype=weights[0].dtype,
@@ -159,7 +158,7 @@ def _launch(
         out_type.append(jax.ShapeDtypeStruct((lines, problem.tokens), jnp.float32))
     clusters = problem.tiles
     if config.splits == 1:
-        # A block goes on to further tiles, and sends for their weights while it still computes.
+        # A block goes on to further tiles, and loads their weights while it still computes.
         clusters = min(clusters, target_device().core_count)
 
     def body(x_ref, w_refs, extra_refs, *refs):
@@ -178,28 +177,28 @@ def _launch(
         def step_of(number):
             return rank * problem.steps + warpgroup + config.warpgroups * lax.rem(number, own_steps)
 
-        def send_for(number):
+        def load_step(number):
             stage = first_stage + lax.rem(number, config.stages)
             step = step_of(number)
             column = (first_tile + lax.div(number, own_steps) * clusters) * config.columns
 
-            def send_for_x():
+            def load_x():
                 place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
                 arrived = ring["full" if norm is None else "x_full"].at[stage]
                 plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], arrived)
 
-            # A norm's part is done while the weights, which are sent for behind x then, are still on their way.
+            # The norm scales x while the weights, which are loaded after x then, are still on their way.
             if norm is not None:
-                send_for_x()
-            send_for_weights(problem, w_refs, ring, stage, step, column)
+                load_x()
+            load_weights(problem, w_refs, ring, stage, step, column)
             if norm is None:
-                send_for_x()
+                load_x()
 
-        if norm is not None:  # what comes behind all the weights that are sent for at first comes after them
+        if norm is not None:  # before the first weights, or it would wait for all of them
             block, blocks = first_tile * config.splits + rank, clusters * config.splits
             pl.when(warpgroup == 0)(partial(_fetch_rows, problem, x_ref, block, blocks))
-            norm.bring(extra_refs, norming, rank, warpgroup)
-        lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: send_for(number), None)
+            norm.load(extra_refs, norming, rank, warpgroup)
+        lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: load_step(number), None)
         finish = Finish(
             problem=problem,
             epilogue=epilogue,
@@ -214,7 +213,7 @@ def _launch(
         )
 
         def steps(before, work, carry):
-            """Calls work(stage, carry) for each of a tile's steps, and sends for later ones; also sums x's squares."""
+            """Calls work(stage, carry) for each of a tile's steps, and loads later ones; also sums x's squares."""
 
             def step(i, both):
                 carry, squares = both
@@ -235,7 +234,7 @@ def _launch(
                 def _():
                     if problem.is_quantized or (norm is not None and scales is None):
                         plgpu.commit_smem()  # what TMA may overwrite has been read
-                    send_for(done + config.stages)
+                    load_step(done + config.stages)
 
                 return carry, squares
 
@@ -276,7 +275,7 @@ def _launch(
         **({"num_threads": config.warpgroups, "thread_name": "warpgroup"} if config.warpgroups > 1 else {}),
         scratch_types=(
             ring_types(problem),
-            finish_types(problem),
+            epilogue_types(problem),
             {} if norm is None else norm.scratch_types(problem),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),

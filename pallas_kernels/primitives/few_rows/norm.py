@@ -23,7 +23,7 @@ from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.operands import padded_vector
 
 _MOST_LINES = 256
-"""That TMA brings at once."""
+"""That TMA loads at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RowNorm:
         barrier = plgpu.Barrier(num_arrivals=-(-lines // _MOST_LINES))
         return {"scale": plgpu.SMEM((lines, GROUP), self.scale.dtype), "here": barrier}
 
-    def bring(self, refs: Mapping[str, Any], scratch: Mapping[str, Any], rank: jax.Array, warpgroup: jax.Array) -> None:
+    def load(self, refs: Mapping[str, Any], scratch: Mapping[str, Any], rank: jax.Array, warpgroup: jax.Array) -> None:
         """Has the first warpgroup send for the scale."""
         if self.scale is None:
             return

@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
-from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
 
 _ROWS = 8
 """The tensor cores take groups of eight columns of the right operand, which here are rows of x."""
@@ -54,10 +54,10 @@ class Problem:
             raise ValueError(f"tiles of {config.columns} columns do not hold whole heads of {problem.head_size}")
         for warpgroups in range(min(config.warpgroups, problem.steps), 0, -1):
             problem = replace(problem, config=replace(config, warpgroups=warpgroups))
-            fitted = problem.config.fitted(stage_bytes=problem.stage_bytes, other_bytes=problem.finish_bytes)
+            fitted = problem.config.fitted(stage_bytes=problem.stage_bytes, other_bytes=problem.epilogue_bytes)
             if fitted is not None:
                 return replace(problem, config=fitted)
-        raise ValueError(f"two stages of {problem.stage_bytes} bytes do not fit beside {problem.finish_bytes}")
+        raise ValueError(f"two stages of {problem.stage_bytes} bytes do not fit beside {problem.epilogue_bytes}")
 
     @property
     def tokens(self) -> int:
@@ -152,7 +152,7 @@ class Problem:
 
     @property
     def copies(self) -> int:
-        """That bring a step's operands."""
+        """That load a step's operands."""
         return self.products * (2 if self.is_grouped else 1) + 1
 
     @property
@@ -163,7 +163,7 @@ class Problem:
         return columns * depth * self.weight_bits // 8 + self.tokens * depth * self.dtype.itemsize + scales
 
     @property
-    def finish_bytes(self) -> int:
+    def epilogue_bytes(self) -> int:
         """Of what arrives from other blocks, of results, of the residual and of a norm's scale."""
         arriving = self.others * self.parts * GROUP * self.tokens * 4
         itemsizes = [] if self.stores_directly else [dtype.itemsize for dtype in self.out_dtypes]

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.lanes import load_lanes, unit, widened_lanes
+from pallas_kernels.primitives.integer_gemm.packing import load_lanes, unit, widened_lanes
 
 _SWIZZLE = 128
 _PART = 64
@@ -58,7 +58,7 @@ def integer_tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def send_for_weights(
+def load_weights(
     problem: Problem, refs: Mapping[str, Sequence[Any]], ring: Mapping[str, Any], stage, step, column
 ) -> None:
     """Sends for the tiles of step number `step` of the whole depth, of the columns from `column` on."""

@@ -1,10 +1,10 @@
-"""The matrix product: persistent blocks, one warpgroup that brings operands by TMA, others that compute.
+"""The matrix product: persistent blocks, one warpgroup loads operands by TMA, the others compute.
 
 A block takes tiles of the result in an order that keeps operands in the L2 cache. Its producer runs ahead of the
 computing warpgroups by as many steps as there are stages, across tiles too, so that the next tile's operands come while
-the last one's results leave. Edges need no care: TMA brings zeros from outside an array and stores nothing there.
+the last one's results leave. Edges need no care: TMA loads zeros from outside an array and stores nothing there.
 
-Several products can be made at once: each step brings a tile of every operand, and `products` says which two are
+Several products can be made at once: each step loads a tile of every operand, and `products` says which two are
 multiplied into which accumulator: ((0, 0, 0),) is a @ b; ((0, 0, 0), (0, 1, 1)) is a @ b and a @ c with a read once;
 ((0, 0, 0), (1, 1, 0)) is a @ c + b @ d. Or right operands of any widths lie beside each other along n, and each tile
 of the results' common row belongs to one of them: a @ b, a @ c and a @ d with a read once.
@@ -22,11 +22,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.gemm.choice import FEW_ROWS
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.heads import Beside, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, Heads
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types

@@ -12,10 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.config import PRODUCER_REGISTERS
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.stated import Products
 
 Roles = tuple[Callable[[], None], Callable[[jax.Array], None]]
 """What the producer does, and what the consumer of a number does."""
@@ -83,5 +83,5 @@ def launcher(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        products=products or problem.stated,
+        products=products or problem.flops,
     )

@@ -11,7 +11,7 @@ COLUMNS = 64
 FEWEST_OUTPUTS = 128
 """What the row kernels of the backward pass take."""
 _ROWS = 8
-"""TMA brings groups of eight rows: an array has fewer rows, or whole groups."""
+"""TMA loads groups of eight rows: an array has fewer rows, or whole groups."""
 
 
 def operands_unsupported(x: jax.Array, *weights: jax.Array) -> str | None:
@@ -29,7 +29,7 @@ def operands_unsupported(x: jax.Array, *weights: jax.Array) -> str | None:
 
 
 def whole_groups(array: jax.Array) -> jax.Array:
-    """The array (rows, columns) with zero rows behind it where TMA could not bring its last rows."""
+    """The array (rows, columns) with zero rows after it where TMA could not load its last rows."""
     rows = array.shape[0]
     if rows < _ROWS or rows % _ROWS == 0:
         return array
@@ -37,7 +37,7 @@ def whole_groups(array: jax.Array) -> jax.Array:
 
 
 def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:
-    """The vector with zeros behind it up to a multiple: ordinary loads read past the edge, and need something there."""
+    """The vector with zeros after it up to a multiple: ordinary loads read past the edge, and need something there."""
     if vector is None or vector.shape[0] % multiple == 0:
         return vector
     return jnp.pad(vector, (0, -vector.shape[0] % multiple))

@@ -12,8 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.stated import Products, product
 
 Product = tuple[int, int, int]
 """The number of the left operand, of the right operand, and of the accumulator."""
@@ -46,7 +46,7 @@ class Problem:
         return 1 + max(product[2] for product in self.products)
 
     @property
-    def stated(self) -> Products:
+    def flops(self) -> Products:
         """What is multiplied."""
         return product(self.m, sum(self.widths), self.k, self.dtype).times(len(self.products))
 

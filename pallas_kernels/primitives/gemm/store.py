@@ -18,8 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.heads import Heads, head_factors, rotated_piece, store_order
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, head_factors, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
 
 

@@ -17,15 +17,15 @@ class IntegerGemmConfig:
     """The cut of an (M, K) x (K, N) product; a block computes `rows` x `columns` of the result at a time.
 
     rows: of x, at most 256: columns of the transposed product that the tensor cores make.
-    warpgroups: that compute, two or three; one more brings the operands.
+    warpgroups: that compute, two or three; one more loads the operands.
     depth: of a step.
     stages: steps of operands in shared memory at once; fewer where they do not fit.
     in_parts: whether a step is widened in parts of 64, each while the tensor cores have the part before. At least two.
     last_rows: tiles that would leave blocks idle at the end are cut into lower ones, of so many rows, if no block then
         has more than one; 0: they are not.
-    is_dealt: whether tiles of `rows`, three quarters of them and half of them are dealt out so that blocks have as many
-        rows; where the result's are twice `rows`, and columns come out even: see `deal.py`.
-    cluster: blocks, 1 or 2, that are neighbours along the columns and bring x's tile once, by multicast.
+    has_work_split: whether tiles of `rows`, three quarters of them and half of them are assigned so that blocks have as
+        many rows; where the result's are twice `rows`, and columns come out even: see `problem.WorkSplit`.
+    cluster: blocks, 1 or 2, that are neighbours along the columns and load x's tile once, by multicast.
     group: tiles along the rows that follow one another, before the next columns.
     store_rows, store_slots: the result leaves in pieces of so many rows, through so many buffers a warpgroup.
     """
@@ -36,7 +36,7 @@ class IntegerGemmConfig:
     stages: int = 6
     in_parts: bool = False
     last_rows: int = 0
-    is_dealt: bool = False
+    has_work_split: bool = False
     cluster: int = 1
     group: int = 8
     store_rows: int = 64

@@ -1,6 +1,6 @@
 """The product of many rows with int8 or int4 weights, one scale an output: out^T = w x^T.
 
-Persistent blocks: one warpgroup brings operands by TMA, two compute. Each reads its 64 columns of weights into
+Persistent blocks: one warpgroup loads operands by TMA, two compute. Each reads its 64 columns of weights into
 registers, makes 16-bit values of them, and multiplies from there, while the other one keeps the tensor cores busy.
 """
 
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.launch import in_one_warp
 from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.job import Job
-from pallas_kernels.primitives.integer_gemm.lanes import is_in_lanes
-from pallas_kernels.primitives.integer_gemm.steps import Ring, compute, produce, ring_types
+from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce, ring_types
+from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.stated import product
 
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = {2: 232, 3: 152}
@@ -48,8 +48,8 @@ def integer_gemm(
 
     Args:
         x: (M, K), bfloat16 or float16; K a multiple of 64.
-        values: (N, K), int8, int4, or uint8 in the order of `lanes.py`; N a multiple of 64. K is a multiple of 128, or
-            256 with int4.
+        values: (N, K), int8, int4, or uint8 in the order of `packing.py`; N a multiple of 64. K is a multiple of 128,
+            or 256 with int4.
         scales: (N,) float32.
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.
@@ -65,7 +65,7 @@ def integer_gemm(
     )
     operands = {"scales": scales, "bias": bias, "residual": residual}
     extras = {key: value for key, value in operands.items() if value is not None}
-    job = Job(
+    problem = Problem(
         m=x.shape[0],
         n=values.shape[0],
         k=x.shape[1],
@@ -74,35 +74,35 @@ def integer_gemm(
         dtype=x.dtype,
         config=config,
     )
-    y = _launch(job, epilogue, x, values, extras, out_dtype, name)
+    y = _launch(problem, epilogue, x, values, extras, out_dtype, name)
     return varying_like(y[:rows], x, values, *extras.values())
 
 
-def _launch(job: Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
-    config, warpgroups = job.config, job.config.warpgroups
+def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
+    config, warpgroups = problem.config, problem.config.warpgroups
 
-    def body(x_ref, w_ref, extra_refs, out_ref, ring_refs, buffers, brought):
+    def body(x_ref, w_ref, extra_refs, out_ref, ring_refs, buffers, loaded):
         warpgroup = lax.axis_index("warpgroup")
-        ring = Ring(job=job, **ring_refs)
+        ring = Ring(problem=problem, **ring_refs)
 
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            bring = partial(produce, ring, x_ref, w_ref)
+            load = partial(produce, ring, x_ref, w_ref)
             if config.in_parts:  # pairs of blocks at 8192 rows are 0.7 to 1.9 % slower by one warp
-                bring = in_one_warp(bring, x_ref, w_ref)
-            bring()
+                load = in_one_warp(load, x_ref, w_ref)
+            load()
 
         @pl.when(warpgroup < warpgroups)
         def _():
             plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
             store = Store(
-                job=job,
+                problem=problem,
                 epilogue=epilogue,
                 extras=extra_refs,
                 out=out_ref,
                 buffer=buffers.at[warpgroup],
-                brought=brought,
+                loaded=loaded,
                 warpgroup=warpgroup,
             )
             compute(ring, store, warpgroup)
@@ -110,18 +110,18 @@ def _launch(job: Job, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtyp
     body.__name__ = name
     kernel = settings.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((job.m, job.n), out_dtype),
-        grid=(job.blocks,),
+        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), out_dtype),
+        grid=(problem.blocks,),
         grid_names=("block",),
         **({"cluster": (config.cluster,), "cluster_names": ("cluster",)} if config.cluster > 1 else {}),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
-            ring_types(job, values.dtype),
+            ring_types(problem, values.dtype),
             shared((warpgroups, config.store_slots, config.store_rows, GROUP), out_dtype),
             plgpu.Barrier(num_barriers=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        products=product(job.m, job.n, job.k, job.dtype),
+        products=product(problem.m, problem.n, problem.k, problem.dtype),
     )
     return kernel(x, values, extras)

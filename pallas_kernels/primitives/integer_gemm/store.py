@@ -15,8 +15,8 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import GROUP
-from pallas_kernels.primitives.integer_gemm.job import Job
-from pallas_kernels.primitives.integer_gemm.lanes import unit
+from pallas_kernels.primitives.integer_gemm.packing import unit
+from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
 
@@ -24,17 +24,17 @@ from pallas_kernels.primitives.transposed import load_transposed, store_transpos
 class Store:
     """The epilogue of one warpgroup, in pieces of some rows. Values are (columns, rows)."""
 
-    job: Job
+    problem: Problem
     epilogue: Epilogue
     extras: Mapping[str, Any]
     out: Any
     buffer: Any
-    brought: Any
+    loaded: Any
     warpgroup: jax.Array
 
     def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
         """What there is of scales and bias for the 64 columns from there, before their products."""
-        first = jnp.minimum(column, self.job.n - GROUP)  # of columns behind the last, nothing is stored
+        first = jnp.minimum(column, self.problem.n - GROUP)  # of columns behind the last, nothing is stored
         layout = plgpu.Layout.WGMMA.reduce(1)
         found = {
             name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
@@ -45,7 +45,7 @@ class Store:
 
     def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         """Computes and stores the results of the tile that begins there."""
-        if self.job.n > GROUP:
+        if self.problem.n > GROUP:
             self._finish(product, vectors, row, column)
         else:
             # TMA leaves out columns behind the last, but Mosaic GPU gives it no place along a dimension of one group:
@@ -53,9 +53,9 @@ class Store:
             pl.when(column == 0)(partial(self._finish, product, vectors, row, column))
 
     def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
-        config = self.job.config
+        config = self.problem.config
         scale, bias = vectors["scales"], vectors.get("bias")
-        scale = scale / unit(self.job.dtype) if self.job.in_lanes else scale
+        scale = scale / unit(self.problem.dtype) if self.problem.in_lanes else scale
         for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
             shape = (GROUP, min(config.store_rows, product.shape[1] - start))
             buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
@@ -63,7 +63,7 @@ class Store:
             plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
-                arrived = self.brought.at[self.warpgroup]
+                arrived = self.loaded.at[self.warpgroup]
                 plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], buffer, arrived)
                 plgpu.barrier_wait(arrived)
                 residual = load_transposed(buffer)

@@ -27,7 +27,7 @@ from pallas_kernels.ops.attention.folded import Folds
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.stated import Products
+from pallas_kernels.primitives.flop_metadata import Products
 
 
 def key_value_gradients(

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.mma_products import Share
 from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.few_rows.values import Values
-from pallas_kernels.primitives.few_rows.warp_products import Share
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.thread_values import Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
-    """The end of a block. widths: of the weights beside each other. ends: for each of them, the block behind its last.
+class MmaEpilogue:
+    """The end of a block. widths: of the weights beside each other. ends: for each of them, the block after its last.
 
     Extras are what there is of bias (of all columns), residual, and the arrays of `norm` and `rotation`.
     """
@@ -108,10 +108,14 @@ class End:
 
     @property
     def _values(self) -> Values:
-        return Values(share=self.share, columns=self.share.columns // self._halves)
+        share = self.share
+        columns = share.columns // self._halves
+        return Values(rows=share.rows, warps=share.warps, columns=columns, pitch=share.pitch, sum_rows=share.rows)
 
 
-def interpreted(end: End, x: Any, weights: Sequence[Any], extras: Mapping[str, Any], outs: Sequence[Any]) -> None:
+def interpreted(
+    end: MmaEpilogue, x: Any, weights: Sequence[Any], extras: Mapping[str, Any], outs: Sequence[Any]
+) -> None:
     """The whole block without a thread's own instructions, of which the interpreter knows none."""
     block, columns = lax.axis_index("block"), end.share.columns
     for i, (w, first, last) in enumerate(zip(weights, (0, *end.ends[:-1]), end.ends, strict=True)):

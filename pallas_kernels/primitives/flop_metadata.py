@@ -1,4 +1,4 @@
-"""What a kernel multiplies, stated in the program beside its launch: who reads the HLO cannot look into it."""
+"""Writes the FLOPs of a kernel's matrix products into the program: the HLO does not show a kernel's body."""
 
 from __future__ import annotations
 

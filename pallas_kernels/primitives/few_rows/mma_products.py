@@ -2,7 +2,7 @@
 
 The tensor cores' tiles (mma.m16n8k16) have columns of the result as their rows, and rows of x as columns. `ldmatrix`
 reads both from shared memory as TMA leaves them there, in tiles of (8, 64) whose rows of 128 bytes are swizzled, and
-transposes weights. A warp that has read its share needs the buffer no more: it is sent for again while the warp
+transposes weights. A warp that has read its share needs the buffer no more: it is refilled while the warp
 multiplies, and x is normalised in registers.
 """
 
@@ -19,8 +19,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.primitives.integer_gemm.direct_products import multiplied
-from pallas_kernels.primitives.integer_gemm.words import Word, constant, in_shared_memory, inlined, instruct, word_type
+from pallas_kernels.primitives.inline_ptx import Word, constant, in_shared_memory, inlined, instruct, word_type
+from pallas_kernels.primitives.integer_gemm.mma_kernel import multiplied
 
 TOKENS = 8
 """Rows of x in a tile of the tensor cores."""
@@ -164,7 +164,7 @@ class Share:
         call: Any = plgpu.inline_mgpu(arg_types=types, return_type=_type(self.sums, jnp.float32))(work)
         return call(sums, words)
 
-    def leave(self, sums: jax.Array, arriving: Any, squares: Any) -> None:
+    def store_sums(self, sums: jax.Array, arriving: Any, squares: Any) -> None:
         """Leaves a warp's sums in shared memory, where all of these warps then find them.
 
         arriving: (warps, rows, pitch) float32. squares: (rows, warps) likewise.

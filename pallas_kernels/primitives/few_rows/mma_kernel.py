@@ -1,8 +1,8 @@
-"""The product of at most 16 rows whose steps' depth is shared by warps, while another warp sends for the operands.
+"""The product of at most 16 normalised rows: warps share the depth of each step, and one more warp loads operands.
 
-No warp waits for another one's part of a step, a buffer is sent for again as soon as it is read, and what a norm does
-to x is done in registers. The warps' sums meet in shared memory once, at the end, where a thread finishes a number at a
-time.
+No warp waits for another one's part of a step, a buffer is refilled as soon as it is read, and the norm scales x in
+registers. The warps' sums meet in shared memory once, at the end, where each thread finishes one number at a time.
+llama3-8b's query, key and value take 14.8 µs at 16 rows and 13.9 at 1, by `kernel.py` 15.5 and 14.5.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.few_rows.config import GROUP, WarpsCut
+from pallas_kernels.primitives.few_rows.config import GROUP, MmaConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.mma_epilogue import MmaEpilogue, interpreted
+from pallas_kernels.primitives.few_rows.mma_products import DEPTH, TOKENS, Share
 from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.few_rows.warp_ends import End, interpreted
-from pallas_kernels.primitives.few_rows.warp_products import DEPTH, TOKENS, Share
+from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import is_interpreted, target_device, varying_like
-from pallas_kernels.primitives.stated import product
 
 MOST_ROWS = 2 * TOKENS
 _RESERVED_BYTES = 3072
 """For Mosaic GPU's own scratch, barriers and alignment."""
 _MOST_LINES = 256
-"""Of 64 columns, that TMA brings at once."""
+"""Of 64 columns, that TMA loads at once."""
 
 
-def fits(cut: WarpsCut, rows: int, widths: Sequence[int], features: int, norm: RowNorm, head_size: int) -> bool:
+def fits(cut: MmaConfig, rows: int, widths: Sequence[int], features: int, norm: RowNorm, head_size: int) -> bool:
     """Whether a product can be cut up so, and no more blocks are needed than run at once.
 
     head_size: of what is rotated, or 0.
@@ -58,7 +58,7 @@ def fits(cut: WarpsCut, rows: int, widths: Sequence[int], features: int, norm: R
     return is_small and (is_interpreted() or sum(widths) // cut.columns <= target_device().core_count)
 
 
-def product_by_warps(
+def mma_product(
     x: jax.Array,
     weights: Sequence[jax.Array],
     *,
@@ -68,7 +68,7 @@ def product_by_warps(
     norm: RowNorm,
     rotation: Rotation | None,
     out_dtype: jnp.dtype,
-    cut: WarpsCut,
+    cut: MmaConfig,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """As `few_rows_product` has it, of one weight or several beside each other, where `fits` says so."""
@@ -94,22 +94,22 @@ def product_by_warps(
     def body(x_ref, w_refs, extra_refs, *refs):
         count = len(widths) * len(dtypes)
         outs, (ring, sums) = refs[:count], refs[count:]
-        end = End(
+        end = MmaEpilogue(
             share=share, epilogue=epilogue, norm=norm, rotation=rotation, features=features, widths=widths, ends=ends
         )
         if is_interpreted():
             interpreted(end, x_ref, w_refs, extra_refs, outs)
             return
         warpgroup = lax.axis_index("warpgroup")
-        bring = partial(_bring, cut, ends, x_ref, w_refs, extra_refs, ring)
+        load = partial(_produce, cut, ends, x_ref, w_refs, extra_refs, ring)
         varies = any(not jax.typeof(getattr(ref, "ref", ref)).manual_axis_type.empty for ref in (x_ref, *w_refs))
 
         @pl.when(warpgroup == cut.warpgroups)
         def _():
             if varies:  # JAX's warps take no array that varies over the devices of `jax.shard_map`
-                bring()
+                load()
             else:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(bring))
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(load))
 
         pl.when(warpgroup < cut.warpgroups)(lambda: _compute(cut, end, extra_refs, outs, ring, sums, features))
 
@@ -135,7 +135,7 @@ def product_by_warps(
     return tuple(varying_like(result, x, *weights, *extras.values()) for result in results)
 
 
-def _ring_types(cut: WarpsCut, share: Share, features: int) -> dict[str, Any]:
+def _ring_types(cut: MmaConfig, share: Share, features: int) -> dict[str, Any]:
     """Scratch types: tiles of each operand, and barriers passed when they have come, and when they are read."""
     stages = cut.stages
     types: dict[str, Any] = {
@@ -149,8 +149,8 @@ def _ring_types(cut: WarpsCut, share: Share, features: int) -> dict[str, Any]:
     return types
 
 
-def _bring(
-    cut: WarpsCut,
+def _produce(
+    cut: MmaConfig,
     ends: Sequence[int],
     x: Any,
     weights: Sequence[Any],
@@ -176,8 +176,8 @@ def _bring(
 
 
 def _compute(
-    cut: WarpsCut,
-    end: End,
+    cut: MmaConfig,
+    end: MmaEpilogue,
     extras: Mapping[str, Any],
     outs: Sequence[Any],
     ring: Mapping[str, Any],
@@ -196,5 +196,5 @@ def _compute(
         plgpu.barrier_arrive(ring["empty"].at[stage])
         return share.multiply(carry, words)
 
-    share.leave(lax.fori_loop(0, features // cut.depth, step, share.no_sums()), sums["products"], sums["squares"])
+    share.store_sums(lax.fori_loop(0, features // cut.depth, step, share.no_sums()), sums["products"], sums["squares"])
     end.finish(ready, sums, outs)

@@ -1,4 +1,7 @@
-"""From the accumulators to the results: sums over a cluster, epilogue, and the way out through shared memory."""
+"""From the accumulators to the results: sums over a cluster, the epilogue, and the stores.
+
+Values are (columns, tokens) in registers; results are (tokens, columns) in device memory.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,80 @@ from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.few_rows.store import store_from_registers, store_through_shared
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.lanes import unit
-from pallas_kernels.primitives.transposed import load_transposed
+from pallas_kernels.primitives.integer_gemm.packing import unit
+from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+
+
+def store_from_registers(
+    problem: Problem, outputs: Sequence[Any], values: Sequence[Sequence[jax.Array]], columns: Sequence[jax.Array]
+) -> None:
+    """Writes each group's results, `GROUP` columns from one of `columns` on: neighbours are exchanged, and a thread
+    writes two columns at once. Behind the last product that is sooner done than the way through shared memory."""
+    for results, column in zip(values, columns, strict=True):
+        places = _places(problem, outputs, column)
+        for value, (output, start, is_own) in zip([*results] * (len(places) // len(results)), places, strict=True):
+            write = partial(_write, problem, value, output, start)
+            write() if is_own is None else pl.when(is_own)(write)
+
+
+def store_through_shared(
+    problem: Problem,
+    outputs: Sequence[Any],
+    values: Sequence[Sequence[jax.Array]],
+    columns: Sequence[jax.Array],
+    buffers: Sequence[Any],
+    slots: Sequence[int],
+) -> None:
+    """Likewise, by TMA, through `slots` of each output's (or of all outputs' one) buffer."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for slot, results in zip(slots, values, strict=True):
+        for value, buffer in zip(results, buffers, strict=True):
+            store_transposed(value, buffer.at[slot])
+    plgpu.commit_smem()
+    for slot, column in zip(slots, columns, strict=True):
+        places = _places(problem, outputs, column, clips=True)
+        for buffer, (output, start, is_own) in zip([*buffers] * (len(places) // len(buffers)), places, strict=True):
+            place = output.at[pl.ds(0 * start, problem.tokens), pl.ds(start, GROUP)]
+            copy = partial(plgpu.copy_smem_to_gmem, buffer.at[slot], place)
+            copy() if is_own is None else pl.when(is_own)(copy)
+
+
+def _places(
+    problem: Problem, outputs: Sequence[Any], column: jax.Array, *, clips: bool = False
+) -> list[tuple[Any, jax.Array, jax.Array | None]]:
+    """Each output, where the group begins in it, and whether it is there at all; None where that is certain.
+
+    clips: whether columns behind the last one are dropped anyway.
+    """
+    widths = problem.widths
+    is_whole = clips or problem.config.columns == GROUP
+    if len(widths) == 1:
+        return [(output, column, None if is_whole else column < widths[0]) for output in outputs]
+    places = []
+    for output, width, (is_own, first) in zip(outputs, widths, problem.owners(column), strict=True):
+        start = column - first
+        places.append((output, start, is_own if is_whole else is_own & (start < width)))
+    return places
+
+
+def _write(problem: Problem, value: jax.Array, output: Any, start: jax.Array) -> None:
+    if problem.rows == 1:
+        first = plgpu.broadcasted_iota(jnp.int32, value.shape, 1, layout=plgpu.Layout.WGMMA) == 0
+        row = jnp.sum(jnp.where(first, value, 0.0), axis=1)
+        output.at[0, pl.ds(start, GROUP)][...] = row.astype(output.dtype)
+        return
+    pairs = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED).astype(output.dtype)
+    place = output.at[pl.ds(0, problem.tokens), pl.ds(start, GROUP)]
+    place.transpose((1, 0))[...] = pairs
+
 
 _EARLY_TOKENS = 32
 """Up to here angles are computed while the first weights are on their way; of more, registers do not hold them."""
 
 
-def finish_types(problem: Problem) -> dict[str, Any]:
+def epilogue_types(problem: Problem) -> dict[str, Any]:
     """Scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
     types: dict[str, Any] = {}
@@ -40,7 +106,7 @@ def finish_types(problem: Problem) -> dict[str, Any]:
         types["taken"] = plgpu.Barrier(num_barriers=bundles)
     if problem.residual_dtype is not None:
         types["residual"] = plgpu.SMEM((groups, problem.tokens, GROUP), problem.residual_dtype)
-        types["brought"] = plgpu.Barrier(num_barriers=groups)
+        types["loaded"] = plgpu.Barrier(num_barriers=groups)
     return types
 
 
@@ -78,7 +144,7 @@ class Finish:
     outputs: of each of the problem's `widths`, or of one product several. squares: of 64 columns' first result, a line
         each, or None.
     rank: of the block in its cluster. warpgroup: in the block.
-    results: of each output, (own groups, tokens, 64) in shared memory. residual, brought: likewise, and its barriers.
+    results: of each output, (own groups, tokens, 64) in shared memory. residual, loaded: likewise, and its barriers.
     arriving: of each product and member of a bundle, and of squares, (own bundles, other warpgroups, 64, tokens)
         float32; arrived: its barriers. taken: of the way back, for the next tile.
     rotation: of heads. norm: of x's rows. Their arrays are among `extras`.
@@ -96,15 +162,15 @@ class Finish:
     arrived: Any = None
     taken: Any = None
     residual: Any = None
-    brought: Any = None
+    loaded: Any = None
     rotation: Rotation | None = None
     norm: RowNorm | None = None
 
     def begin(self, column: jax.Array) -> list[Ready]:
-        """Before the products of the tile that begins there: what each group will need, and the residual sent for."""
+        """Before the products of the tile that begins there: what each group will need, and loads the residual."""
         if self.residual is not None:
             for group in range(self.problem.groups):  # a bundle each: heads have no residual
-                self._if_own(group, lambda group=group: self._bring(group, column))
+                self._if_own(group, lambda group=group: self._load_residual(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
         factor = 1 / unit(self.problem.dtype) if self.problem.in_lanes else None
@@ -224,7 +290,7 @@ class Finish:
             products = [product * scale for product, scale in zip(products, wide, strict=True)]
         residual = None
         if self.residual is not None:
-            plgpu.barrier_wait(self.brought.at[slot])
+            plgpu.barrier_wait(self.loaded.at[slot])
             residual = load_transposed(self.residual.at[slot])
         return self.epilogue.apply(
             products,
@@ -238,10 +304,10 @@ class Finish:
         assert self.rotation is not None
         return self.rotation.load(self.extras, group, self.problem.tokens)
 
-    def _bring(self, group: int, column: jax.Array) -> None:
+    def _load_residual(self, group: int, column: jax.Array) -> None:
         slot = group // self.problem.config.splits
         place = (pl.ds(0 * column, self.problem.tokens), pl.ds(column + group * GROUP, GROUP))
-        plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], self.residual.at[slot], self.brought.at[slot])
+        plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], self.residual.at[slot], self.loaded.at[slot])
 
     def _scale(self) -> jax.Array | None:
         if "scale" not in self.extras:

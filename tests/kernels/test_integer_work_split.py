@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.deal import PARTS, Deal
+from pallas_kernels.primitives.integer_gemm.problem import PARTS, WorkSplit
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,11 @@ from pallas_kernels.primitives.integer_gemm.deal import PARTS, Deal
 def test_each_part_of_each_column_is_dealt_once(columns, blocks):
     dealt = np.zeros((columns, PARTS), int)
     heights = []
-    deal = Deal(columns=columns, blocks=blocks)
-    assert deal.is_even
+    split = WorkSplit(columns=columns, blocks=blocks)
+    assert split.is_even
     for block in range(blocks):
         height = 0
-        for parts, count, place in deal.turns(jnp.int32(block)):
+        for parts, count, place in split.turns(jnp.int32(block)):
             for n in range(int(count)):
                 column, first = map(int, place(jnp.int32(n)))
                 dealt[column, first : first + parts] += 1
@@ -32,12 +32,12 @@ def test_each_part_of_each_column_is_dealt_once(columns, blocks):
 
 @pytest.mark.parametrize(("columns", "blocks"), [(109, 132), (114, 132), (1, 2), (32, 132)])
 def test_what_does_not_come_out_even(columns, blocks):
-    assert not Deal(columns=columns, blocks=blocks).is_even
+    assert not WorkSplit(columns=columns, blocks=blocks).is_even
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "is_dealt"),
+    ("rows", "outputs", "has_work_split"),
     [(512, 14336, True), (449, 14080, True), (448, 14336, False), (513, 14336, False), (512, 4096, False)],
 )
-def test_results_that_are_dealt(rows, outputs, is_dealt):
-    assert (Deal.of(rows, outputs, IntegerGemmConfig(), 132) is not None) == is_dealt
+def test_results_that_are_dealt(rows, outputs, has_work_split):
+    assert (WorkSplit.of(rows, outputs, IntegerGemmConfig(), 132) is not None) == has_work_split

@@ -1,4 +1,4 @@
-"""The end of a product whose sums meet in shared memory: what threads read, add up and write, a number at a time."""
+"""Numbers that each thread loads, adds up and stores, for products whose partial sums meet in shared memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.primitives.few_rows.warp_products import Share
-from pallas_kernels.primitives.integer_gemm.words import (
+from pallas_kernels.primitives.inline_ptx import (
     Word,
     as_array,
     in_device_memory,
     in_shared_memory,
     inlined,
+    instruct,
     load_number,
     load_shared,
     of_array,
@@ -30,15 +30,21 @@ class Values:
     """The threads of a block, `columns` of them to a row, as many rows at a time as there are threads for.
 
     A turn is its first row. References in device memory begin where the first of these columns is.
+
+    rows: of the result. warps: of the block. pitch: words from one row's sums to the next. sum_rows: rows of each
+    warp's sums in shared memory.
     """
 
-    share: Share
+    rows: int
+    warps: int
     columns: int
+    pitch: int
+    sum_rows: int
 
     @property
     def turns(self) -> range:
         """The first rows of what the block finishes at a time."""
-        return range(0, self.share.rows, 32 * self.share.warps // self.columns)
+        return range(0, self.rows, 32 * self.warps // self.columns)
 
     def of_columns(self, ref: Any) -> jax.Array:
         """For each thread what a vector has for its column; float32, or int32 of such."""
@@ -58,7 +64,7 @@ class Values:
         def load(_, vector_ref):
             token, _ = self._own(turn)
             address = in_device_memory(vector_ref, token * ref.dtype.itemsize)
-            return self._array(load_number(address, ref.dtype, token, self.share.rows), dtype)
+            return self._array(load_number(address, ref.dtype, token, self.rows), dtype)
 
         return inlined(load, ref, result=self._result(dtype))
 
@@ -68,7 +74,7 @@ class Values:
         def load(_, rows_ref):
             token, column = self._own(turn)
             address = in_device_memory(rows_ref, (token * width + column) * ref.dtype.itemsize)
-            return self._array(load_number(address, ref.dtype, token, self.share.rows))
+            return self._array(load_number(address, ref.dtype, token, self.rows))
 
         return inlined(load, ref, result=self._result())
 
@@ -78,27 +84,26 @@ class Values:
         def store(_, array, rows_ref):
             token, column = self._own(turn)
             address = in_device_memory(rows_ref, (token * width + column) * ref.dtype.itemsize)
-            store_number(address, of_array(array), ref.dtype, token, self.share.rows)
+            store_number(address, of_array(array), ref.dtype, token, self.rows)
 
         inlined(store, values, ref, arrays=(self._result().layout,))
 
-    def sums(self, arriving: Any, turn: int, start: int = 0) -> jax.Array:
+    def sums(self, partial_sums: Any, turn: int, start: int = 0) -> jax.Array:
         """The sums of all warps for the columns from `start` on, always added up in the same order."""
-        share = self.share
 
         def gather(_, ref):
             token, column = self._own(turn)
-            address = in_shared_memory(ref, token * share.pitch + column + start)
-            return self._gathered(address, 4 * share.rows * share.pitch, token)
+            address = in_shared_memory(ref, token * self.pitch + column + start)
+            return self._gathered(address, 4 * self.sum_rows * self.pitch, token)
 
-        return inlined(gather, arriving, result=self._result())
+        return inlined(gather, partial_sums, result=self._result())
 
     def squares(self, squares: Any, turn: int) -> jax.Array:
         """Likewise those of each row's squares."""
 
         def gather(_, ref):
             token, _ = self._own(turn)
-            return self._gathered(in_shared_memory(ref, token * self.share.warps), 4, token)
+            return self._gathered(in_shared_memory(ref, token * self.warps), 4, token)
 
         return inlined(gather, squares, result=self._result())
 
@@ -108,7 +113,7 @@ class Values:
         return thread // self.columns + turn, thread % self.columns
 
     def _gathered(self, address: Any, size: int, token: Word) -> Any:
-        parts = [load_shared(address, i * size, token, self.share.rows) for i in range(self.share.warps)]
+        parts = [load_shared(address, i * size, token, self.rows) for i in range(self.warps)]
         while len(parts) > 1:
             parts = [arith.addf(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
         return self._array(parts[0])
@@ -126,3 +131,13 @@ class Values:
 
 def _wide(dtype: jnp.dtype) -> Any:
     return jnp.int32 if dtype == jnp.int32 else jnp.float32
+
+
+def keep_order() -> None:
+    """The compiler would put off what is needed late until the weights have come; over a branch it moves nothing."""
+
+    def branch(_):
+        text = "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 1; @p bra AGAIN; }"
+        instruct(None, [], text, "~{memory}", ordered=True)
+
+    inlined(branch)

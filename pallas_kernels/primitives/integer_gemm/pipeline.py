@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integers
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP
-from pallas_kernels.primitives.integer_gemm.job import Job
-from pallas_kernels.primitives.integer_gemm.lanes import load_lanes
+from pallas_kernels.primitives.integer_gemm.packing import load_lanes
+from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
 
 _PART = 64
@@ -31,7 +31,7 @@ class Ring:
     full: a barrier a stage, passed when both have arrived. empty: likewise, when every computing warpgroup is done.
     """
 
-    job: Job
+    problem: Problem
     w: Any
     x: Any
     full: Any
@@ -39,24 +39,24 @@ class Ring:
 
     def stage(self, step: jax.Array) -> jax.Array:
         """Of a step, counted over all of the block's tiles."""
-        return lax.rem(step, self.job.config.stages)
+        return lax.rem(step, self.problem.config.stages)
 
-    def await_empty(self, step: jax.Array) -> None:
-        """Waits until the step's stage has been given back by the one before it there."""
+    def wait_empty(self, step: jax.Array) -> None:
+        """Waits until the step's stage has been released by the step before it there."""
         plgpu.barrier_wait(self.empty.at[self.stage(step)])
 
-    def give_back(self, step: jax.Array) -> None:
-        """The step's stage, for another step's operands."""
+    def release(self, step: jax.Array) -> None:
+        """Releases the step's stage for another step's operands."""
         plgpu.barrier_arrive(self.empty.at[self.stage(step)])
 
 
-def ring_types(job: Job, integers: DTypeLike) -> dict[str, Any]:
+def ring_types(problem: Problem, integers: DTypeLike) -> dict[str, Any]:
     """Scratch types of `Ring`'s members."""
-    config, stages = job.config, job.config.stages
+    config, stages = problem.config, problem.config.stages
     barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if config.cluster > 1 else plgpu.Barrier
     return {
         "w": integer_tiles((stages, config.columns, config.depth), jnp.dtype(integers)),
-        "x": shared((stages, config.rows, config.depth), job.dtype, swizzle=128),
+        "x": shared((stages, config.rows, config.depth), problem.dtype, swizzle=128),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=stages),
     }
@@ -64,12 +64,12 @@ def ring_types(job: Job, integers: DTypeLike) -> dict[str, Any]:
 
 def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
     """Brings the operands of every step of every tile, as early as there is room."""
-    job, config = ring.job, ring.job.config
+    problem, config = ring.problem, ring.problem.config
 
     def tile(row, column, before, rows):
         def step(i, _):
             stage = ring.stage(before + i)
-            pl.when(before + i >= config.stages)(partial(ring.await_empty, before + i))
+            pl.when(before + i >= config.stages)(partial(ring.wait_empty, before + i))
             depth = pl.ds(i * config.depth, config.depth)
             full = ring.full.at[stage]
             plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring.w.at[stage], full)
@@ -77,11 +77,11 @@ def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
             axes = "cluster" if config.cluster > 1 else None
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), depth], place, full, collective_axes=axes)
 
-        lax.fori_loop(0, job.steps, step, None)
+        lax.fori_loop(0, problem.steps, step, None)
 
-    total = job.for_each_tile(tile)
+    total = problem.for_each_tile(tile)
     # No barrier may be left with an arrival that nobody has seen.
-    lax.fori_loop(jnp.maximum(total - config.stages, 0), total, lambda step, _: ring.await_empty(step), None)
+    lax.fori_loop(jnp.maximum(total - config.stages, 0), total, lambda step, _: ring.wait_empty(step), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +95,25 @@ class _Products:
 
     def make(self, accumulator: Any) -> None:
         """Adds up all steps."""
-        make = self._in_parts if self.ring.job.config.in_parts else self._whole_steps
+        make = self._in_parts if self.ring.problem.config.in_parts else self._whole_steps
         make(accumulator)
         plgpu.wgmma_wait(0)
-        self._give_back(self.ring.job.steps - 1)
+        self._release(self.ring.problem.steps - 1)
 
     def _whole_steps(self, accumulator: Any) -> None:
-        last = self.ring.job.steps - 1
+        last = self.ring.problem.steps - 1
 
         def step(i, values):
             self._multiply(accumulator, values, i)
             later = self._integers(i + 1)  # meanwhile
             plgpu.wgmma_wait(0)
-            self._give_back(i)
+            self._release(i)
             return later
 
         self._multiply(accumulator, lax.fori_loop(0, last, step, self._integers(0)), last)
 
     def _in_parts(self, accumulator: Any) -> None:
-        job, depth = self.ring.job, self.ring.job.config.depth
+        problem, depth = self.ring.problem, self.ring.problem.config.depth
         # Two parts a turn at least: the registers of a part are its product's until the next one is under way.
         turn = max(1, 2 * _PART // depth)
 
@@ -125,29 +125,29 @@ class _Products:
                     self._multiply(accumulator, values[:, start : start + _PART], step, start)
                     plgpu.wgmma_wait(1)
                     if start == 0:
-                        pl.when(step > 0)(partial(self._give_back, step - 1))
+                        pl.when(step > 0)(partial(self._release, step - 1))
 
-        lax.fori_loop(0, job.steps // turn, steps, None)
+        lax.fori_loop(0, problem.steps // turn, steps, None)
 
     def _integers(self, step: Any) -> jax.Array:
-        job, stage = self.ring.job, self.ring.stage(self.before + step)
+        problem, stage = self.ring.problem, self.ring.stage(self.before + step)
         plgpu.barrier_wait(self.ring.full.at[stage])
         ref = self.ring.w.at[stage, pl.ds(self.warpgroup * GROUP, GROUP)]
-        return load_lanes(ref) if job.in_lanes else load_integers(ref, job.bits)
+        return load_lanes(ref) if problem.in_lanes else load_integers(ref, problem.bits)
 
     def _multiply(self, accumulator: Any, values: jax.Array, step: Any, start: int = 0) -> None:
         depth = pl.ds(start, values.shape[1])
         right = self.ring.x.at[self.ring.stage(self.before + step), pl.ds(0, self.rows), depth].transpose((1, 0))
-        plgpu.wgmma(accumulator, self.ring.job.left(values), right)
+        plgpu.wgmma(accumulator, self.ring.problem.left(values), right)
 
-    def _give_back(self, step: Any) -> None:
+    def _release(self, step: Any) -> None:
         plgpu.commit_smem()  # what TMA may overwrite has been read
-        self.ring.give_back(self.before + step)
+        self.ring.release(self.before + step)
 
 
 def compute(ring: Ring, store: Store, warpgroup: jax.Array) -> None:
     """Multiplies the warpgroup's columns of every tile and has its results stored."""
-    job = ring.job
+    problem = ring.problem
 
     def tile(row, column, before, rows):
         column = column + warpgroup * GROUP
@@ -160,5 +160,5 @@ def compute(ring: Ring, store: Store, warpgroup: jax.Array) -> None:
 
         pl.run_scoped(results, plgpu.WGMMAAccumulatorRef((GROUP, rows), jnp.float32))
 
-    job.for_each_tile(tile)
+    problem.for_each_tile(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

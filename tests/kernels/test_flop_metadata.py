@@ -1,4 +1,4 @@
-"""What kernels multiply is stated beside them, and is what the operation's own count says."""
+"""The FLOP metadata of kernels agrees with the operation's own count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compile_deviceless import kernel_calls
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from hlo_analysis.costs.flops import _STATED
+from hlo_analysis.hlo.attributes import _STATED_FLOPS
 from pallas_kernels import REGISTRY, attention, linear, testing
 from pallas_kernels.specs import plain
 
@@ -23,7 +23,7 @@ def stated(function, *arguments):
     with jax.sharding.use_abstract_mesh(MESH):
         jaxpr = jax.jit(function).trace(*arguments).jaxpr.jaxpr
     texts = [(call.ctx.xla_metadata or {}).get("matrix_flops", "") for call in kernel_calls(jaxpr)]
-    return [(int(m[2]), int(m[3])) for text in texts if (m := _STATED.fullmatch(f'matrix_flops="{text}"'))]
+    return [(int(m[2]), int(m[3])) for text in texts if (m := _STATED_FLOPS.fullmatch(f'matrix_flops="{text}"'))]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
