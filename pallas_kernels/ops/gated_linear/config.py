@@ -75,7 +75,6 @@ def candidates(rows: int) -> dict[str, Config]:
     return {
         "128x256": GemmConfig(),
         "128x(256+256+256+128)": MIXED[2],
-        "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x256 cluster m": GemmConfig(cluster=2),
         "128x256 cluster m, even waves": EVEN,
     }

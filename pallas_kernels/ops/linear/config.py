@@ -91,7 +91,6 @@ def candidates(rows: int) -> dict[str, Config]:
     return {
         "128x256": GemmConfig(),
         "128x(256+192)": MIXED[1],
-        "256x128": GemmConfig(tile_m=256, tile_n=128),
         "128x128": NARROW,
         "128x256 cluster m": GemmConfig(cluster=2),
         "128x256 cluster m, even waves": EVEN,
