@@ -59,9 +59,9 @@ def test_an_entry_goes_before_the_operations_rule(own):
     with jax.sharding.use_abstract_mesh(MESH):
         assert linear.preferred(X, W, None, None, None, X.dtype) == ()  # plain products are XLA's
         untuned = linear.tuned_config(PLAIN, 8192)
-        tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="256x128")})
+        tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="128x128")})
         assert linear.preferred(X, W, None, None, None, X.dtype) == ("mosaic",)
-        assert linear.tuned_config(PLAIN, 8192) == linear.candidates(8192)["256x128"] != untuned
+        assert linear.tuned_config(PLAIN, 8192) == linear.candidates(8192)["128x128"] != untuned
         tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="a name of last year")})
         assert linear.tuned_config(PLAIN, 8192) == untuned
         residual = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
