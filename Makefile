@@ -15,6 +15,7 @@ DEV := .venv/.installed-dev
 help:
 	@echo "make report        what XLA makes of a Llama-size block on an H200, as a page: $(OUT)/report.html"
 	@echo "make test          the tests (no GPU needed)"
+	@echo "make smoke-jax0.12 some tests with jax 0.12, or 0.11: versions from constraints-jax0.12.txt"
 	@echo "make lint          ruff and pyright"
 	@echo "make docs          the documentation: build/site/index.html"
 	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
@@ -36,6 +37,19 @@ report: $(RUN)
 test: $(DEV)
 	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels
 	$(PY) -m pytest -n 2 --dist worksteal tests/kernels
+
+# Another version of jax lies in a folder in front of the environment's own.
+build/jax%/.installed: constraints-jax%.txt
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+smoke-jax%: $(DEV) build/jax%/.installed
+	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) tests/kernels/smoke.py
+	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m pytest -n 2 --dist worksteal tests/kernels/test_interpreter.py \
+	  tests/kernels/test_gemm.py::test_epilogue_order tests/kernels/test_rms_norm.py::test_only_the_sum_is_used \
+	  tests/capture/test_capture.py::test_stages_come_in_xla_s_order tests/capture/test_capture.py::test_resources_of_kernels
+	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m xlafuse.cli report --block tiny --shape 1x128 --target h200 -o build/jax$*-report
 
 lint: $(DEV)
 	$(PY) -m ruff check .
