@@ -76,7 +76,7 @@ def _pages(*, check_only: bool) -> int:
     stale = {path: text for path, text in placed(old).items() if text != old[path]}
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if check_only:
-        print(f"not what the results say: {names}; run `make results`" if stale else "current")
+        print(f"out of date: {names}; run `make results`" if stale else "current")
         return int(bool(stale))
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
@@ -85,7 +85,7 @@ def _pages(*, check_only: bool) -> int:
 
 
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
-    """The pages with what is between their markers made anew."""
+    """The pages with the text between their markers replaced."""
     results, counters = load(KEPT), load_counters(COUNTERS)
     block = load(BLOCK) if BLOCK.is_file() else None
     tables = {
@@ -108,15 +108,15 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
 def shown(results: Results, characters: int) -> str:
     """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
     if any(shape.of_kind("strategy") for shape in results.shapes):
-        told = (line for shape in results.shapes for line in (*block_lines(shape), *problem_lines(shape)))
-        return "\n".join((*block_summary(results), *told))[:characters]
+        lines_of_shapes = (line for shape in results.shapes for line in (*block_lines(shape), *problem_lines(shape)))
+        return "\n".join((*block_summary(results), *lines_of_shapes))[:characters]
     lines = kernel_summary(results)
     group = ""
     for shape in results.shapes:
         if shape.op != group:
             lines.append(group := shape.op)
         lines.append(kernel_lines(shape)[0])
-    problems: dict[str, list[str]] = {}  # the same problem on many shapes is told once
+    problems: dict[str, list[str]] = {}  # one line for a problem on many shapes
     for shape in results.shapes:
         for line in problem_lines(shape):
             problems.setdefault(f"{shape.op} {line.strip()}", []).append(title(shape))

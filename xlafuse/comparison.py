@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Mode = Literal["forward", "grad"]
 State = Literal["compiling", "analysing", "done", "failed", "not applicable", "numerics"]
 Progress = Callable[[str, State], None]
-"""Told the strategy's name and what happens to it, from several threads, one call at a time. For "numerics" the name is
-empty."""
+"""Called with a strategy's name and its new state, from several threads but one call at a time. The name is empty for
+"numerics"."""
 
 
 def compare(
@@ -39,7 +39,7 @@ def compare(
     progress: Progress | None = None,
     **capture_options: Any,
 ) -> Comparison:
-    """Compiles one program under each strategy, analyses what came out, and aligns it by the model's scopes.
+    """Compiles one program under each strategy, analyzes each, and aligns them by the model's scopes.
 
     Args:
       block_or_fn: the name of a block preset, a `BlockConfig`, or any JAX function.
@@ -48,7 +48,7 @@ def compare(
       strategies: names or `Strategy` records; None takes all. The baseline is put first if it is not among them.
       target: what to compile for, by name or path; see `hlo_analysis.targets`.
       mode: "forward", or "grad" for the gradients with respect to all floating-point arguments.
-      baseline: the strategy that differences are told against.
+      baseline: the strategy that differences are taken against.
       numerics: for a block, also run each plan on the CPU at a small size against float64.
       progress: called with a strategy's name and state as work goes on; see `Progress`.
       **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `keep`, ...).
@@ -69,11 +69,11 @@ def compare(
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
     described = load_target(target)
-    told = _Telling(progress)
+    report = _Progress(progress)
     jobs = [_prepare(strategy, config, described) for strategy in chosen]
 
     def run(job: _Job) -> StrategyResult:
-        return _analysed(job, block_or_fn, config, shapes, target, mode, told, capture_options)
+        return _analysed(job, block_or_fn, config, shapes, target, mode, report, capture_options)
 
     # Each compilation has a process of its own. On an attached GPU they would disturb each other's autotuning.
     workers = 1 if described.kind == "attached" else min(4, os.cpu_count() or 1)
@@ -81,7 +81,7 @@ def compare(
     try:
         pending = [pool.submit(run, job) for job in jobs]
         plans = {job.strategy.name: job.strategy.plan for job in jobs if job.refusal is None}
-        checked = _check_numerics(config, plans, mode, told) if numerics and config is not None else {}
+        checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
         results = [_with_numerics(future.result(), checked) for future in pending]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -95,7 +95,7 @@ def compare(
 
 
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
-    """Hands the sites that a block cannot give to the plan's kernels back to XLA.
+    """Gives the sites that the plan's kernels cannot serve in this block to XLA.
 
     Returns the strategy to run and a note for its description, '' when nothing changed. Raises `InapplicablePlanError`
     when no site of the plan is left, since the strategy would be plain XLA under another name.
@@ -118,7 +118,7 @@ class _Job:
     refusal: str | None
 
 
-class _Telling:
+class _Progress:
     """Calls the progress function from one thread at a time."""
 
     def __init__(self, progress: Progress | None):
@@ -151,7 +151,7 @@ def _analysed(
     shapes: tuple[Any, ...],
     target: str,
     mode: Mode,
-    told: _Telling,
+    report: _Progress,
     capture_options: dict[str, Any],
 ) -> StrategyResult:
     from hlo_analysis.analysis import analyze
@@ -164,14 +164,14 @@ def _analysed(
     strategy = job.strategy
     result = StrategyResult(name=strategy.name, description=job.description, analysis=None, error=job.refusal)
     if job.refusal is not None:
-        told(strategy.name, "not applicable")
+        report(strategy.name, "not applicable")
         return result
     if config is not None:
         function, arguments = block_function(config, shapes, plan=strategy.plan)
     else:
         function, arguments = block_or_fn, shapes
     try:
-        told(strategy.name, "compiling")
+        report(strategy.name, "compiling")
         captured = capture(
             function,
             *arguments,
@@ -181,27 +181,27 @@ def _analysed(
             label=strategy.name,
             **capture_options,
         )
-        told(strategy.name, "analysing")
+        report(strategy.name, "analysing")
         result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=KERNELS))
-    # One strategy's failure, of whatever kind, must not cost the others their result.
+    # A failure of one strategy must not lose the results of the others.
     except Exception as error:
-        told(strategy.name, "failed")
-        # Why the block did not trace is the news; its arguments, which the error lists, are the same for all.
-        told_error = error.__cause__ if config is not None and error.__cause__ is not None else error
-        return dataclasses.replace(result, error=f"{type(told_error).__name__}: {told_error}")
-    told(strategy.name, "done")
+        report(strategy.name, "failed")
+        # A block's arguments, which the error lists, are the same for all strategies: the cause is enough.
+        cause = error.__cause__ if config is not None and error.__cause__ is not None else error
+        return dataclasses.replace(result, error=f"{type(cause).__name__}: {cause}")
+    report(strategy.name, "done")
     return result
 
 
 def _check_numerics(
-    config: BlockConfig, plans: Mapping[str, FusionPlan], mode: Mode, told: _Telling
+    config: BlockConfig, plans: Mapping[str, FusionPlan], mode: Mode, report: _Progress
 ) -> dict[str, Numerics | str]:
     from xlafuse.numerics import check_plans
 
-    told("", "numerics")
+    report("", "numerics")
     try:
         return check_plans(config, plans, mode=mode)
-    except Exception as error:  # as when JAX was told to leave the CPU out; the analyses are worth having all the same
+    except Exception as error:  # such as JAX_PLATFORMS without a CPU; the analyses stay useful
         return dict.fromkeys(plans, f"Numerics not checked: {type(error).__name__}: {error}")
 
 

@@ -26,13 +26,13 @@ class InapplicablePlanError(XlafuseError, NotImplementedError):
 
 
 class ComparisonError(XlafuseError, RuntimeError):
-    """No strategy gave an analysis; `reasons` maps each strategy to what kept it from one."""
+    """No strategy gave an analysis; `reasons` maps each strategy to why it has none."""
 
     def __init__(self, reasons: dict[str, str]):
         self.reasons = dict(reasons)
-        # Strategies often fail alike, as when the function does not trace: say it once.
+        # Strategies often fail for one reason, as when the function does not trace.
         grouped: dict[str, list[str]] = {}
         for name, reason in self.reasons.items():
             grouped.setdefault(reason, []).append(name)
-        told = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in grouped.items())
-        super().__init__(f"no strategy could be analysed.\n{told}")
+        listed = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in grouped.items())
+        super().__init__(f"no strategy could be analysed.\n{listed}")

@@ -85,7 +85,7 @@ STRATEGIES: dict[str, Strategy] = {
                 "what cuBLAS itself takes in (a bias, a sum)."
             ),
             # Triton products would take in what surrounds them. Without cuBLAS's rewriter too, products would be naive
-            # loops, hundreds of times slower, which nobody means by unfused.
+            # loops, hundreds of times slower: no fair baseline.
             compiler_options={
                 "xla_disable_hlo_passes": ",".join(_FUSION_PASSES),
                 "xla_gpu_enable_triton_gemm": False,

@@ -1,4 +1,4 @@
-"""Makes XLA tell what it does with a program: `capture(fn, *shapes, target="h200")` compiles and keeps every word."""
+"""Compiles a program and keeps everything that XLA reports: `capture(fn, *shapes, target="h200")`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`capture`: compile any JAX function in a process of its own and keep what XLA says about it."""
+"""`capture`: compile any JAX function in a process of its own and keep what XLA reports about it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def capture(
       keep: a folder to write to, which must be empty or not exist. By default the files go when the Capture does.
       lower_context: entered while the function is traced.
       emit_ptx: also find out the registers, spills and static shared memory of XLA's own kernels: keeps their PTX, and
-        what ptxas says of it as the artefact "ptx_resources". (Those of Mosaic kernels are always kept, as
+        what ptxas reports as the artefact "ptx_resources". (Those of Mosaic kernels are always kept, as
         "mosaic_resources".)
 
     Raises:

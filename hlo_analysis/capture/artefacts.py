@@ -1,4 +1,4 @@
-"""What is what in a folder that XLA's `xla_dump_to` wrote, told by file names alone."""
+"""Identifies the files of a folder that XLA's `xla_dump_to` wrote, by their names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def modules(names: Iterable[str]) -> dict[str, list[str]]:
     """File names by the module they belong to ('module_0001.jit_f')."""
     heads: dict[str, list[str]] = {}
     known = sorted(names)
-    # before_optimizations is the first thing XLA writes of every module, and its name tells where the module's ends.
+    # XLA writes before_optimizations first of every module; its file name shows where the module's name ends.
     starts = [name.removesuffix(".before_optimizations.txt") for name in known if name.endswith(_ENDINGS[0][1])]
     if not starts:
         starts = sorted({match["module"] for name in known if (match := _FILE.match(name))})
@@ -100,12 +100,12 @@ def main_module(folder: Path, preferred: str | None = None) -> tuple[str, list[s
 
     candidates = [module for module in found if preferred in (None, module, module.partition(".")[2])]
     if not candidates:
-        raise DumpError(f"{folder} holds no module {preferred!r}; it has {', '.join(_told_apart(found))}")
+        raise DumpError(f"{folder} holds no module {preferred!r}; it has {', '.join(_distinct_names(found))}")
     chosen = max(candidates, key=weight)
     return chosen, found[chosen]
 
 
-def _told_apart(modules: Iterable[str]) -> list[str]:
+def _distinct_names(modules: Iterable[str]) -> list[str]:
     """The names that JAX gave, with XLA's number where two have one, as two lambdas do."""
     names = {module: module.partition(".")[2] for module in modules}
     alone = Counter(names.values())

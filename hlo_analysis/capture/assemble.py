@@ -1,4 +1,4 @@
-"""From the worker's folder to a manifest: which files there are, what they say, and what could not be known."""
+"""Makes a manifest of the worker's folder: its files, what they contain, and what is unknown."""
 
 from __future__ import annotations
 

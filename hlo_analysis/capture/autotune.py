@@ -66,7 +66,7 @@ def resolve(autotune: str | Path | None, target: Target) -> Path | None:
 
 
 def describe(log: str, target: Target, recording: Path | None) -> Replay:
-    """What the worker's log says of the choices.
+    """Reads from the worker's log how kernels were chosen.
 
     Args:
       log: the worker's log, with config_assigner_pass at verbosity 3 and config_assigner at 1.
@@ -86,32 +86,32 @@ def describe(log: str, target: Target, recording: Path | None) -> Replay:
 
 
 def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
-    def told(choice: GemmChoice, *notes: str) -> Replay:
+    def result(choice: GemmChoice, *notes: str) -> Replay:
         return replace(replay, choice=choice, notes=notes)
 
     products = f"{replay.gemms} distinct matrix product{'s' if replay.gemms != 1 else ''}"
     if replay.gemms == 0:
-        return told("none")
+        return result("none")
     if target.kind == "attached":
-        return told("attached")
+        return result("attached")
     if recording is None:
-        return told(
+        return result(
             "default",
             f"No recorded autotuning was replayed: {products} got XLA's default kernels; a GPU may choose others.",
         )
     if replay.gemm_hits == 0:
-        return told(
+        return result(
             "default",
             f"The recorded autotuning does not fit: {products} got XLA's default kernels; a GPU may choose others.",
         )
     if replay.hits < replay.lookups:
         missed = replay.lookups - replay.hits
-        return told(
+        return result(
             "replayed",
             f"The recorded autotuning knows {replay.gemm_hits} of {products} and {replay.hits} of {replay.lookups} "
             f"choices in all; the other {missed} {'are' if missed != 1 else 'is'} XLA's default.",
         )
-    return told("replayed")
+    return result("replayed")
 
 
 def _instructions(log: str, message: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Turns what XLA says when it fails into errors that say what to do."""
+"""Turns XLA's failures into errors with a remedy."""
 
 from __future__ import annotations
 

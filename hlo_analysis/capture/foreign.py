@@ -68,7 +68,7 @@ def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
 
 
 def _notes_of_dump(folder: Path, module: str, absent: Sequence[str], wanted_module: str | None) -> list[str]:
-    """What a folder does not tell, and which of its modules is read."""
+    """Caveats: what is unknown of a dump, and which of its modules is read."""
     notes = ["Read from a folder that xla_dump_to wrote: how it was made is not known."]
     if absent:
         notes.append(

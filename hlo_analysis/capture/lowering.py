@@ -1,4 +1,4 @@
-"""From a function and shapes to StableHLO for a GPU that need not exist."""
+"""Lowers a function to StableHLO for a GPU that need not exist."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Lowered:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report of this program should say of it."""
+        """Caveats for a report of this program."""
         notes: list[str] = []
         if len(self.bytecode) >= _LARGE_BYTECODE:
             notes.append(

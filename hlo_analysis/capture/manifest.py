@@ -1,4 +1,4 @@
-"""What a capture says of itself: `capture.json` in its folder."""
+"""The manifest of a capture: `capture.json` in its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a capture says of itself; `capture.json` in its folder."""
+    """Describes a capture; stored as `capture.json` in its folder."""
 
     format: int = FORMAT
     label: str
@@ -59,8 +59,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _MANIFEST.validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
-        told = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise DumpError(f"{folder / MANIFEST} is not a capture's manifest: {told}") from error
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise DumpError(f"{folder / MANIFEST} is not a capture's manifest: {reason}") from error
     if manifest.format != FORMAT:
         raise DumpError(f"{folder} is a capture of format {manifest.format}; this version reads format {FORMAT}")
     names = [*manifest.files.values(), manifest.dump]

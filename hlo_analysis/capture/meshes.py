@@ -1,4 +1,4 @@
-"""The meshes under which a function is traced: they name the target, so that kernels know what they are lowered for."""
+"""The meshes under which a function is traced: they name the target that kernels are lowered for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
 
 NEEDS_DEVICES = "primitives that require devices"
-"""What JAX says of a mesh without devices."""
+"""JAX's message about a mesh without devices."""
 
 AXIS = "_device"
 """The one axis of the mesh of a program that brings none."""

@@ -27,7 +27,7 @@ def in_post_order(bytecode: bytes) -> bytes:
 
 
 def _sort(block: Any) -> None:
-    """Puts what the block's terminator needs in post-order, and behind it, in their old order, those that nobody needs.
+    """Puts the operations that the block's terminator needs in post-order, then the unused ones in their old order.
 
     These may read from the former, as what an inner jit computes and its caller drops does (of an SVD, the vectors).
     """

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 Answer = Callable[..., Any]
-"""`(original, value, *arguments)`: what a function says within `Patch.applied(value)`."""
+"""`(original, value, *arguments)`: what a function returns within `Patch.applied(value)`."""
 
 _LOCK = threading.Lock()
 

@@ -72,7 +72,7 @@ class Worker:
         """Sends the request and waits for the result.
 
         Raises:
-          CaptureError: the worker died or took longer than `timeout` seconds; with XLA's last words.
+          CaptureError: the worker died or took longer than `timeout` seconds; with the end of XLA's log.
         """
         process = self._process
         if process is None or process.stdin is None:

@@ -1,8 +1,8 @@
-"""Registers, spills, shared memory and launch dimensions of kernels, from what the assembler and Mosaic leave behind.
+"""Registers, spills, shared memory and launch dimensions of kernels, from the output of ptxas and of Mosaic.
 
 Both artefacts are JSON: a list of objects, one a kernel, with `kernel` (the entry's name), `registers`,
 `spill_store_bytes`, `spill_load_bytes`, `stack_bytes` and `static_shared_bytes` (ptxas); for Mosaic kernels also
-`grid`, `block` and `dynamic_shared_bytes`, null where Mosaic did not say.
+`grid`, `block` and `dynamic_shared_bytes`, null where Mosaic does not report them.
 """
 
 from __future__ import annotations

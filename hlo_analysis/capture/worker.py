@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cud
 
 
 def main(folder: Path) -> int:
-    """Compiles the request that the parent names on standard input; 0 when a result file says how it went."""
+    """Compiles the request that the parent names on standard input; returns 0 when it wrote a result file."""
     with contextlib.suppress(ImportError):
         # Brings the symbols that Mosaic kernels link to; without it: "Symbols not found: mosaic_gpu_init_tma_desc".
         import jax.experimental.mosaic.gpu  # noqa: F401
@@ -43,7 +43,7 @@ def main(folder: Path) -> int:
 
 
 def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Compiles StableHLO bytecode with the request's options, and says how much memory the program takes."""
+    """Compiles StableHLO bytecode with the request's options, and returns how much memory the program takes."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -85,7 +85,7 @@ def describe_gpu() -> dict[str, Any]:
     device = jax.devices("cuda")[0]
     try:
         cudnn_version = check_cudnn_version()
-    except RuntimeError:  # not installed: whoever asks for cuDNN attention learns that from XLA
+    except RuntimeError:  # not installed: XLA reports that where cuDNN attention is used
         cudnn_version = 0
     return {
         "device_kind": device.device_kind,

@@ -55,7 +55,7 @@ class BlockSettings:
 
 
 Case = tuple[Any, ...]
-"""Arguments of one call: weights, x, positions where the block has RoPE, and for "grad" the cotangents behind them."""
+"""Arguments of one call: weights, x, positions where the block has RoPE, and for "grad" the cotangents last."""
 
 
 def bench_block(shape: str, settings: BlockSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
@@ -217,7 +217,7 @@ def _problem(name: str, error: Exception) -> Problem:
 def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
     """Multiplications and additions of the block's matrix products; of attention only those that its mask leaves.
 
-    Those of the backward pass are twice those of the forward pass: what is computed anew does not count.
+    Those of the backward pass are twice those of the forward pass: recomputation does not count.
     """
     batch, length = shape
     _, (params, *_) = block_function(config, shape)

@@ -1,4 +1,4 @@
-"""A call that is timed: its function, copies of its arguments, and whether its results agree with another's."""
+"""Calls to time: the function, copies of its arguments, and the check of its results."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[
 
 
 def inputs_of(case: testing.Case, phase: str) -> tuple[Any, ...]:
-    """Arguments, and behind them cotangents where the phase takes them."""
+    """Arguments, followed by cotangents where the phase takes them."""
     return (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
 
 
 def copies(case: testing.Case, count: int) -> list[testing.Case]:
-    """The case and copies with memory of their own: drawing them anew would take longer than timing them."""
+    """The case and copies with memory of their own: drawing new ones would take longer than timing them."""
 
     def copy(tree):
         return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

@@ -1,4 +1,4 @@
-"""The benchmark of the choice: whether `implementation=None` takes the fastest one at sizes that nobody chose.
+"""The choice benchmark: measures whether `implementation=None` takes the fastest implementation at random sizes.
 
 Calls are drawn (`pallas_kernels.random_calls`), the same ones for a seed on any machine. For each, forward alone and
 with the backward pass, every implementation that the operation has is checked against XLA's results; then all that run,
@@ -167,7 +167,7 @@ def ratio(result: ShapeResult) -> float:
 
 
 def is_measured(result: ShapeResult) -> bool:
-    """Whether there is a ratio, and no implementation failed that did not say it cannot run here."""
+    """Whether there is a ratio, and every implementation ran or refused the arguments."""
     return math.isfinite(ratio(result)) and not any(problem.kind == "failed" for problem in result.problems)
 
 

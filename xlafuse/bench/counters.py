@@ -1,4 +1,4 @@
-"""Hardware counters of the kernels that miss a goal, and what they say limits each.
+"""Hardware counters of the kernels that miss a goal, and the limit that they show.
 
 `scripts/read_counters.py` reads the counters with Nsight Compute, in another process than the one that takes the times.
 """

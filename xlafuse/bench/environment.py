@@ -43,8 +43,8 @@ _PACKAGES = (
 class Environment:
     """Where and with what something was measured.
 
-    gpu: nvidia-smi's words before the run.
-    commit: of this package; "" where neither git nor the environment's XLAFUSE_COMMIT says.
+    gpu: nvidia-smi's report before the run.
+    commit: of this package; "" where neither git nor XLAFUSE_COMMIT in the environment has one.
     """
 
     device_kind: str
@@ -69,7 +69,7 @@ def environment() -> Environment:
 
 
 def commit() -> str:
-    """The commit that is measured: what XLAFUSE_COMMIT says (for a copy without its history), else git's HEAD."""
+    """The commit that is measured: XLAFUSE_COMMIT (for a copy without its history), else git's HEAD."""
     if named := os.environ.get("XLAFUSE_COMMIT"):
         return named
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
@@ -131,7 +131,7 @@ class Activity:
 
 
 class Sampler:
-    """Collects nvidia-smi's samples; see `sampling`."""
+    """Collects nvidia-smi's samples; `sampling` feeds it."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, dict[str, float]]] = []

@@ -95,7 +95,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | None) -> str:
-    """A sentence or two, as far as there is something to tell."""
+    """One or two sentences for docs/correctness.md."""
     parts = []
     if tests:
         ended = ", and then the run was ended" if tests.get("was_ended") else ""

@@ -1,4 +1,4 @@
-"""What ptxas says of Mosaic GPU kernels while they are compiled: which spill registers, and which wait for products.
+"""Reads ptxas' output on Mosaic GPU kernels: which spill registers, and which products are serialized.
 
 Mosaic prints it on the process's standard output where the environment asks for it; `xlafuse.bench.supervisor` does for
 the processes that time configurations.
@@ -21,7 +21,7 @@ _WAIT = re.compile(r"(warpgroup\.wait is injected) in around line \d+ by compile
 
 
 def waits(ptxas: str) -> tuple[str, ...]:
-    """Products that wait where their kernel does not ask for it, in ptxas' own words, each with the kernel's name.
+    """Messages about matrix products that ptxas makes wait against the kernel's wish, with the kernel's name.
 
     Where registers of an asynchronous wgmma are touched too early, or do not suffice, ptxas still makes a correct
     kernel: each wgmma then ends before the next begins (its notes C7510 to C7516), or one wait more is put in (C7517).
@@ -35,7 +35,7 @@ def waits(ptxas: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def faults() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Gives what tells, afterwards, why the kernels compiled meanwhile are not worth timing; () without `VARIABLE`."""
+    """Yields a function that lists, afterwards, the faults of the kernels compiled meanwhile; () without `VARIABLE`."""
     if os.environ.get(VARIABLE) != "1":
         yield lambda: ()
         return
@@ -45,7 +45,7 @@ def faults() -> Iterator[Callable[[], tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def printed() -> Iterator[Callable[[], str]]:
-    """Keeps what the process, C++ included, writes to its standard output; gives what tells it afterwards."""
+    """Captures the standard output of the process, C++ included; yields a function that returns it afterwards."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:

@@ -23,7 +23,7 @@ PHASES = ("forward", "backward")
 
 
 class ResultsError(XlafuseError, ValueError):
-    """A file of results cannot be read or merged; the message says which and why."""
+    """A file of results cannot be read or merged; the message has the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ShapeResult:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from others of a merged file."""
+        """Identifies the shape in a merged file."""
         return self.op, self.spec, self.phase
 
     @property
@@ -139,8 +139,8 @@ class Results:
 
 def _is_one_visit(first: Run, run: Run) -> bool:
     def place(each: Run) -> tuple[str, ...]:
-        told = each.environment.gpu
-        return tuple(told.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
+        gpu = each.environment.gpu
+        return tuple(gpu.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
 
     if place(first) != place(run):
         return False

@@ -27,14 +27,14 @@ WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
 
 
 class BenchError(XlafuseError, RuntimeError):
-    """Nothing could be measured; the message says why."""
+    """Nothing could be measured; the message has the reason."""
 
 
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a worker.
+    """The environment of a worker.
 
     Where PyTorch runs beside JAX, JAX must not take the memory first. Where a kernel's configurations are timed, the
-    assembler is to say of each what it spills, and whether its products wait.
+    ptxas reports what each spills, and whether its products wait.
     """
     added = {}
     if any(name.startswith("torch") or name == "liger" for name in getattr(settings, "peers", ())):
@@ -64,7 +64,7 @@ def run(
         benchmark: "kernels", "block" or "choice".
         stall_seconds: how long a process may go without a new result before it is ended.
         worker: the command, which gets a folder as its last argument.
-        kept: told of all results whenever they were written.
+        kept: called with all results after each write.
 
     Raises:
         BenchError: the worker refused, or died before it measured anything.
@@ -88,7 +88,7 @@ def run(
         if ended is None:
             break
         if current is None:
-            raise BenchError(f"the measuring process {ended} before it began; its own words are above")
+            raise BenchError(f"the measuring process {ended} before it began; its own output is above")
         notes.append(f"{current}: the measuring process {ended}")
         remaining = remaining[remaining.index(current) + 1 :]
     results = merge(parts)
@@ -113,7 +113,7 @@ def _with_notes(results: Results, notes: Sequence[str]) -> Results:
 def _run_worker(
     command: Sequence[str], folder: Path, settings: Any, keep: Callable[[Path], None], stall_seconds: float
 ) -> str | None:
-    """Runs a worker to its end, keeping each new result; says how it ended, or None where it went well."""
+    """Runs a worker to its end, keeping each new result. Returns how it ended, or None where it went well."""
     process = subprocess.Popen(command, env=worker_environment(settings, os.environ))
     results = folder / "results.json"
     last, seen = time.monotonic(), 0

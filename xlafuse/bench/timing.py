@@ -1,6 +1,6 @@
 """GPU time of several candidates in one interleaved run.
 
-Kernel times come from CUPTI, by the extension behind `jax.experimental.mosaic.gpu.profiler.measure`. It records every
+Kernel times come from CUPTI, by the extension of `jax.experimental.mosaic.gpu.profiler.measure`. It records every
 kernel of the process, those of other frameworks too. `measure` itself runs each call twice on the same buffers, which
 would time small calls out of the L2 cache. Wall-clock times sit beside.
 
@@ -41,7 +41,7 @@ class Timing:
     what lies between two events around the call, gaps included. `wall_us` is the median host time of a call among
     several in flight, launches and idle gaps included. `kernels` are the names in launch order, none where CUPTI saw
     none; `samples` counts calls. Where CUPTI mixes kernels of several calls (PyTorch launches a backward pass from
-    another thread, whose kernels are told of later), the time of a call is the mean over a turn.
+    another thread, whose kernels are reported later), the time of a call is the mean over a turn.
     """
 
     median_us: float

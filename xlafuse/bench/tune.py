@@ -35,7 +35,7 @@ def tunable() -> tuple[str, ...]:
 
 
 def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
-    """The table's key of each bench shape; of shapes that the table does not tell apart, of the first."""
+    """The table's key of each bench shape; of shapes with one key, the first."""
     assert op.problem is not None
     found: dict[str, str] = {}
     for spec in op.tagged("bench"):
@@ -44,7 +44,7 @@ def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
 
 
 def entries(results: Results, operations: Sequence[str] | None = None) -> dict[str, Choice]:
-    """What the measured shapes (of some operations) say to take, by the table's keys."""
+    """The fastest choice of each measured shape (of some operations), by the table's keys."""
     found = {}
     for shape in results.shapes:
         op = REGISTRY.get(shape.op)
@@ -58,7 +58,7 @@ def entries(results: Results, operations: Sequence[str] | None = None) -> dict[s
 
 
 def choice(shape: ShapeResult) -> Choice | None:
-    """What one shape says: XLA, unless a kernel is clearly faster; the untuned configuration, unless another is.
+    """The choice for one shape: XLA, unless a kernel is clearly faster; the untuned configuration, unless another is.
 
     None where XLA, or the untuned kernel and all others, were not timed.
     """
@@ -84,7 +84,7 @@ def choice(shape: ShapeResult) -> Choice | None:
 def run(
     operations: Sequence[str], settings: Settings, table: Path, log: Path, *, device_kind: str, anew: bool
 ) -> Results:
-    """Times what the table does not know yet (all of it with `anew`), phase by phase, and adds it.
+    """Times the shapes that the table does not have yet (all with `anew`), phase by phase, and adds them.
 
     Args:
         operations: of `tunable`.
@@ -105,7 +105,7 @@ def run(
             if left := [spec for spec, key in named if key not in known and is_wanted(spec, settings.match)]:
                 wanted.setdefault(phase, {})[name] = left
     if not wanted:
-        raise NothingToTuneError(f"{table} knows every such shape already; `--anew` times them once more.")
+        raise NothingToTuneError(f"{table} already has every such shape; `--anew` times them again.")
 
     def keep(results: Results) -> None:
         if found := entries(results):
@@ -122,9 +122,9 @@ def run(
 
 def lines(found: Mapping[str, Choice]) -> list[str]:
     """An entry a line: what is taken, and how many times as fast as XLA it is."""
-    told = []
+    text = []
     for key, each in found.items():
         taken = each.microseconds[each.variant or each.implementation]
         name = each.implementation if each.variant is None else f"{each.implementation}, {each.variant}"
-        told.append(f"{key}: {name}, {taken:.1f} µs, {each.microseconds['xla'] / taken:.3f} × XLA")
-    return told
+        text.append(f"{key}: {name}, {taken:.1f} µs, {each.microseconds['xla'] / taken:.3f} × XLA")
+    return text

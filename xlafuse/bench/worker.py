@@ -1,8 +1,8 @@
 """The process that measures: `python -m xlafuse.bench.worker FOLDER`, started by `xlafuse.bench.supervisor`.
 
-FOLDER holds request.json; here come results.json, written anew after every shape, progress.txt with the operation at
-hand, and error.txt where the request cannot be carried out. Exits with 0 when all was measured, 2 with an error.txt, 3
-when the GPU no longer answers this process.
+FOLDER holds request.json. The worker writes results.json after every shape, progress.txt with the current operation and
+error.txt where it cannot carry out the request. It exits with 0 when all was measured, 2 with an error.txt, 3 when the
+GPU no longer answers this process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(folder: Path) -> int:
 
 
 def measure(operations: Sequence[str], settings: AnySettings, folder: Path, sampler: Sampler | None = None) -> int:
-    """Measures operations, a block's shapes or calls, one after another; tells of each on stdout and in `folder`."""
+    """Measures operations, a block's shapes or calls, one after another; prints each and writes it in `folder`."""
     run: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),

@@ -1,4 +1,4 @@
-"""Commands and options. What they do is in the modules beside this one."""
+"""The commands of `xlafuse` and their options; `xlafuse bench` and `tune` are in `bench.py`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def kernels(
     ] = None,
     target: Annotated[str, typer.Option(metavar="TARGET", help="On which GPU: see `xlafuse targets`.")] = "h200",
 ) -> None:
-    """List the fused operations, or tell of one what it does and which implementation its calls take.
+    """List the fused operations, or show what one does and which implementation its calls take.
 
     Needs no GPU.
     """

@@ -158,10 +158,10 @@ def choice(
         "inf"
     ),
 ) -> None:
-    """Measure whether calls that name no implementation take the fastest, at sizes that nobody chose.
+    """Measure whether calls that name no implementation take the fastest, at random sizes.
 
-    Needs an NVIDIA GPU. Exits with 0 when none is more than 2 % behind the best of the operation's implementations, 1
-    when one is or something failed, 2 on bad input or no GPU.
+    Needs an NVIDIA GPU. Exits with 0 when none is more than 2 % slower than the operation's best implementation, 1 when
+    one is or something failed, 2 on bad input or no GPU.
     """
     with cli_errors():
         from pallas_kernels import REGISTRY
@@ -202,7 +202,7 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="Measure nothing: take what `bench kernels --variants` kept in this file."),
     ] = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Time also what the table knows already.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Time shapes again that the table already has.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")

@@ -1,4 +1,4 @@
-"""Captures that were made before, or folders that `xla_dump_to` wrote → a comparison."""
+"""Compares saved captures, or folders that `xla_dump_to` wrote."""
 
 from __future__ import annotations
 

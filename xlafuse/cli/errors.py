@@ -11,15 +11,15 @@ from xlafuse.errors import ComparisonError, XlafuseError
 
 
 class InputError(XlafuseError, ValueError):
-    """What was typed cannot be used; the message says what was expected and what came."""
+    """Bad input on the command line; the message has what was expected and what came."""
 
 
 class StrategyFailedError(XlafuseError, RuntimeError):
     """Strategies that the user asked for have no analysis; the report of the others is written."""
 
     def __init__(self, reasons: Mapping[str, str]):
-        told = "\n".join(f"{name} has no analysis: {reason}" for name, reason in reasons.items())
-        super().__init__(told)
+        listed = "\n".join(f"{name} has no analysis: {reason}" for name, reason in reasons.items())
+        super().__init__(listed)
 
 
 _SHOWN_LINES = 15
@@ -36,7 +36,7 @@ def cli_errors() -> Iterator[None]:
     except ComparisonError as error:
         reasons = set(error.reasons.values())
         _say(_short(str(error)))
-        # All alike: the program itself is at fault, and that is input.
+        # One reason for all strategies: the program itself is at fault, which is bad input.
         raise typer.Exit(2 if len(reasons) == 1 else 1) from None
     except StrategyFailedError as error:
         _say(_short(str(error)))

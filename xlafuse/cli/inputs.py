@@ -1,4 +1,4 @@
-"""What was typed → a program and its arguments."""
+"""Parses options into a program and its arguments."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def function_arguments(
         arguments = tuple(jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)) for sizes, dtype in parsed)
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin, which says nothing about its arguments
+    except (TypeError, ValueError):  # a builtin has no signature
         return arguments
     try:
         signature.bind(*arguments)

@@ -111,7 +111,7 @@ def parsed(op: OpSpec, texts: Sequence[str]) -> Mapping[str, Any]:
 def _argument_names(op: OpSpec) -> tuple[list[str], list[str]]:
     """All that a call may have, and those that it must.
 
-    Where the registry's function takes whatever its specs have, in the place of objects such as a `Norm`, they say it.
+    Where the registry's function takes keywords in place of objects such as a `Norm`, its specs have the names.
     """
     parameters = inspect.signature(op.function).parameters.values()
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "implementation"]

@@ -1,4 +1,4 @@
-"""Files of a report: checked before the work, written whole or not at all."""
+"""Writes a report's files: checks the folder first, and writes all files or none."""
 
 from __future__ import annotations
 

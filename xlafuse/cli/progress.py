@@ -14,7 +14,7 @@ _FINISHED = {"done": "[green]done[/]", "failed": "[red]failed[/]", "not applicab
 
 @contextmanager
 def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
-    """Yields what `xlafuse.compare` calls with a strategy's name and state; the name '' stands for the numerics."""
+    """Yields the `progress` function for `xlafuse.compare`; the name '' is the numerics."""
     if not console.is_terminal:
         yield _plain(console)
         return
@@ -24,7 +24,7 @@ def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[st
         for name in names:
             tasks[name] = progress.add_task(name, total=1, start=False, state="[dim]waits[/]")
 
-        def tell(name: str, state: str) -> None:
+        def show(name: str, state: str) -> None:
             label = name or "numerics on the CPU"
             if label not in tasks:
                 tasks[label] = progress.add_task(label, total=1, start=False, state="")
@@ -35,17 +35,17 @@ def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[st
                 progress.start_task(tasks[label])
                 progress.update(tasks[label], state=state if name else "")
 
-        yield tell
+        yield show
 
 
 def _plain(console: Console) -> Callable[[str, str], None]:
     started: dict[str, float] = {}
 
-    def tell(name: str, state: str) -> None:
+    def show(name: str, state: str) -> None:
         if state == "compiling":
             started[name] = time.monotonic()
         elif state in _FINISHED:
             took = f" after {time.monotonic() - started[name]:.1f} s" if name in started else ""
             console.print(f"{name}: {state}{took}", markup=False, highlight=False)
 
-    return tell
+    return show

@@ -1,4 +1,4 @@
-"""`xlafuse report`: input → comparison → terminal, files, JSON."""
+"""`xlafuse report`: checks the options, compares, prints, and writes report.html and report.json."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(request: Request) -> None:
     # A program of 200 layers is millions of objects, hardly any of them in cycles: a quarter of the time less.
     gc.set_threshold(100_000, 20, 100)
     _check(request)
-    # What the function prints while it is imported and traced must not stand before the JSON.
+    # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
         comparison, written, failed = _made(request)
     _show(comparison, written, as_json=request.json)
@@ -105,7 +105,7 @@ def use_cpu_without_gpu() -> None:
 
 
 def _check(request: Request) -> None:
-    """Names, before anything costs time."""
+    """Checks names and combinations of options before anything takes time."""
     from hlo_analysis.targets import load_target
     from xlafuse.cli import inputs
     from xlafuse.strategies import get_strategy, resolve_strategies
@@ -155,7 +155,9 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
     from xlafuse.strategies import resolve_strategies
 
     strategies: tuple[str | Strategy, ...] | None = request.strategies
-    if strategies is None and request.fn is not None:  # those that fill a block's sites say nothing of a function
+    if (
+        strategies is None and request.fn is not None
+    ):  # strategies that choose kernels for a block's sites do not apply to a function
         strategies = tuple(strategy.name for strategy in resolve_strategies(None) if "block" not in strategy.requires)
     if request.options:
         strategies = (*resolve_strategies(strategies), _with_options(request.options))

@@ -76,5 +76,5 @@ class FusionPlan:
         return reasons
 
     def applicable(self, config: BlockConfig) -> FusionPlan:
-        """This plan with every inapplicable site handed back to XLA."""
+        """This plan with every inapplicable site given back to XLA."""
         return dataclasses.replace(self, **dict.fromkeys(self.inapplicable(config), "xla"))

@@ -33,7 +33,7 @@ _MODULES = {
 }
 PEERS = ("xla", "jax_triton", *_MODULES)
 OF_THE_OPERATION = ("xla", "jax_triton")
-"""Peers that are implementations of the operation: "xla" is always timed, "jax_triton" stands for "triton"."""
+"""Implementations of the operation: "xla" is always timed, "jax_triton" is the implementation "triton"."""
 
 ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
 """Peers that are timed beside an operation in a phase without being asked for: its goal is against them."""

@@ -70,7 +70,7 @@ def backward_candidate(
     benchmark times them together (`peers.is_joint`).
 
     Gradients are taken of the arguments that have one; of a residual none where it is the gradient of x or of the
-    output: everywhere but behind dropout.
+    output: everywhere but after dropout.
     """
     torch.cuda.empty_cache()
     left_out = () if cases[0].op.name == "dropout_residual_norm" else ("residual",)

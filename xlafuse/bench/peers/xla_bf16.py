@@ -1,4 +1,4 @@
-"""XLA's product with 16-bit weights: what integer weights have to be faster than, whoever multiplies them."""
+"""XLA's product with 16-bit weights: the baseline of integer weights."""
 
 from __future__ import annotations
 
