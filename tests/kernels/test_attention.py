@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention import counts, reference, reference_vjp
+from pallas_kernels.ops.attention import reference, specs
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.arguments import masking_of, problem_of
 from pallas_kernels.ops.attention.forward import schedule as scheduling
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
+from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
-from pallas_kernels.ops.attention.problem import LOG2_E
+from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of
 from pallas_kernels.ops.attention.reference import FORMS, attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
 from pallas_kernels.ops.attention.tiles.scores import capped
@@ -389,9 +388,9 @@ def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[
     call = ATTENTION.arg_specs[0]
     arguments = plain({**call.make(seed), **({"is_causal": True} if "is_causal" in given else {})})
     dout = normal(seed, arguments["query"].shape, jnp.bfloat16)
-    monkeypatch.setattr(reference_vjp, "SCORES_BYTES", 2**40)
+    monkeypatch.setattr(reference, "SCORES_BYTES", 2**40)
     want = ATTENTION.backward("xla", arguments, (dout,))
-    monkeypatch.setattr(reference_vjp, "SCORES_BYTES", 0)
+    monkeypatch.setattr(reference, "SCORES_BYTES", 0)
     for one, other in zip(ATTENTION.backward("xla", arguments, (dout,)), want, strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.03, err_msg=f"seed={seed}")
 
@@ -410,7 +409,7 @@ def test_operations_are_counted_of_what_is_seen(given, seed):
     query, key, _ = operands(seed, batch=2, queries=40, keys=24)
     seen = seen_by(masking_of(40, 24, bool(given.get("is_causal")), given.get("window"), has_segments=False))
     arguments = {"query": query, "key": key, **given}
-    assert counts.flops(arguments, "forward") == 4 * 2 * 2 * 64 * seen.sum()
+    assert specs.flops(arguments, "forward") == 4 * 2 * 2 * 64 * seen.sum()
     numbers = (jnp.arange(40) // 10)[None].repeat(2, 0), (jnp.arange(24) // 6)[None].repeat(2, 0)
     seen = seen & (np.asarray(numbers[0])[0][:, None] == np.asarray(numbers[1])[0])
-    assert counts.flops({**arguments, "segment_ids": numbers}, "backward") == 10 * 2 * 2 * 64 * seen.sum()
+    assert specs.flops({**arguments, "segment_ids": numbers}, "backward") == 10 * 2 * 2 * 64 * seen.sum()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention, testing
-from pallas_kernels.ops.attention.arguments import problem_of
-from pallas_kernels.ops.attention.backward import choice as backward_choice
 from pallas_kernels.ops.attention.backward.config import FusedConfig, backward_config
+from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
+from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.random import keep_mask
 from pallas_kernels.specs import ErrorBound
@@ -44,11 +43,6 @@ FUSED = {
     "parts, padded, head size 96": ((1, 75, 133, 4, 1, 96), {}),
     "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
     "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
-    "spread over a group": ((1, 72, 264, 2, 1, 128), {}),
-    "spread over fewer tiles than blocks, padded": ((2, 130, 261, 1, 1, 64), {}),
-    "spread over a head, parts": ((1, 136, 136, 4, 1, 96), {}),
-    "queries split, spread": ((1, 250, 200, 2, 1, 128), {}),
-    "queries split, parts": ((1, 200, 136, 2, 1, 96), {}),
 }
 
 FORMS = {
@@ -60,28 +54,16 @@ FORMS = {
     "parts, padded, head size 96": FusedConfig(waves=0, finishers=True, warps_apart=True, parts=2, pads=True),
     "causal, two odd tiles": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
     "causal, parts, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True, parts=2),
-    "spread over a group": FusedConfig(finishers=True, warps_apart=True, overlaps=True, spread=2),
-    "spread over fewer tiles than blocks, padded": FusedConfig(finishers=True, warps_apart=True, spread=1),
-    "spread over a head, parts": FusedConfig(finishers=True, parts=2, spread=1),
-    "queries split, spread": FusedConfig(finishers=True, warps_apart=True, overlaps=True, spread=2, splits=2),
-    "queries split, parts": FusedConfig(waves=1, parts=2, splits=2),
 }
 
 SHORT = {
     "blocks share a group, causal": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
     "blocks share a group, a tile of keys that is not whole": ((1, 24, 71, 2, 1, 128), {}),
-    "folded, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
-    "folded": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
-    "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
-    "in place": ((2, 32, 72, 8, 2, 128), {}),
-    "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
     "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
     "blocks take three tiles of keys": ((1, 72, 456, 2, 1, 64), {}),
     "blocks take two tiles of keys, the last one not whole": ((2, 20, 325, 1, 1, 96), {}),
-    "folded, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
 }
-"""Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile (`folded`), which XLA
-turns or TMA brings."""
+"""Blocks that share a group's heads (`KeysConfig.parts`), or take several tiles of keys."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
@@ -208,13 +190,10 @@ def test_gradients_of_short_lengths(name, seed):
         config = replace(config, keys=replace(config.keys, tiles=tiles, overlaps=size == 64))
     elif "share keys" in name:
         queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
-        config = replace(config, queries=queries, folds="in place" in name)
-    elif "share" in name:
-        config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
+        config = replace(config, queries=queries)
     else:
-        queries = replace(config.queries, warpgroups=1 if "causal" in name else 2)
-        config = replace(config, queries=queries, folds=True)
-    check(name, seed, config=config, with_dlse="folded" in name)
+        config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
+    check(name, seed, config=config)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -334,24 +313,6 @@ def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
         keep_mask((words[0], words[1]), rows, columns, features=32, rate=0.4, rows=count) for count in (64, None)
     )
     np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("queries", "keys"), [(20, 523), (136, 1037)])
-def test_keys_that_nobody_sees_get_zeros(queries, keys, seed, monkeypatch):
-    monkeypatch.setattr(backward_choice, "_UNSEEN_ROUNDS", 0)
-    draw = iter(jax.random.split(jax.random.key(seed), 4))
-    query, dout = (normal(next(draw), 1, queries, 2, 64) for _ in range(2))
-    key, value = (normal(next(draw), 1, keys, 1, 64) for _ in range(2))
-    given = {**NOTHING, "is_causal": True}
-    problem, _ = problem_of(query, key, **given)
-    assert backward_choice.of_seen_keys(problem).masking.keys == -(-queries // 128) * 128
-    (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 2, queries)), given, {})
-    *got, _ = attention_backward(query, key, value, out, lse, dout, problem=problem)
-    for own, other in zip(got, expected, strict=True):
-        assert own.shape == other.shape
-        np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
-    assert not got[1][:, queries:].any() and not got[2][:, queries:].any()
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
-from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
+from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.tiles.dropout import Grid, keep_mask, packed_unit, with_kept
 from pallas_kernels.primitives.random import key_words, mixed_words

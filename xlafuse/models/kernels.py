@@ -18,8 +18,8 @@ import pallas_kernels
 from pallas_kernels import Norm
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.norm import Norm as RowNorm
-from pallas_kernels.ops.attention.arguments import problem_of
 from pallas_kernels.ops.attention.forward.config import preferred
+from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.models.config import BlockConfig
 

@@ -10,15 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.attention.arguments import Segments, Window, check, problem_of
+from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
-from pallas_kernels.ops.attention.folded import folded_forward, folds_forward
 from pallas_kernels.ops.attention.forward.config import preferred
-from pallas_kernels.ops.attention.head_sizes import HEAD_SIZES, size_taken, widened
-from pallas_kernels.ops.attention.mosaic_gpu import attention_forward
-from pallas_kernels.ops.attention.mosaic_gpu_vjp import attention_backward
-from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.problem import (
+    HEAD_SIZES,
+    Extras,
+    Problem,
+    Segments,
+    Window,
+    check,
+    problem_of,
+    size_taken,
+    widened,
+)
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
@@ -162,12 +169,9 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
     # The backward pass wants 0 of a query that sees no key; the caller, -inf.
     lse_of_nothing = -math.inf if returns_lse else 0.0
     extras = replace(others, dense=dense)
-    if folds_forward(problem):
-        out, lse = folded_forward(query, key, value, problem=problem)
-    else:
-        out, lse = attention_forward(
-            query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
-        )
+    out, lse = attention_forward(
+        query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
+    )
     return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, dense, others)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.ops.attention.arguments import Segments, Window, sides_of
+from pallas_kernels.ops.attention.problem import Segments, Window, sides_of
 from pallas_kernels.primitives.platform import target_device
 
 

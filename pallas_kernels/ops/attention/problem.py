@@ -1,14 +1,20 @@
-"""What a launch of the attention kernels computes, beside its arrays."""
+"""What a call of attention computes: its arguments checked, and as static facts and further arrays of a launch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
+from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
 from pallas_kernels.primitives.flop_metadata import Products, product
+from pallas_kernels.primitives.random import key_words
 
 LOG2_E = 1.4426950408889634
 
@@ -67,3 +73,199 @@ class Extras:
     key_segments: jax.Array | None = None
     dense: jax.Array | None = None
     words: jax.Array | None = None
+
+
+Window = int | tuple[int | None, int | None] | None
+"""Keys seen before and after the query's own place; one number for both; None: all."""
+
+Segments = jax.Array | tuple[jax.Array, jax.Array] | None
+"""(batch, length) for queries and keys alike, or one of each."""
+
+
+def masking_of(queries: int, keys: int, is_causal: bool, window: Window, has_segments: bool) -> Masking:
+    """The launch's mask: causal is a window that ends at the query."""
+    left, right = sides_of(window)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    # What bounds nothing is left out.
+    left = None if left is not None and left >= queries - 1 else left
+    right = None if right is not None and right >= keys - 1 and not is_causal else right
+    return Masking(queries=queries, keys=keys, left=left, right=right, has_segments=has_segments)
+
+
+def sides_of(window: Window) -> tuple[int | None, int | None]:
+    """Keys seen before and after, as Python's integers."""
+    left, right = window if isinstance(window, tuple) else (window, window)
+    return None if left is None else operator.index(left), None if right is None else operator.index(right)
+
+
+def segments_of(segment_ids: Segments) -> tuple[jax.Array, jax.Array]:
+    """Of queries, of keys."""
+    own, other = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    return jnp.asarray(own), jnp.asarray(other)
+
+
+def problem_of(
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+    scale: float | None,
+    window: Window,
+    segment_ids: Segments,
+    softcap: float | None,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
+) -> tuple[Problem, Extras]:
+    """What the kernels take for these arguments of `attention`."""
+    batch, queries, heads, size = query.shape
+    keys, key_heads = key.shape[1:3]
+    dense, array = None, None
+    if bias is not None:
+        array = _four(bias)
+        array = array if mask is None else jnp.where(_four(mask), array, -jnp.inf)
+        dense = "bias"
+    elif mask is not None:
+        # Mosaic GPU would load booleans as bits; XLA keeps them as bytes.
+        dense, array = "mask", _four(mask).astype(jnp.int8)
+    if array is not None and array.shape[3] != keys:
+        array = jnp.broadcast_to(array, (*array.shape[:3], keys))
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        head_size=size,
+        dtype=query.dtype,
+        masking=masking_of(queries, keys, is_causal, window, segment_ids is not None),
+        scale=1 / math.sqrt(size) if scale is None else scale,
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        dense=dense,
+    )
+    own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
+    words = key_words(dropout_key) if dropout_rate and dropout_key is not None else None
+    return problem, Extras(query_segments=own, key_segments=other, dense=array, words=words)
+
+
+def _four(array: jax.Array) -> jax.Array:
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    scale: Any,
+    window: Any,
+    segment_ids: Any,
+    softcap: Any,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
+) -> None:
+    """Raises TypeError or ValueError where arguments do not belong together."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"attention: {name} must be floating, got {array.dtype.name}; cast it first.")
+        if array.dtype != query.dtype:
+            raise TypeError(f"attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}.")
+        if array.ndim != 4:
+            raise ValueError(f"attention: {name} must be (batch, length, heads, head size), got shape {array.shape}.")
+    batch, queries, heads, size = query.shape
+    keys, key_heads = key.shape[1:3]
+    if key.shape != value.shape or (key.shape[0], key.shape[3]) != (batch, size):
+        raise ValueError(
+            f"attention: key and value must be (batch, keys, key heads, head size) with the batch and head size of "
+            f"query {query.shape}, got {key.shape} and {value.shape}."
+        )
+    if not key_heads or heads % key_heads:
+        raise ValueError(f"attention: query's {heads} heads must be a multiple of key's {key_heads}.")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if isinstance(number, jax.Array):
+            raise TypeError(f"attention: {name} must be a Python number, got an array.")
+    if scale is not None:
+        static_number("attention", "scale", scale)
+    if softcap is not None:
+        positive_number("attention", "softcap", softcap)
+    _check_window(window)
+    _check_dense(bias, mask, (batch, heads, queries, keys))
+    _check_segments(segment_ids, batch, queries, keys)
+    dropout_words("attention", dropout_rate, dropout_key)
+
+
+def _check_window(window: Any) -> None:
+    expected = "an integer or a tuple (left, right), each 0 or more or None"
+    if isinstance(window, tuple) and len(window) != 2:
+        raise ValueError(f"attention: window must be {expected}; got {window!r}.")
+    try:
+        sides = sides_of(window)
+    except TypeError as error:
+        hint = ", and not traced" if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(window)) else ""
+        raise ValueError(f"attention: window must be {expected}{hint}; got {window!r}.") from error
+    if any(side is not None and side < 0 for side in sides):
+        raise ValueError(f"attention: window must be {expected}; got {window!r}.")
+
+
+def _check_dense(bias: jax.Array | None, mask: jax.Array | None, scores: tuple[int, ...]) -> None:
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"attention: mask must be boolean (True keeps), got {mask.dtype.name}; pass bias to add.")
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"attention: bias must be floating, got {bias.dtype.name}.")
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is None:
+            continue
+        pairs = zip(reversed(array.shape), reversed(scores), strict=False)
+        if array.ndim > 4 or any(own not in (1, full) for own, full in pairs):
+            raise ValueError(
+                f"attention: {name} must broadcast to (batch, heads, queries, keys) {scores}, got {array.shape}."
+            )
+
+
+def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> None:
+    if segment_ids is None:
+        return
+    if isinstance(segment_ids, tuple) and len(segment_ids) != 2:
+        raise ValueError("attention: segment_ids must be one array or (of queries, of keys).")
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    for ids, length in zip(pair, (queries, keys), strict=True):
+        (array,) = as_arrays("attention", segment_ids=ids)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"attention: segment_ids must be integers, got {array.dtype.name}.")
+        if array.shape != (batch, length):
+            raise ValueError(f"attention: segment_ids must be (batch, length) {(batch, length)}, got {array.shape}.")
+
+
+HEAD_SIZES = (64, 96, 128, 192, 256)
+"""What kernels have tiles for."""
+LEAST_SIZE = 32
+"""Below, more than half of a tile would be zeros."""
+LEAST_SCORES = 2**16
+"""Of a head. With fewer, XLA takes as long to add the zeros as to keep scores in memory: estimated, not measured."""
+
+
+def size_taken(size: int) -> int | None:
+    """The size of a kernel's heads that has room for `size` features, None where there is none."""
+    return next((whole for whole in HEAD_SIZES if whole >= size), None)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether a kernel is worth its zeros."""
+    scores = problem.masking.queries * problem.masking.keys
+    return problem.head_size in HEAD_SIZES or (problem.head_size >= LEAST_SIZE and scores >= LEAST_SCORES)
+
+
+def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:
+    """The problem and its arrays, (batch, length, heads, head size), with heads of a size that the kernels take.
+
+    The scale stays that of the heads as they were.
+    """
+    size = size_taken(problem.head_size)
+    assert size is not None
+    if size == problem.head_size:
+        return problem, arrays
+    pads = ((0, 0), (0, 0), (0, 0), (0, size - problem.head_size))
+    return replace(problem, head_size=size), tuple(jnp.pad(array, pads) for array in arrays)

@@ -91,11 +91,6 @@ class FusedConfig:
     heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
         head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
         causal mask, short blocks need not wait for long ones to come to the group's last head.
-    spread: not 0: blocks that share queries begin each with a tile of its own among those of so many heads, a divisor
-        of those it goes over, and add to two sums, see `fused.spread`. For queries that see all keys; takes
-        `finishers`.
-    splits: parts of a head's queries, whole tiles, over which different blocks go: as many times `parts`. For queries
-        that see all keys.
     shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
     finishers: whether more blocks make dquery of the sums, see `fused.finish`; else the last block that has a share
         of it does, without storing a sum of its own.
@@ -114,8 +109,6 @@ class FusedConfig:
 
     stages: int = 2
     waves: int = 2
-    spread: int = 0
-    splits: int = 1
     heads_inside: bool = False
     shares: int = 2
     finishers: bool = False
@@ -128,23 +121,14 @@ class FusedConfig:
     compute_registers: int = 240
     automatic_barriers: bool = True
 
-    @property
-    def all_parts(self) -> int:
-        """Of what a lane's keys could be summed over by one block each."""
-        return self.parts * self.splits
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Of both kernels; and of the one that takes their place where it can, if any.
-
-    folds: whether the queries of a group's heads are rows of one tile, where they can be; see `folded`.
-    """
+    """Of both kernels, and of the one that takes their place where it can, if any."""
 
     keys: KeysConfig
     queries: QueriesConfig
     fused: FusedConfig | None = None
-    folds: bool = False
 
 
 def columns_at_once(size: int) -> int:

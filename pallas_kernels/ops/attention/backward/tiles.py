@@ -23,6 +23,54 @@ from pallas_kernels.ops.attention.tiles.dropout import with_kept
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
 from pallas_kernels.ops.attention.tiles.scores import capped
 
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """References to query, key, value, the output's cotangent, what each query's row needs, and further arguments."""
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    rows: Any
+    extras: Mapping[str, Any]
+
+
+def lane_place(lane: jax.Array, heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(batch entry, head, part of its work or None) of a lane."""
+    part = None
+    if parts > 1:
+        lane, part = lax.div(lane, parts), lax.rem(lane, parts)
+    return lax.div(lane, heads), lax.rem(lane, heads), part
+
+
+def added(parts: jax.Array) -> jax.Array:
+    """The sum over the first axis, in float32 and then rounded: one elementwise kernel."""
+    whole, *others = parts.astype(jnp.float32)
+    for other in others:
+        whole = whole + other
+    return whole.astype(parts.dtype)
+
+
+def padded(array: jax.Array, length: int) -> jax.Array:
+    """(batch, tokens, heads, head size), of 16-bit numbers and an even head size, with zeros up to so many tokens."""
+    extra = length - array.shape[1]
+    return _of_words(jnp.pad(_words(array), ((0, 0), (0, extra), (0, 0))), array) if extra else array
+
+
+def cut(array: jax.Array, length: int) -> jax.Array:
+    """Its first tokens, likewise."""
+    return _of_words(_words(array)[:, :length], array) if length < array.shape[1] else array
+
+
+def _words(array: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(array.reshape(*array.shape[:2], -1, 2), jnp.int32)
+
+
+def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(words, like.dtype).reshape(*words.shape[:2], *like.shape[2:])
+
+
 _LONGEST_TILE = 128
 """Keys of the longest tile; the others divide it."""
 
@@ -40,7 +88,6 @@ class Tile:
     places: numbers, from 0 on or further, of what lies along axis 1: queries' in shared memory, float32, or keys' in
         device memory. Numbers that a thread works out by itself, 16 or 32 of them, the compiler holds in registers
         throughout the loop.
-    numbers: of the queries along axis 0, where those are not their places.
     """
 
     problem: Problem
@@ -53,7 +100,6 @@ class Tile:
     extras: Mapping[str, Any]
     words: Any
     places: Any = None
-    numbers: Any = None
     segments: tuple[Any, Any] | None = None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -130,8 +176,6 @@ class Tile:
             plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
             for axis, start in enumerate(starts)
         )
-        if self.numbers is not None:
-            first = lax.broadcast_in_dim(self.numbers - begin, self.shape, (0,))
         if self.places is not None:
             numbers = plgpu.load(self.places, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             second = lax.broadcast_in_dim(numbers.astype(jnp.int32) - begin, self.shape, (1,))
@@ -257,15 +301,11 @@ def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_
     return tile, first + rest - tile * here
 
 
-def rows_of(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, group: int = 1
-) -> jax.Array:
+def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
     """What the kernels need to know of each query: (batch, heads, 3, queries padded to a multiple of `rows`), float32.
 
     The first is lse in base 2, the second "delta", the sum of dout * out less dlse: what each weight's gradient is
     lowered by on its way through the softmax. The third is the query's number. Zeros beyond the queries.
-
-    group: so many heads' queries are those of one, one head's behind the other's, as in `folded.fold`.
     """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     # Kept apart from the transposition, with which XLA's reduction takes five times as long.
@@ -273,10 +313,7 @@ def rows_of(
     if dlse is not None:
         delta = delta - dlse
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    lines = [lse * LOG2_E, delta, places]
-    if group > 1:
-        lines = [line.reshape(line.shape[0], line.shape[1] // group, -1) for line in lines]
-    stacked = jnp.stack(lines, axis=2)
+    stacked = jnp.stack([lse * LOG2_E, delta, places], axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
 
 

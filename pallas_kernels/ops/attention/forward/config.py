@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
-from pallas_kernels.ops.attention.head_sizes import pays
-from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.problem import Problem, pays
 from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 

@@ -18,16 +18,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.fused.spread import SUMS, Spread
 from pallas_kernels.ops.attention.masking import Masking
-from pallas_kernels.primitives.platform import target_device
 
 _SWIZZLE = 128
 """Bytes, at most."""
 TILES = 16
 """Of queries, that a block takes: few, so that the last ones to be ready are shared out among many blocks."""
-_SPREAD_TILES = 4
-"""Where adding blocks are spread, and nearly all are ready at the same time."""
 
 Part = Callable[..., Any]
 """From (reference, batch, head, tile of queries, warpgroup) to what the warpgroup has of the tile."""
@@ -71,8 +67,7 @@ class Finishers:
     """Those blocks.
 
     rows: of a tile of queries. columns: of a tile of keys, for each of which one block adds to the sums. warpgroups:
-    that compute. slots: tiles in shared memory at once. spread: of the blocks that add, each to so many tiles of a head
-    (lane_tiles).
+    that compute. slots: tiles in shared memory at once.
     """
 
     masking: Masking
@@ -82,21 +77,6 @@ class Finishers:
     columns: int
     warpgroups: int
     slots: int
-    lane_tiles: int
-    spread: Spread | None = None
-
-    @property
-    def sums(self) -> int:
-        """Of each tile."""
-        return 1 if self.spread is None else SUMS
-
-    @property
-    def own(self) -> int:
-        """Tiles of a block."""
-        if self.spread is None:
-            return TILES
-        each = self.batch * self.heads * self.tiles // target_device().core_count
-        return max(1, min(_SPREAD_TILES, each))
 
     @property
     def tiles(self) -> int:
@@ -106,44 +86,19 @@ class Finishers:
     @property
     def blocks(self) -> int:
         """How many there are."""
-        return self.batch * self.heads * pl.cdiv(self.tiles, self.own)
+        return self.batch * self.heads * pl.cdiv(self.tiles, TILES)
 
     def places(self, number: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
         """How many tiles a block takes, by its number, and from n to the n-th one's (batch, head, tile).
 
         Blocks come in the order of heads, and tiles from a head's last one down, as they are ready.
         """
-        of_a_head = pl.cdiv(self.tiles, self.own)
+        of_a_head = pl.cdiv(self.tiles, TILES)
         place, i = lax.div(number, of_a_head), lax.rem(number, of_a_head)
-        first = (of_a_head - 1 - i) * self.own
-        count = jnp.minimum(self.tiles - first, self.own)
+        first = (of_a_head - 1 - i) * TILES
+        count = jnp.minimum(self.tiles - first, TILES)
         b, head = lax.div(place, self.heads), lax.rem(place, self.heads)
         return count, lambda n: (b, head, first + count - 1 - n)
-
-    def _later(self, head: Any, tile: Any) -> Any:
-        """How many blocks add to the second sum of a tile."""
-        assert self.spread is not None
-        own = self.lane_tiles
-        before = lax.rem(head, jnp.int32(self.spread.span // own)) * own
-        return self.spread.later(before + own - 1 - lax.rem(tile, jnp.int32(own)))
-
-    def _sum(self, n: Any, at: Callable[[Any], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any, Any, Any]:
-        """(entry of the sums' first axis, head, tile, place of the semaphore, blocks that add) of a block's n-th sum.
-
-        A tile's second sum comes behind its first; where no block adds to it the first one comes again.
-        """
-        b, head, tile = at(lax.div(n, self.sums) if self.sums > 1 else n)
-        adders = self.masking.key_tiles(tile * self.rows, self.rows, self.columns).last
-        place = (b * self.heads + head) * self.tiles + tile
-        if self.sums == 1:
-            return b, head, tile, place, adders
-        later = self._later(head, tile)
-        is_second = (lax.rem(n, self.sums) > 0) & (later > 0)
-        entry, place = (
-            first + jnp.where(is_second, further, 0)
-            for first, further in ((b, self.batch), (place, self.batch * self.heads * self.tiles))
-        )
-        return entry, head, tile, place, jnp.where(is_second, later, adders - later)
 
     def bring(self, number: Any, part_of: Part, sums: Any, share: Any, turns: Any, fetched: Any, read: Any) -> None:
         """What the warpgroup does that brings sums to shared memory, once all blocks have added."""
@@ -152,18 +107,19 @@ class Finishers:
         def step(n, _):
             slot = lax.rem(n, self.slots)
             pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(read.at[slot]))
-            entry, head, tile, place, adders = self._sum(n, at)
+            b, head, tile = at(n)
+            adders = self.masking.key_tiles(tile * self.rows, self.rows, self.columns).last
+            place = (b * self.heads + head) * self.tiles + tile
             plgpu.semaphore_wait(turns.at[place], adders, decrement=False, memory_scope="gpu")
             for i in range(self.warpgroups):
-                plgpu.copy_gmem_to_smem(part_of(sums, entry, head, tile, i), share.at[slot, i], fetched.at[slot])
+                plgpu.copy_gmem_to_smem(part_of(sums, b, head, tile, i), share.at[slot, i], fetched.at[slot])
 
         # No barrier may be left with an arrival that nobody has seen.
         def drain(n, _):
             plgpu.barrier_wait(read.at[lax.rem(n, self.slots)])
 
-        copies = count * self.sums
-        lax.fori_loop(0, copies, step, None)
-        lax.fori_loop(jnp.maximum(copies - self.slots, 0), copies, drain, None)
+        lax.fori_loop(0, count, step, None)
+        lax.fori_loop(jnp.maximum(count - self.slots, 0), count, drain, None)
 
     def finish(
         self,
@@ -182,17 +138,9 @@ class Finishers:
         count, at = self.places(number)
 
         def step(n, _):
-            slot = lax.rem(n * self.sums, self.slots)
+            slot = lax.rem(n, self.slots)
             plgpu.barrier_wait(fetched.at[slot])
             total = share.at[slot, warpgroup][...]
-            if self.sums > 1:
-                plgpu.commit_smem()  # all have read
-                plgpu.barrier_arrive(read.at[slot])
-                slot = lax.rem(n * self.sums + 1, self.slots)
-                plgpu.barrier_wait(fetched.at[slot])
-                second = share.at[slot, warpgroup]
-                has_second = self._later(*at(n)[1:]) > 0
-                total = lax.cond(has_second, lambda: total + second[...], lambda: total)
             made = (total * scale).astype(dquery.dtype)
             plgpu.commit_smem()  # all have read
             done.store(slot, warpgroup, made)

@@ -1,4 +1,4 @@
-"""What is known of a launch of the fused kernel before it runs: its tiles, its shared memory, and where sums lie."""
+"""A launch of the fused kernel, and a block of it: tiles, shared memory, order of steps, and turns to add."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, FusedConfig
 from pallas_kernels.ops.attention.backward.fused.finish import Done, Finishers
-from pallas_kernels.ops.attention.backward.fused.spread import SUMS, Spread
+from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, lane_place
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import target_device
 
 ROWS = {64: 128, 96: 64, 128: 64}
 """Queries a step, by head size: as many as there are registers for."""
@@ -144,18 +145,7 @@ class Launch:
     @property
     def lanes(self) -> int:
         """Key heads of all batch entries, or their parts, whose blocks share queries."""
-        return self.batch * self.problem.key_heads * self.config.all_parts
-
-    @property
-    def lane_tiles(self) -> int:
-        """Of queries of a head, that a lane's blocks go over."""
-        tiles, rest = divmod(self.query_tiles, self.config.splits)
-        if rest or (self.config.splits > 1 and self.masking.has_band):
-            raise ValueError(
-                "queries are split by whole tiles, as many each, and where they see all keys; got "
-                f"{self.query_tiles} tiles and {self.config}"
-            )
-        return tiles
+        return self.batch * self.problem.key_heads * self.config.parts
 
     @property
     def adders(self) -> int:
@@ -173,24 +163,6 @@ class Launch:
         return self.config.warps_apart and (not self.splits_rows or not self.masking.has_band)
 
     @cached_property
-    def spread(self) -> Spread | None:
-        """How the blocks that share queries begin with different ones, if they do."""
-        heads = self.config.spread
-        if not heads:
-            return None
-        if self.masking.has_band or self.config.heads_inside or not self.config.finishers or self.group % heads:
-            raise ValueError(
-                "blocks begin with tiles of their own where all queries see all keys, others finish, and the "
-                f"{self.group} heads of a block, one after the other, are a multiple of spread; got {self.config}"
-            )
-        return Spread(blocks=self.key_tiles, span=heads * self.lane_tiles)
-
-    @property
-    def sums(self) -> int:
-        """Of each tile of queries, to which blocks add."""
-        return 1 if self.spread is None else SUMS
-
-    @cached_property
     def finishers(self) -> Finishers | None:
         """The blocks that make dquery of the sums, if others than those that add do."""
         if not self.config.finishers:
@@ -203,8 +175,6 @@ class Launch:
             columns=COLUMNS,
             warpgroups=WARPGROUPS,
             slots=self.config.shares,
-            spread=self.spread,
-            lane_tiles=self.lane_tiles,
         )
 
     @property
@@ -222,10 +192,10 @@ class Launch:
         return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
 
     def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """dquery, dkey and dvalue or their parts in one array, and the sums, the second ones behind the first."""
+        """dquery, dkey and dvalue or their parts in one array, and the sums."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
-        whole = (self.sums * self.batch, self.query_tiles * self.rows, self.heads, self.size)
-        parts = self.config.all_parts
+        whole = (self.batch, self.query_tiles * self.rows, self.heads, self.size)
+        parts = self.config.parts
         shapes = [key.shape, value.shape] if parts == 1 else [(2, parts, *key.shape)]
         return [
             *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),
@@ -252,3 +222,158 @@ class Launch:
             taken=barrier(num_barriers=config.shares),
             fetched=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares if self.fetches_apart else 1),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Full tiles of queries come first, and of them and of those that are masked the last one first.
+
+    visits: the tiles of queries, of each of `group` heads from `first_head` on. heads_inside: as in `FusedConfig`.
+    """
+
+    visits: Visits
+    first_head: Any
+    group: int
+    heads_inside: bool
+
+    @property
+    def full(self) -> Any:
+        """Steps with full tiles."""
+        return self.group * self.visits.full
+
+    @property
+    def count(self) -> Any:
+        """All of them."""
+        return self.full + self.group * self.visits.masked
+
+    def place(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
+        """(head, tile of queries) of a step; is_masked: whether its tile is, where that is known."""
+        visits, group = self.visits, self.group
+        if is_masked is None:
+            masked, full = self.place(n, True), self.place(n, False)
+            head, tile = (jnp.where(n >= self.full, *pair) for pair in zip(masked, full, strict=True))
+            return head, tile
+        i = n - self.full if is_masked else n
+        # No count is divided by; at least 1 all the same, without which ptxas spills six registers.
+        count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
+        if self.heads_inside and group > 1:
+            g, i = lax.rem(i, group), count - 1 - lax.div(i, group)
+        else:
+            g, i = lax.div(i, count), count - 1 - lax.rem(i, count)
+        return self.first_head + g, visits.masked_tile(i) if is_masked else visits.full_tile(i)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """References to the results, and to the sums of shares."""
+
+    dquery: Any
+    dkey: Any
+    dvalue: Any
+    sums: Any
+
+
+class Turn(NamedTuple):
+    """A block's turn to add to a tile of queries.
+
+    head, query_tile: whose. place: of the semaphore. before: blocks that add earlier.
+    """
+
+    head: Any
+    query_tile: Any
+    place: Any
+    before: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What is known of a block while it runs.
+
+    tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
+    part: of the head's group, or None.
+    visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
+    group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each sum, which counts the
+    blocks that have added to it.
+    """
+
+    launch: Launch
+    inputs: Inputs
+    outputs: Outputs
+    scratch: Scratch
+    tile: Any
+    b: Any
+    key_head: Any
+    part: Any
+    first_key: Any
+    visits: Visits
+    walk: Steps
+    full_steps: Any
+    steps: Any
+    turns: Any
+
+    @classmethod
+    def of(
+        cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any, *, length: int
+    ) -> Block:
+        """The block of that number, called in the kernel. length: of the array of queries."""
+        problem, config = launch.problem, launch.config
+        tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
+        share, done = scratch.share
+        scratch = scratch._replace(**tiles, share=share, done=Done(done))
+        tile, lane = block_place(
+            number,
+            tiles=launch.key_tiles,
+            lanes=launch.lanes,
+            # Queries and their cotangents, and the sums in float32.
+            lane_bytes=8 * launch.group * length * launch.size,
+            section_blocks=config.waves * target_device().core_count,
+        )
+        b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
+        if launch.keeps_apart:
+            tile, b, key_head, part = lax.optimization_barrier((tile, b, key_head, part))
+        first_key = tile * COLUMNS
+        visits = Visits(tiles=launch.masking.query_tiles(first_key, COLUMNS, launch.rows))
+        first_head = key_head * problem.group
+        if part is not None:
+            first_head = first_head + part * launch.group
+        walk = Steps(
+            visits=visits,
+            first_head=first_head,
+            group=launch.group,
+            heads_inside=config.heads_inside,
+        )
+        return cls(
+            launch=launch,
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            tile=tile,
+            b=b,
+            key_head=key_head,
+            part=part,
+            first_key=first_key,
+            visits=visits,
+            walk=walk,
+            full_steps=walk.full,
+            steps=walk.count,
+            turns=pl.get_global(plgpu.SemaphoreType.REGULAR((launch.tiles,))),
+        )
+
+    def turn(self, n: Any) -> Turn:
+        """That of a step."""
+        head, query_tile = self.walk.place(n)
+        place = (self.b * self.launch.heads + head) * self.launch.query_tiles + query_tile
+        # The tiles of keys that a tile of queries sees begin with the first.
+        return Turn(head, query_tile, place, self.tile)
+
+    def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
+        """Whether no block adds to a tile of queries after this one, which then makes dquery of it."""
+        launch, masking = self.launch, self.launch.masking
+        if launch.config.finishers:
+            return False
+        if masking.right is None:
+            return self.tile == launch.key_tiles - 1
+        if masking.right == 0 and masking.queries <= masking.keys and masking.keys % COLUMNS == 0:
+            # Known where the program is made: registers are short.
+            return is_masked
+        return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, COLUMNS).last - 1

@@ -20,14 +20,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, KeysConfig
-from pallas_kernels.ops.attention.backward.keys.block import Block, Launch, Refs
-from pallas_kernels.ops.attention.backward.keys.computing import Computing
-from pallas_kernels.ops.attention.backward.lanes import added
-from pallas_kernels.ops.attention.folded import Folds
+from pallas_kernels.ops.attention.backward.keys.consumer import Computing
+from pallas_kernels.ops.attention.backward.keys.producer import Block, Launch, Refs
+from pallas_kernels.ops.attention.backward.tiles import added
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.flop_metadata import Products
 
 
 def key_value_gradients(
@@ -41,8 +39,6 @@ def key_value_gradients(
     problem: Problem,
     form: TileForm,
     config: KeysConfig,
-    folds: Folds | None = None,
-    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
@@ -52,10 +48,8 @@ def key_value_gradients(
         extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
         form: of their tiles.
-        folds: how rows of the problem, which is folded, lie in query and dout; None: as they are.
-        product: what one of the kernel's products is, by which the program states them.
     """
-    launch = Launch(problem=problem, form=form, config=config, batch=query.shape[0], folds=folds)
+    launch = Launch(problem=problem, form=form, config=config, batch=query.shape[0])
 
     def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
         *gradients, scratch = others
@@ -107,7 +101,7 @@ def key_value_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
-        products=product and product.times(4),
+        products=problem.product and problem.product.times(4),
     )
     made = kernel(query, key, value, dout, rows, dict(extras))
     return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)

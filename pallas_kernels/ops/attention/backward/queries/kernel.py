@@ -22,14 +22,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import QueriesConfig
-from pallas_kernels.ops.attention.backward.lanes import added
-from pallas_kernels.ops.attention.backward.queries.block import Block, Launch, Refs
-from pallas_kernels.ops.attention.backward.queries.computing import Computing
-from pallas_kernels.ops.attention.folded import Folds
+from pallas_kernels.ops.attention.backward.queries.consumer import Computing
+from pallas_kernels.ops.attention.backward.queries.producer import Block, Launch, Refs
+from pallas_kernels.ops.attention.backward.tiles import added
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.flop_metadata import Products
 
 
 def query_gradients(
@@ -44,9 +42,6 @@ def query_gradients(
     form: TileForm,
     config: QueriesConfig,
     makes_dbias: bool = False,
-    numbers: int | None = None,
-    folds: Folds | None = None,
-    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
@@ -59,10 +54,6 @@ def query_gradients(
         form: of the tiles of query, key, value and dout.
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
-        numbers: after so many queries their numbers begin anew, and these say what is seen under a causal mask. None:
-            they are the queries' places.
-        folds: how rows of the problem, which is folded, lie in query, dout and output; None: as they are.
-        product: what one of the kernel's products is, by which the program states them.
     """
     makes_rows = isinstance(rows, tuple)
     launch = Launch(
@@ -72,8 +63,6 @@ def query_gradients(
         batch=query.shape[0],
         makes_rows=makes_rows,
         makes_dbias=makes_dbias,
-        numbers=numbers,
-        folds=folds,
     )
 
     def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, *others):
@@ -114,7 +103,7 @@ def query_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=params,
-        products=product and product.times(3),
+        products=problem.product and problem.product.times(3),
     )
     dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
     dquery = dquery if config.parts == 1 else added(dquery)

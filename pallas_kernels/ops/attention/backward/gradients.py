@@ -9,14 +9,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward.choice import can_fuse, of_seen_keys, tuned_backward, with_whole_tiles
+from pallas_kernels.ops.attention.backward.choice import can_fuse, tuned_backward, with_whole_tiles
 from pallas_kernels.ops.attention.backward.config import BackwardConfig, padded_head
 from pallas_kernels.ops.attention.backward.fused.kernel import fused_gradients
 from pallas_kernels.ops.attention.backward.keys.kernel import key_value_gradients
-from pallas_kernels.ops.attention.backward.lengths import cut, padded
 from pallas_kernels.ops.attention.backward.queries.kernel import query_gradients
-from pallas_kernels.ops.attention.backward.tiles import rows_of
-from pallas_kernels.ops.attention.folded import can_fold, fold, folded, folds_in_place, unfold
+from pallas_kernels.ops.attention.backward.tiles import cut, padded, rows_of
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import GROUP, TileForm, is_ragged
@@ -52,15 +50,8 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    problem = of_seen_keys(problem)
-    unseen = key.shape[1] - problem.masking.keys
-    if unseen:
-        key, value = (cut(array, problem.masking.keys) for array in (key, value))
-    by_one = config.fused is not None and can_fuse(problem) and not (config.folds and can_fold(problem))
-    compute = _by_one_kernel if by_one else _by_two_kernels
+    compute = _by_one_kernel if config.fused is not None and can_fuse(problem) else _by_two_kernels
     dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
-    if unseen:
-        dk, dv = (padded(array, array.shape[1] + unseen) for array in (dk, dv))
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -88,41 +79,28 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
     whole = math.lcm(_TILE, config.queries.rows)
-    group = problem.group if config.folds and can_fold(problem) else 1
-    if group > 1 or dlse is not None:
-        lse = lse[:, :, : problem.masking.queries]
-    made = None if dlse is None else rows_of(out, lse, dout, dlse, whole, group=group)
-    folds, numbers, product = None, None, problem.product
-    if group > 1:
-        folds = folds_in_place(problem, config.queries.rows)
-        numbers = problem.masking.queries if problem.masking.is_causal else None
-        problem = folded(problem)
-    turns = group > 1 and folds is None
-    if turns:
-        query, dout, out = (fold(array, group) for array in (query, dout, out))
+    made = None if dlse is None else rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
     size = padded_head(problem.head_size)
     in_panels = is_ragged(problem.masking) or problem.head_size != size
     form = TileForm(size=size, dtype=problem.dtype, in_panels=in_panels)
     by_keys, by_queries = _extras(extras, problem, config, whole)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     arrays = (query, key, value, dout)
-    shared = {"problem": problem, "form": form, "folds": folds, "product": product}
+    shared = {"problem": problem, "form": form}
     dq, made_rows, dscores = query_gradients(
         *arrays,
         rows,
         by_queries,
         config=config.queries,
         makes_dbias=problem.dense == "bias",
-        numbers=numbers,
         **shared,
     )
     dk, dv = key_value_gradients(*arrays, made_rows, by_keys, config=config.keys, **shared)
-    return unfold(dq, group) if turns else dq, dk, dv, dscores
+    return dq, dk, dv, dscores
 
 
 def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
-    """(batch, heads, queries padded to whole tiles), of the problem's heads, which may be those of keys."""
-    lse = lse.reshape(problem.batch, problem.heads, -1)
+    """(batch, heads, queries padded to whole tiles)."""
     extra = pl.cdiv(problem.masking.queries, rows) * rows - lse.shape[2]
     return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 

@@ -13,10 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, QueriesConfig
-from pallas_kernels.ops.attention.backward.inputs import Inputs
-from pallas_kernels.ops.attention.backward.lanes import lane_place
-from pallas_kernels.ops.attention.backward.tiles import Visits, block_place, hidden, hides_steps
-from pallas_kernels.ops.attention.folded import Folds, row_places
+from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, hidden, hides_steps, lane_place
 from pallas_kernels.ops.attention.masking import Masking, TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
@@ -58,8 +55,6 @@ class Launch:
     batch: int
     makes_rows: bool
     makes_dbias: bool
-    numbers: int | None
-    folds: Folds | None
 
     @property
     def masking(self) -> Masking:
@@ -97,8 +92,7 @@ class Launch:
     def scratch_types(self) -> Scratch:
         """What a block is given."""
         config, form, has_segments = self.config, self.form, self.masking.has_segments
-        heads = 1 if self.folds is None else self.folds.heads_of(WARPGROUP_ROWS)
-        held = (3 if self.makes_rows else 2) * form.copies * heads
+        held = (3 if self.makes_rows else 2) * form.copies
         return Scratch(
             q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
             do=form.scratch(config.warpgroups, WARPGROUP_ROWS),
@@ -204,9 +198,9 @@ class Block:
         if launch.makes_rows:
             tiles.append((refs.rows[0], self.output_of(i)))
         first = self.first_query + i * WARPGROUP_ROWS
-        for place, own in row_places(self.b, first, self.head, WARPGROUP_ROWS, launch.folds):
-            for ref, tile in tiles:
-                tile.part(own).bring(ref.at[place], scratch.held.at[i])
+        place = (self.b, pl.ds(first, WARPGROUP_ROWS), self.head)
+        for ref, tile in tiles:
+            tile.bring(ref.at[place], scratch.held.at[i])
 
     def _bringing(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that brings a tile of keys, and then one of values."""

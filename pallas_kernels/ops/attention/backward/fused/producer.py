@@ -9,8 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.fused.block import Block
-from pallas_kernels.ops.attention.backward.fused.launch import COLUMNS, WARPGROUPS
+from pallas_kernels.ops.attention.backward.fused.launch import COLUMNS, WARPGROUPS, Block
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Adding:
         stage, slot = lax.rem(n, config.stages), lax.rem(n, config.shares)
         turn = block.turn(n)
         head, query_tile = turn.head, turn.query_tile
-        sums = [launch.part_of(block.outputs.sums, turn.entry, head, query_tile, i) for i in range(WARPGROUPS)]
+        sums = [launch.part_of(block.outputs.sums, block.b, head, query_tile, i) for i in range(WARPGROUPS)]
         is_last = jnp.asarray(block.is_last_of(query_tile, n >= block.full_steps))
 
         def await_turn():

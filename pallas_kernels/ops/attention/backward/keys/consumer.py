@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, columns_at_once
-from pallas_kernels.ops.attention.backward.keys.block import Block
+from pallas_kernels.ops.attention.backward.keys.producer import Block
 from pallas_kernels.ops.attention.backward.tiles import Tile, kept_scale, not_invariant
 from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
 from pallas_kernels.primitives.random import mixed_words

@@ -1,4 +1,4 @@
-"""The computing warpgroups of a block of the forward kernel: see `mosaic_gpu`."""
+"""A computing warpgroup of the forward kernel: products with 64 queries, and the online softmax between them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.forward.block import Block
 from pallas_kernels.ops.attention.forward.config import ROWS
-from pallas_kernels.ops.attention.forward.hidden import hidden_zero
+from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST

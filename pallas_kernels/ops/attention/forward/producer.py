@@ -1,0 +1,139 @@
+"""A block of the forward kernel, and the warpgroup of it that brings operands by TMA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig
+from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
+from pallas_kernels.ops.attention.masking import TileRange
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
+from pallas_kernels.primitives.platform import is_interpreted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """References and static facts; the state is in loops' carries.
+
+    index: of the block. extras: references to further arrays, by name. buffers, barriers: in shared memory, by name.
+    """
+
+    problem: Problem
+    config: ForwardConfig
+    schedule: Schedule
+    index: jax.Array
+    extras: dict[str, Any]
+    buffers: dict[str, Any]
+    barriers: dict[str, Any]
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether LLVM may not know how often a loop over tiles of keys runs: it makes straight code of few times.
+
+        Where registers are short, in panels or with large heads in a loop over tiles of queries, that takes too many.
+        """
+        config, masking = self.config, self.problem.masking
+        has_large_heads = self.problem.head_size > 128 and config.is_persistent
+        has_two = -(-masking.keys // config.columns) == 2
+        return (is_ragged(masking) and has_two) or (has_large_heads and (has_two or not masking.has_band))
+
+    def key_tiles(self, batch: jax.Array, tile: jax.Array, part: jax.Array) -> TileRange:
+        """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""
+        masking, config = self.problem.masking, self.config
+        if masking.has_segments:
+            bounds = TileRange(*(self.extras["tiles"][batch, tile, i] for i in range(4)))
+        else:
+            bounds = masking.key_tiles(tile * config.rows, config.rows, config.columns)
+        first, full_first, full_last, last = (jnp.asarray(bound, jnp.int32) for bound in bounds)
+        tiles = -(-masking.keys // config.columns)
+        if self.schedule.rest:  # nothing else bounds what is seen
+            parts = self.schedule.parts
+            start = rem_of(part, parts)
+            first = jnp.where(part < 0, 0, divmod_of(start * tiles, parts)[0])
+            last = jnp.where(part < 0, tiles, divmod_of((start + 1) * tiles, parts)[0])
+        first = jnp.minimum(first, tiles - 1)
+        return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
+
+
+def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
+    """Brings the operands of every tile, as early as there is room."""
+    config, problem, barriers, buffers = block.config, block.problem, block.barriers, block.buffers
+
+    def bring(name: str, ref, stages: int, index: jax.Array, place) -> None:
+        slot = rem_of(index, stages)
+
+        @pl.when(index >= stages)
+        def _():
+            plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
+
+        full = barriers[f"{name}_full"].at[slot]
+        buffers[name].at(slot).bring(ref.at[place], full)
+        if name == "k" and problem.masking.has_segments:
+            numbers = block.extras["key_segments"].at[place[0], place[1]]
+            plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
+
+    def tile_of_queries(head, tile, count, part, before):
+        batch, q_head = divmod_of(head, problem.heads)
+        k_head = divmod_of(q_head, problem.group)[0]
+        first, _, _, last = block.key_tiles(batch, tile, part)
+
+        def step(i, _):
+            place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
+            bring("k", k_ref, config.key_stages, before + i, place)
+
+            @pl.when(i == 0)
+            def _():
+                for warpgroup in range(config.warpgroups):
+
+                    @pl.when(count > 0)
+                    def _(warpgroup=warpgroup):
+                        plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
+
+                    row = tile * config.rows + warpgroup * ROWS
+                    place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
+                    buffers["q"].at(warpgroup).bring(place, barriers["q_full"].at[warpgroup])
+
+            bring("v", v_ref, config.value_stages, before + i, place)
+
+        steps = last - first
+        if block.hides_steps:
+            steps += hidden_zero()
+        lax.fori_loop(jnp.int32(0), steps, step, None)
+        return before + steps
+
+    total = block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
+
+    # No barrier may be left with an arrival that nobody has seen.
+    for name, stages in (("k", config.key_stages), ("v", config.value_stages)):
+
+        def drain(i, _, name=name, stages=stages):
+            plgpu.barrier_wait(barriers[f"{name}_empty"].at[rem_of(i, stages)])
+
+        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+    for warpgroup in range(config.warpgroups):
+        plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
+
+
+def hidden_zero() -> jax.Array:
+    """A scalar zero, int32, which LLVM takes for any number."""
+    if is_interpreted():
+        return jnp.int32(0)
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(return_type=result)
+    def zero(_):
+        value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], "mov.u32 $0, 0;", "=r")
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return zero()  # pyright: ignore[reportCallIssue]: JAX gives the first argument
