@@ -27,7 +27,7 @@ CUTS = {
     "depth shared by two": (FewRowsConfig(columns=128, splits=2), (16, 384, 128)),
     "depth shared by two, one group": (FewRowsConfig(columns=64, splits=2), (3, 192, 64)),
     "depth shared by four, ragged": (FewRowsConfig(columns=128, depth=128, splits=4), (8, 320, 192)),
-    "one row, written by threads": (FewRowsConfig(columns=128, direct=True, in_flight=1), (1, 320, 192)),
+    "one row": (FewRowsConfig(columns=128, in_flight=1), (1, 320, 192)),
     "two warpgroups": (FewRowsConfig(columns=64, stages=2, warpgroups=2), (8, 320, 320)),
     "two warpgroups, depth shared": (FewRowsConfig(columns=128, splits=2, warpgroups=2), (9, 256, 128)),
 }
@@ -133,7 +133,7 @@ HEADS = {
         True,
     ),
     "a head a tile, two tiles a block": (
-        FewRowsConfig(columns=128, warpgroups=2, in_flight=1, direct=True),
+        FewRowsConfig(columns=128, warpgroups=2, in_flight=1),
         128,
         1,
         True,
@@ -206,7 +206,7 @@ def test_heads_lie_whole_in_tiles(seed):
 def test_norm_of_rows(splits, seed):
     m, k, n = 9, 192, 128
     x, w, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, k)
-    config = FewRowsConfig(columns=64, splits=splits, warpgroups=3 - splits, in_flight=1, direct=True)
+    config = FewRowsConfig(columns=64, splits=splits, warpgroups=3 - splits, in_flight=1)
     (got,) = few_rows_product(x, [w], norm=RowNorm(epsilon=0.1, scale=scale if splits == 2 else None), config=config)
     assert_close(got, normalised(x, scale if splits == 2 else jnp.ones(k)) @ wide(w))
 
@@ -234,7 +234,7 @@ def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_sums_of_squares(rows, seed):
     x, w, residual = normal(seed, rows, 192), normal(seed + 1, 192, 128), normal(seed + 2, rows, 128)
-    config = FewRowsConfig(columns=64, warpgroups=2, direct=rows == 8)
+    config = FewRowsConfig(columns=64, warpgroups=2)
     total, squares = few_rows_product(x, [w], residual=residual, row_squares=True, config=config)
     assert_close(total, wide(x) @ wide(w) + wide(residual))
     exact = np.square(wide(total)).reshape(rows, 2, 64).sum(axis=2).T

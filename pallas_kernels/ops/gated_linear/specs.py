@@ -100,18 +100,14 @@ def _backward_traffic(arguments: Arguments) -> Traffic:
 
 
 def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    rows = rows_of(arguments)
-    found = candidates(rows)
-    if phase == "forward":
-        norm, x = with_norm(arguments).get("norm"), arguments["x"]
-        return {
-            name: partial(_forward_variant, config=config)
-            for name, config in found.items()
-            if can_fuse_norm(config, norm, x) == getattr(config, "fuses_norm", False)
-        }
-    if rows <= 64 or "norm" in arguments:
+    if phase == "backward":  # its products are XLA's
         return {}
-    return {name: partial(_backward_variant, dx_config=c, dw_config=c) for name, c in found.items()}
+    norm, x = with_norm(arguments).get("norm"), arguments["x"]
+    return {
+        name: partial(_forward_variant, config=config)
+        for name, config in candidates(rows_of(arguments)).items()
+        if can_fuse_norm(config, norm, x) == getattr(config, "fuses_norm", False)
+    }
 
 
 def _forward_variant(*, config=None, **arguments):
@@ -128,7 +124,7 @@ def _forward_variant(*, config=None, **arguments):
     return (y.reshape(*x.shape[:-1], -1),)
 
 
-def _backward_variant(*, x, w_gate, w_up, activation, cotangents, **configs):
+def _backward_variant(*, x, w_gate, w_up, activation, cotangents):
     (dy,) = cotangents
     rows = dy.reshape(-1, dy.shape[-1])
     # dy stands for both products that the forward pass keeps: of their shape and dtype.
@@ -140,7 +136,6 @@ def _backward_variant(*, x, w_gate, w_up, activation, cotangents, **configs):
         rows,
         rows,
         activation=get_activation("gated_linear", activation),
-        **configs,
     )
     return dx.reshape(x.shape), dw_gate, dw_up
 

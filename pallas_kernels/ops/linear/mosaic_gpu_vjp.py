@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.platform import varying_like
 
 
@@ -28,14 +26,11 @@ def linear_backward(
     *,
     activation: Activation | None,
     row_scale: jax.Array | None = None,
-    dx_config: GemmConfig | None = None,
-    dw_config: GemmConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (dx, dw, dbias, drow_scale), None for what there is not.
 
     x: (rows, features), w: (features, outputs), dy: (rows, outputs), of one dtype. product: x @ w as the forward kernel
-    keeps it, needed with an activation. row_scale: (rows,), or None. dx_config, dw_config: for the products by our main
-    loop, None for XLA's.
+    keeps it, needed with an activation. row_scale: (rows,), or None.
     """
     dbias = None
     if activation is not None:
@@ -44,11 +39,6 @@ def linear_backward(
     elif bias is not None:
         dbias = jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
     dx = product_for(row_scale, dy, w)
-    if dx_config is not None:
-        (dx,) = gemm([dy], [w], transpose_b=True, config=dx_config, name="linear_gradient_x")
-    scaled = scaled_rows(x, row_scale)
-    dw = scaled.T @ dy
-    if dw_config is not None:
-        (dw,) = gemm([scaled], [dy], transpose_a=True, config=dw_config, name="linear_gradient_w")
+    dw = scaled_rows(x, row_scale).T @ dy
     dx, drow_scale = through_row_scale(dx, x, row_scale)
     return dx, dw, None if dbias is None else varying_like(dbias, dy), drow_scale

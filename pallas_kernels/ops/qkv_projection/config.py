@@ -86,9 +86,7 @@ def _transposed(head_size: int | None) -> FewRowsConfig:
     """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch, of steps that warps share
     where that was measured; other cuts that were measured are in `primitives/few_rows/TUNING.md`."""
     mma = MmaConfig(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
-    return FewRowsConfig(
-        columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, direct=True, mma=mma
-    )
+    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, mma=mma)
 
 
 def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:

@@ -105,8 +105,7 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
     if is_in_lanes(dtype) and rows <= MOST_MMA_ROWS:
         found["16 columns, by registers"] = _MMA
     if is_in_lanes(dtype):
-        found["64 columns, 256 deep, depth shared by 2, 4 stages, direct"] = SPLIT_INTEGERS
-        found["64 columns, 256 deep, 4 warpgroups, direct"] = replace(SPLIT_INTEGERS, splits=1, warpgroups=4, stages=2)
+        found["64 columns, 256 deep, depth shared by 2, 4 stages"] = SPLIT_INTEGERS
     return found
 
 

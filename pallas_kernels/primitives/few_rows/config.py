@@ -17,8 +17,8 @@ GROUP = 64
 class MmaConfig:
     """The tiling of `mma_kernel.py`, whose warps share each step.
 
-    columns: of a block, 64 or 128; of a product with rotated heads, a head. depth: of a step. stages: steps under way.
-    warpgroups: that compute; one more sends.
+    columns: of a block, 64 or 128; of a product with rotated heads, a head. depth: of a step. stages: steps in flight.
+    warpgroups: that compute; one more loads.
     """
 
     columns: int = GROUP
@@ -29,21 +29,19 @@ class MmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FewRowsConfig:
-    """The cut of a (rows, K) x (K, N) product.
+    """The tiling of a (rows, K) x (K, N) product.
 
     columns: of the result, of each accumulator, that a block computes at a time; a multiple of 64.
     depth: of a step.
-    stages: steps of each warpgroup under way at once; fewer where they do not fit.
+    stages: steps of each warpgroup in flight; fewer where they do not fit.
     warpgroups: of a block, which take its steps in turn; their sums meet as those of a cluster's blocks do.
-    splits: blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add up what they have through one
-        another's shared memory, in a fixed order.
-    fuses_norm: whether an operation that normalises x's rows has this launch do it, where that can (see norm.py), and
-        not one before it.
+    splits: blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add their
+        sums through one another's shared memory, in a fixed order.
+    fuses_norm: whether an operation that normalises x's rows does so in this launch, where norm.py supports it.
     in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
         each.
-    in_flight: steps whose products are still under way when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
-    mma: the cut instead of this one, where the product has a norm inside and it fits.
-    direct: whether results go from registers to device memory where they can, not through shared memory.
+    in_flight: steps whose products may be unfinished when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
+    mma: the tiling of `mma_kernel.py`, used instead where the product has a norm and it fits.
     """
 
     columns: int = 128
@@ -54,7 +52,6 @@ class FewRowsConfig:
     fuses_norm: bool = False
     in_parts: bool = False
     in_flight: int = 0
-    direct: bool = False
     mma: MmaConfig | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
@@ -64,43 +61,42 @@ class FewRowsConfig:
 
 
 MOST_ROWS = 64
-"""Up to here reading the weights is all that takes time."""
+"""Up to here the time is that of reading the weights."""
 MOST_FUSED_NORM_ROWS = 16
 """Up to here a norm in the launch was measured; of 64 rows its squares take most of the registers."""
 _FEW_TOKENS = 16
 """Up to here x takes little of the shared memory."""
 _FEWEST_TOKENS = 8
-"""Up to here they are one group."""
+"""Up to here rows are one group of the tensor cores."""
 _SOME_TOKENS = 24
-"""Up to here not much."""
+"""Up to here x leaves room for tiles of 128 columns."""
 _DEEP = 8192
 _LINE_BITS = 1024
-"""Integers of an output along the depth that come at once."""
+"""Bits of an output's integers along the depth in one step."""
 _WORTH = 0.7
-"""Of the multiprocessors, that are enough to read memory at its rate."""
+"""Share of the multiprocessors that reads memory at its full rate."""
 _NEARLY = 0.45
-"""Of them, that are enough where the depth is not `_DEEP`."""
+"""Share of them that is enough where the depth is less than `_DEEP`."""
 _MOST_STAGES = 64
-ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4, direct=True)
-"""The cut where tiles are nearly enough: a warpgroup alone."""
-SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True, direct=True)
-"""The cut of integers in the order of lanes, where tiles are too few."""
+ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
+"""Where tiles are nearly enough for all multiprocessors."""
+SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True)
+"""For packed integers, where tiles are too few."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(
     columns=2 * GROUP,
     warpgroups=2,
     fuses_norm=True,
-    direct=True,
     in_flight=1,
     mma=MmaConfig(columns=2 * GROUP, depth=128, warpgroups=2),
 )
-"""Those of one product with a norm inside."""
+"""For one product with a norm."""
 
 
 def choose_few_rows(
     rows: int, n: int, k: int, *, weight_bits: int = 16, in_lanes: bool = False, products: int = 1
 ) -> FewRowsConfig:
-    """The cut for so many weights of (k, n): as wide tiles as leave enough of them for the multiprocessors.
+    """The tiling for weights (k, n): the widest tiles that leave enough of them for the multiprocessors.
 
     in_lanes: whether these are integers in the order of `primitives/integer_gemm/packing.py`.
     """
@@ -125,8 +121,8 @@ def choose_few_rows(
 
 
 def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
-    """The cut of one product with a norm of x's rows in the launch: as narrow tiles as all run at once, where that was
-    measured to be faster than a launch before it, else None."""
+    """The tiling of one product with a norm of x's rows in the launch: the narrowest tiles that all run at once. None
+    where that was not measured to be faster than a launch before."""
     cores, groups = target_device().core_count, -(-n // GROUP)
     if rows > MOST_FUSED_NORM_ROWS or not 2048 <= k < _DEEP:
         return None
@@ -136,10 +132,10 @@ def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
 
 
 def with_fused_norm(config: FewRowsConfig, rows: int) -> FewRowsConfig:
-    """The same cut of several products with that norm in the launch, where that was measured to be faster."""
+    """The same tiling of several products with the norm in the launch, where that was measured to be faster."""
     if rows > MOST_FUSED_NORM_ROWS or config.columns != 2 * GROUP:
         return config
-    return replace(config, warpgroups=2, fuses_norm=True, direct=True, in_flight=1)
+    return replace(config, warpgroups=2, fuses_norm=True, in_flight=1)
 
 
 def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig:
@@ -156,7 +152,7 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
 
 
 def candidates() -> dict[str, FewRowsConfig]:
-    """The cuts for 16-bit weights worth measuring, by name."""
+    """The tilings for 16-bit weights worth measuring, by name."""
     cuts = (
         *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
         *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
@@ -167,12 +163,12 @@ def candidates() -> dict[str, FewRowsConfig]:
         )
         for columns, depth, splits, warpgroups in cuts
     }
-    found["64 columns, 256 deep, 4 stages, direct"] = ONE_WARPGROUP
+    found["64 columns, 256 deep, 4 stages"] = ONE_WARPGROUP
     return found
 
 
 def fused_norm_candidates() -> dict[str, FewRowsConfig]:
-    """Cuts that normalise x's rows in the launch, worth measuring, by name."""
+    """Tilings that normalise x's rows in the launch, worth measuring, by name."""
     wide = with_fused_norm(FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES), rows=1)
     return {
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,

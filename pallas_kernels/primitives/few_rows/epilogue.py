@@ -26,19 +26,7 @@ from pallas_kernels.primitives.integer_gemm.packing import unit
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
 
-def store_from_registers(
-    problem: Problem, outputs: Sequence[Any], values: Sequence[Sequence[jax.Array]], columns: Sequence[jax.Array]
-) -> None:
-    """Writes each group's results, `GROUP` columns from one of `columns` on: neighbours are exchanged, and a thread
-    writes two columns at once. Behind the last product that is sooner done than the way through shared memory."""
-    for results, column in zip(values, columns, strict=True):
-        places = _places(problem, outputs, column)
-        for value, (output, start, is_own) in zip([*results] * (len(places) // len(results)), places, strict=True):
-            write = partial(_write, problem, value, output, start)
-            write() if is_own is None else pl.when(is_own)(write)
-
-
-def store_through_shared(
+def _store(
     problem: Problem,
     outputs: Sequence[Any],
     values: Sequence[Sequence[jax.Array]],
@@ -46,47 +34,30 @@ def store_through_shared(
     buffers: Sequence[Any],
     slots: Sequence[int],
 ) -> None:
-    """Likewise, by TMA, through `slots` of each output's (or of all outputs' one) buffer."""
+    """Stores each group's results by TMA, `GROUP` columns from one of `columns` on.
+
+    slots: of each output's buffer, or of the one of all outputs.
+    """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for slot, results in zip(slots, values, strict=True):
         for value, buffer in zip(results, buffers, strict=True):
             store_transposed(value, buffer.at[slot])
     plgpu.commit_smem()
     for slot, column in zip(slots, columns, strict=True):
-        places = _places(problem, outputs, column, clips=True)
+        places = _places(problem, outputs, column)
         for buffer, (output, start, is_own) in zip([*buffers] * (len(places) // len(buffers)), places, strict=True):
             place = output.at[pl.ds(0 * start, problem.tokens), pl.ds(start, GROUP)]
             copy = partial(plgpu.copy_smem_to_gmem, buffer.at[slot], place)
             copy() if is_own is None else pl.when(is_own)(copy)
 
 
-def _places(
-    problem: Problem, outputs: Sequence[Any], column: jax.Array, *, clips: bool = False
-) -> list[tuple[Any, jax.Array, jax.Array | None]]:
-    """Each output, where the group begins in it, and whether it is there at all; None where that is certain.
-
-    clips: whether columns behind the last one are dropped anyway.
-    """
-    widths = problem.widths
-    is_whole = clips or problem.config.columns == GROUP
-    if len(widths) == 1:
-        return [(output, column, None if is_whole else column < widths[0]) for output in outputs]
-    places = []
-    for output, width, (is_own, first) in zip(outputs, widths, problem.owners(column), strict=True):
-        start = column - first
-        places.append((output, start, is_own if is_whole else is_own & (start < width)))
-    return places
-
-
-def _write(problem: Problem, value: jax.Array, output: Any, start: jax.Array) -> None:
-    if problem.rows == 1:
-        first = plgpu.broadcasted_iota(jnp.int32, value.shape, 1, layout=plgpu.Layout.WGMMA) == 0
-        row = jnp.sum(jnp.where(first, value, 0.0), axis=1)
-        output.at[0, pl.ds(start, GROUP)][...] = row.astype(output.dtype)
-        return
-    pairs = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED).astype(output.dtype)
-    place = output.at[pl.ds(0, problem.tokens), pl.ds(start, GROUP)]
-    place.transpose((1, 0))[...] = pairs
+def _places(problem: Problem, outputs: Sequence[Any], column: jax.Array) -> list[tuple[Any, jax.Array, Any]]:
+    """Each output, where the group begins in it, and whether it is there at all; None where that is certain. TMA clips
+    columns after the last one."""
+    if len(problem.widths) == 1:
+        return [(output, column, None) for output in outputs]
+    owners = problem.owners(column)
+    return [(output, column - first, is_own) for output, (is_own, first) in zip(outputs, owners, strict=True)]
 
 
 _EARLY_TOKENS = 32
@@ -96,9 +67,8 @@ _EARLY_TOKENS = 32
 def epilogue_types(problem: Problem) -> dict[str, Any]:
     """Scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
-    types: dict[str, Any] = {}
-    if not problem.stores_directly:
-        types["results"] = [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
+    results = [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
+    types: dict[str, Any] = {"results": results}
     if others:
         shape = (bundles, others, GROUP, problem.tokens)
         types["arriving"] = [shared(shape, jnp.dtype(jnp.float32)) for _ in range(problem.parts)]
@@ -276,10 +246,7 @@ class Finish:
             for (first, *_), column in zip(values, columns, strict=True):
                 rounded = first.astype(self.outputs[0].dtype).astype(jnp.float32)
                 self.squares[lax.div(column, GROUP)] = jnp.sum(rounded * rounded, axis=0)
-        if self.problem.stores_directly:
-            store_from_registers(self.problem, self.outputs, values, columns)
-        else:
-            store_through_shared(self.problem, self.outputs, values, columns, self.results, slots)
+        _store(self.problem, self.outputs, values, columns, self.results, slots)
 
     def _epilogue(
         self, products: Sequence[jax.Array], slot: int, ready: Ready, scale: jax.Array | None

@@ -262,8 +262,7 @@ def _launch(
                 pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
 
         lax.fori_loop(0, tiles, tile, None)
-        if not problem.stores_directly:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     body.__name__ = name
     kernel = settings.kernel(

@@ -1,4 +1,4 @@
-"""One launch without its arrays: sizes, and what its parts take of shared memory."""
+"""The sizes of one launch, and the shared memory that its parts take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """See the module.
+    """One launch without its arrays.
 
     widths: columns of the result; or of each result, where weights lie beside each other.
     products: accumulators of a tile's columns, each of weights of its own.
@@ -66,12 +66,12 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        """Of the results."""
+        """Number of tiles of the results."""
         return self.spans[-1][1] // self.config.columns
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole tiles."""
+        """Of each of `widths`, the first column and the one after the last, when each is filled up to whole tiles."""
         columns = self.config.columns
         ends = tuple(accumulate(pl.cdiv(width, columns) * columns for width in self.widths))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def steps(self) -> int:
-        """Of a block's share of the depth."""
+        """Steps of a block's share of the depth."""
         return pl.cdiv(pl.cdiv(self.k, self.config.depth), self.config.splits)
 
     @property
@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def groups(self) -> int:
-        """Of 64 columns in a tile."""
+        """Groups of 64 columns in a tile."""
         return self.config.columns // GROUP
 
     @property
@@ -107,7 +107,7 @@ class Problem:
 
     @property
     def members(self) -> int:
-        """Groups of a bundle."""
+        """Number of groups in a bundle."""
         return len(self.bundles[0])
 
     @property
@@ -117,13 +117,8 @@ class Problem:
 
     @property
     def own_bundles(self) -> int:
-        """The most of them that one block finishes."""
+        """The most bundles that one block finishes."""
         return pl.cdiv(len(self.bundles), self.config.splits)
-
-    @property
-    def stores_directly(self) -> bool:
-        """Whether results go from registers to device memory: of one row, or of whole groups, which no TMA clips."""
-        return self.config.direct and self.rows in (1, self.tokens)
 
     @property
     def is_quantized(self) -> bool:
@@ -132,7 +127,7 @@ class Problem:
 
     @property
     def in_lanes(self) -> bool:
-        """Whether these are in the order in which lanes hold them."""
+        """Whether integers are packed, see `integer_gemm/packing.py`."""
         return is_in_lanes(self.weight_dtype)
 
     @property
@@ -142,31 +137,31 @@ class Problem:
 
     @property
     def groups_a_step(self) -> int:
-        """Of scales."""
+        """Groups of scales in a step."""
         return self.config.depth * self.scale_groups // self.k
 
     @property
     def weight_bits(self) -> int:
-        """Of one weight."""
+        """Bits of one weight."""
         return jnp.iinfo(self.weight_dtype).bits if self.is_quantized else 8 * self.dtype.itemsize
 
     @property
     def copies(self) -> int:
-        """That load a step's operands."""
+        """Number of TMA copies that load a step's operands."""
         return self.products * (2 if self.is_grouped else 1) + 1
 
     @property
     def stage_bytes(self) -> int:
-        """Of one step's operands."""
+        """Bytes of one step's operands."""
         depth, columns = self.config.depth, self.products * self.config.columns
         scales = 4 * columns * self.groups_a_step if self.is_grouped else 0
         return columns * depth * self.weight_bits // 8 + self.tokens * depth * self.dtype.itemsize + scales
 
     @property
     def epilogue_bytes(self) -> int:
-        """Of what arrives from other blocks, of results, of the residual and of a norm's scale."""
+        """Bytes of other blocks' sums, of results, of the residual and of a norm's scale."""
         arriving = self.others * self.parts * GROUP * self.tokens * 4
-        itemsizes = [] if self.stores_directly else [dtype.itemsize for dtype in self.out_dtypes]
+        itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:
             itemsizes.append(self.residual_dtype.itemsize)
         own = self.own_bundles * (arriving + self.members * sum(itemsizes) * GROUP * self.tokens)

@@ -20,7 +20,7 @@ _MOST_REGISTERS = 240
 
 @dataclass(frozen=True, kw_only=True)
 class GemmConfig:
-    """The cut of an (M, N, K) product.
+    """The tiling of an (M, N, K) product.
 
     tile_m, tile_n: rows and columns of the result that a block computes at a time, all accumulators together: with two
         accumulators (a gate and a linear branch) each has tile_n / 2 columns.
@@ -86,7 +86,7 @@ class GemmConfig:
 
 
 FEW_ROWS = 64
-"""Up to here reading b is all that takes time."""
+"""Up to here the time is that of reading b."""
 MANY_ROWS = 2048
 """From here on pairs of blocks load b's tiles together."""
 MIXED = {
@@ -101,7 +101,7 @@ NARROW = GemmConfig(tile_n=128, stages=6)
 EVEN = GemmConfig(cluster=2, even_waves=True, reverses=True)
 """For many rows: with 4096 features it reads a third less from memory, with 14336 a sixth less."""
 WORTH = 0.8
-"""Of the multiprocessors' time, below which XLA's other cuts are the better ones."""
+"""Share of the multiprocessors' time that tiles must fill; below, XLA's tilings are faster."""
 
 
 def choose_config(

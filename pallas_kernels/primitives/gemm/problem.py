@@ -1,4 +1,4 @@
-"""One launch without its arrays: sizes, what is multiplied, how operands lie in memory, and how it is cut up."""
+"""The sizes of one launch: what is multiplied, how operands lie in memory, and how tiles are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE: tuple[Product, ...] = ((0, 0, 0),)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """See the module.
+    """One launch without its arrays.
 
     widths: columns of each right operand where those lie beside each other, so that their products are results of their
         own that fill one row of tiles; else the result's columns.
@@ -42,12 +42,12 @@ class Problem:
 
     @property
     def accumulators(self) -> int:
-        """Their number."""
+        """Number of accumulators."""
         return 1 + max(product[2] for product in self.products)
 
     @property
     def flops(self) -> Products:
-        """What is multiplied."""
+        """The FLOPs of the launch, for its metadata."""
         return product(self.m, sum(self.widths), self.k, self.dtype).times(len(self.products))
 
     @property
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Of each of `widths`, the first column and the one behind the last, when each is filled up to whole strips."""
+        """Of each of `widths`, the first column and the one after the last, when each is filled up to whole strips."""
         strip = sum(self.strip)
         ends = tuple(accumulate(pl.cdiv(width, strip) * strip for width in self.widths))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def steps(self) -> int:
-        """Of a tile."""
+        """Steps of a tile."""
         return self.part_ends[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""How a product with integer weights is cut up."""
+"""The tiling of a product with integer weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerGemmConfig:
-    """The cut of an (M, K) x (K, N) product; a block computes `rows` x `columns` of the result at a time.
+    """The tiling of an (M, K) x (K, N) product; a block computes `rows` x `columns` of the result at a time.
 
     rows: of x, at most 256: columns of the transposed product that the tensor cores make.
     warpgroups: that compute, two or three; one more loads the operands.

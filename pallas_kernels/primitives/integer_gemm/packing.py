@@ -1,4 +1,4 @@
-"""int8 weights in the order in which the tensor cores' lanes hold them, as sign and magnitude.
+"""Packing of int8 weights: sign and magnitude, in the order in which the tensor cores' lanes hold them.
 
 A lane multiplies, of every 16 values along the depth, by two pairs that are eight apart. Here its four values are one
 word of 32 bits, so that nothing is exchanged between lanes. Magnitudes are subnormal numbers of 16 bits already: a mask
