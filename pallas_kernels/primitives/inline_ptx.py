@@ -72,19 +72,19 @@ class Word:
 
 
 def in_device_memory(ref: Any, byte: Word) -> Any:
-    """The address so many bytes behind the beginning of `ref`, 64 bits."""
+    """The address so many bytes after the beginning of `ref`, 64 bits."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), arith.extui(i64, byte.value))
 
 
 def in_shared_memory(ref: Any, words: Word | None = None) -> Any:
-    """The address so many words behind the beginning of `ref`, 32 bits."""
+    """The address so many words after the beginning of `ref`, 32 bits."""
     base = llvm.ptrtoint(word_type(), mgpu.utils.memref_ptr(ref))
     return base if words is None else (Word(base) + words * 4).value
 
 
 def load_four(address: Any, offset: int, kind: str = "") -> list[Any]:
-    """The four words that lie so many bytes behind an address in device memory, where nobody writes. kind: how they
+    """The four words that lie so many bytes after an address in device memory, where nobody writes. kind: how they
     are kept in caches."""
     struct = llvm.StructType.get_literal([word_type()] * 4)
     text = f"ld.global.nc{kind}.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];"
@@ -120,7 +120,7 @@ def store_number(address: Any, value: Any, dtype: Any, place: Word, end: int) ->
 
 
 def load_shared(address: Any, offset: int, place: Word, end: int) -> Any:
-    """The float32 that lies so many bytes behind an address in shared memory; zero where place >= end."""
+    """The float32 that lies so many bytes after an address in shared memory; zero where place >= end."""
     text = "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.f32 $0, 0f00000000; "
     text += f"@p ld.shared.f32 $0, [$1+{offset}]; }}"
     operands = [address, place.value, constant(end)]

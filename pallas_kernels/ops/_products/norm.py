@@ -50,7 +50,7 @@ def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeS
                 f"{jnp.shape(array)}."
             )
     if norm.kind == "rms" and norm.bias is not None:
-        raise ValueError(f"{operation}: an 'rms' norm has no bias; add it behind the product.")
+        raise ValueError(f"{operation}: an 'rms' norm has no bias; add it after the product.")
     if norm.mean_square is None:
         return
     if norm.kind != "rms":
@@ -144,7 +144,7 @@ def through_row_scale(
 
 @usual_promotion
 def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
-    """The norm without its scale, and the weights behind it with that scale in their rows.
+    """The norm without its scale, and the weights after it with that scale in their rows.
 
     For weights that do not change from call to call, as in decoding: done once, the pass over x that multiplies by the
     scale is left out of every call. In a training step it would be a pass over the weights, and longer.

@@ -27,7 +27,7 @@ def gated_linear_forward(
     keeps_products: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns (activation(x @ w_gate) * (x @ w_up),) and, where asked for, x @ w_gate and x @ w_up behind it.
+    """Returns (activation(x @ w_gate) * (x @ w_up),) and, where asked for, x @ w_gate and x @ w_up after it.
 
     x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so are the results.
     row_scale: (rows,) float32, multiplies the products' rows first. norm: of x's rows, in the same launch, with a
@@ -37,9 +37,9 @@ def gated_linear_forward(
         known = problem(x, w_gate, activation.name)
         config = tuned_config(known, x.shape[0], keeps_products=keeps_products)
     epilogue = Epilogue(activation=activation, gated=True, keeps_products=keeps_products)
-    behind = {"epilogue": epilogue, "row_scale": row_scale, "name": "gated_linear"}
+    arguments = {"epilogue": epilogue, "row_scale": row_scale, "name": "gated_linear"}
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, [w_gate, w_up], norm=norm, config=config, **behind)
+        return few_rows_product(x, [w_gate, w_up], norm=norm, config=config, **arguments)
     if norm is not None:
         raise ValueError("gated_linear_forward: only a product of few rows has a norm in it.")
-    return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **behind)
+    return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **arguments)

@@ -30,13 +30,13 @@ def problem(
     out_dtype: jnp.dtype,
 ) -> tuning.Problem:
     """What the tuned table knows a layer by; of the arrays only shapes and dtypes."""
-    behind = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
+    epilogue = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
         "features": w.shape[0],
         "outputs": w.shape[1],
         "dtype": x.dtype.name if out_dtype == x.dtype else f"{x.dtype.name}-to-{out_dtype.name}",
-        "behind": "+".join(str(name) for name, is_there in behind.items() if is_there) or "nothing",
+        "behind": "+".join(str(name) for name, is_there in epilogue.items() if is_there) or "nothing",
     }
 
 

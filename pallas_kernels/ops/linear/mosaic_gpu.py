@@ -37,7 +37,7 @@ def linear_forward(
     if config is None:
         known = problem(x, w, bias, None if activation is None else activation.name, residual, jnp.dtype(out_dtype))
         config = tuned_config(known, x.shape[0], keeps_product=keeps_product)
-    behind = {
+    arguments = {
         "epilogue": Epilogue(activation=activation, keeps_products=keeps_product),
         "bias": bias,
         "row_scale": row_scale,
@@ -46,9 +46,9 @@ def linear_forward(
         "name": name,
     }
     if isinstance(config, FewRowsConfig):
-        results = few_rows_product(x, [w], norm=norm, config=config, **behind)
+        results = few_rows_product(x, [w], norm=norm, config=config, **arguments)
     elif norm is not None:
         raise ValueError("linear_forward: only a product of few rows has a norm in it.")
     else:
-        results = gemm([x], [w], config=config, **behind)
+        results = gemm([x], [w], config=config, **arguments)
     return results[0], results[1] if keeps_product else None

@@ -2,7 +2,7 @@
 
 With an activation the forward pass has kept its product in x's dtype. The row kernel of `bias_activation` then makes
 that product's cotangent and the bias's gradient in one pass; both products here read the former. Nothing is left to do
-behind them, and there XLA's products are the faster ones on an H200: 2376 µs where our main loop takes 2431 (8192 rows
+after them, and there XLA's products are the faster ones on an H200: 2376 µs where our main loop takes 2431 (8192 rows
 of 14336 features, 4096 outputs), 213 and 227 (512 rows, 4096, 16384).
 """
 

@@ -163,7 +163,7 @@ class StatisticsStore:
     early: dict[str, jax.Array] = field(default_factory=dict)
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Before the products: nobody is to wait for memory behind them."""
+        """Before the products: nobody is to wait for memory after them."""
         self.early["is_labelled"] = self.labelled[row // self.block, column // self.width] != 0
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:

@@ -37,7 +37,7 @@ def linear_residual_norm(
 
     Given to the next layer as `Norm(None, mean_square=mean_square)`, with the norm's scale folded into that layer's
     weights (`fold_scale`), they leave no pass over the residual stream between the two. The mean squares are of the
-    sum as it is rounded. A gradient needs x, w and total again; it is XLA's products, behind a pass over total and its
+    sum as it is rounded. A gradient needs x, w and total again; it is XLA's products, after a pass over total and its
     cotangent.
 
     Args:
@@ -56,7 +56,7 @@ def linear_residual_norm(
         TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
 
-    Source: the norm's division left to the layer behind, as in Graef et al., "FlashNorm", 2024,
+    Source: the norm's division left to the next layer, as in Graef et al., "FlashNorm", 2024,
     https://arxiv.org/abs/2407.09577
     """
     x, w, residual = as_arrays("linear_residual_norm", x=x, w=w, residual=residual)

@@ -30,10 +30,10 @@ def linear_residual_norm_forward(
     x: (rows, features), w: (features, outputs), residual: (rows, outputs), of one 16-bit dtype. bias: (outputs,).
     """
     config = config or default_config(x.shape[0], w.shape[1], x.shape[1])
-    behind = {"bias": bias, "residual": residual, "row_squares": True, "name": "linear_residual_norm"}
+    arguments = {"bias": bias, "residual": residual, "row_squares": True, "name": "linear_residual_norm"}
     if isinstance(config, FewRowsConfig):
-        total, lines = few_rows_product(x, [w], config=config, **behind)
+        total, lines = few_rows_product(x, [w], config=config, **arguments)
         squares = functools.reduce(operator.add, list(lines))
     else:
-        total, squares = gemm([x], [w], config=config, **behind)
+        total, squares = gemm([x], [w], config=config, **arguments)
     return total, squares * (1.0 / w.shape[1])

@@ -205,7 +205,7 @@ class _Loop:
                 load_left(x_ref, row, i * depth, stage, full)
                 slot, place = self.slot(before)
                 pl.when(before >= self.slots)(lambda: plgpu.barrier_wait(emptied.at[slot]))
-                # Not a number: columns behind a's last are meant to be loaded, as zeros.
+                # Not a number: columns after a's last are meant to be loaded, as zeros.
                 columns = pl.ds(lax.mul(i, 0), self.pieces.columns)
                 rows = a_ref.at[pl.ds(i * depth, depth), columns]
                 plgpu.copy_gmem_to_smem(rows, buffers.at[place], full)

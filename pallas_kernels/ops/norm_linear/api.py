@@ -67,7 +67,7 @@ def norm_linear(
         TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
         NotImplementedError: the requested implementation cannot run, with the reason.
 
-    Source: division behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
+    Source: division after the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, w = as_arrays("norm_linear", x=x, w=w)
     bias, residual = optional_arrays("norm_linear", bias=bias, residual=residual)
@@ -97,8 +97,8 @@ def norm_linear(
     if chosen == "triton":
         from pallas_kernels.ops.linear.triton import linear_triton  # imports Triton
 
-        weights, *behind = others
-        y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *behind)  # pyright: ignore
+        weights, *rest = others
+        y: jax.Array = linear_triton(activation, norm.epsilon, rows, weights, norm.scale, *rest)  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
     config = normed_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
     product = partial(_with_fused_norm, config) if can_fuse_norm(config, norm, rows) else _with_norm_before

@@ -1,1 +1,1 @@
-"""Query, key and value projections of one input in one launch, with the norm before and the rotary embedding behind."""
+"""Query, key and value projections of one input in one launch, with the norm before and the rotary embedding after."""

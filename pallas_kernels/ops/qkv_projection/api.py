@@ -55,7 +55,7 @@ def qkv_projection(
         q, k = q_norm(q), k_norm(k)         # over each head
         q, k = rope(q, k, positions)
 
-    The products, and all behind them, are one launch, which reads n once. The norm before them is another, unless it
+    The products, and all after them, are one launch, which reads n once. The norm before them is another, unless it
     has no scale and its mean squares are given (see `Norm`), or the configuration has the same launch do it, for few
     bfloat16 rows; what is rounded to x's dtype is then x times the norm's scale. "xla" also rounds n, the products with
     their biases and the normalised heads to x's dtype. A gradient needs x and the weights again: a launch that rotates
@@ -87,7 +87,7 @@ def qkv_projection(
 
     Source: rotation as in Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864; norms of heads as in Dehghani
     et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; division
-    behind the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
+    after the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, *weights = as_arrays("qkv_projection", x=x, w_q=w_q, w_k=w_k, w_v=w_v)
     weights = tuple(weights)

@@ -63,7 +63,7 @@ def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) ->
 
 
 def can_fuse_norm_of(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
-    """Whether the projections' launch does the norm of x; not with norms of heads behind it."""
+    """Whether the projections' launch does the norm of x; not with norms of heads after it."""
     return can_fuse_norm(config, norm, x) and form.epsilons == (None, None)
 
 

@@ -32,7 +32,7 @@ def quantized_linear_forward(
     """
     groups = w.scales.shape[0]
     config = config or default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype, scale_groups=groups)
-    behind = {
+    arguments = {
         "epilogue": Epilogue(activation=activation),
         "bias": bias,
         "residual": residual,
@@ -40,7 +40,7 @@ def quantized_linear_forward(
         "name": "quantized_linear",
     }
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, [w.values], scales=[w.scales], config=config, **behind)[0]
+        return few_rows_product(x, [w.values], scales=[w.scales], config=config, **arguments)[0]
     if isinstance(config, IntegerMmaConfig):
-        return integer_mma_product(x, w.values, w.scales[0], config=config, **behind)
-    return integer_gemm(x, w.values, w.scales[0], config=config, **behind)
+        return integer_mma_product(x, w.values, w.scales[0], config=config, **arguments)
+    return integer_gemm(x, w.values, w.scales[0], config=config, **arguments)

@@ -19,7 +19,7 @@ class Epilogue:
 
     activation: of the product (of the first one where `gated`), or None.
     gated: there are two products: activation(first) * second is the result.
-    keeps_products: the products, scaled but without bias, are results too, behind the first, for the backward pass.
+    keeps_products: the products, scaled but without bias, are results too, after the first, for the backward pass.
 
     Without gating each product is a result of its own.
     """

@@ -34,7 +34,7 @@ class Store:
 
     def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
         """What there is of scales and bias for the 64 columns from there, before their products."""
-        first = jnp.minimum(column, self.problem.n - GROUP)  # of columns behind the last, nothing is stored
+        first = jnp.minimum(column, self.problem.n - GROUP)  # of columns after the last, nothing is stored
         layout = plgpu.Layout.WGMMA.reduce(1)
         found = {
             name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
@@ -48,7 +48,7 @@ class Store:
         if self.problem.n > GROUP:
             self._finish(product, vectors, row, column)
         else:
-            # TMA leaves out columns behind the last, but Mosaic GPU gives it no place along a dimension of one group:
+            # TMA leaves out columns after the last, but Mosaic GPU gives it no place along a dimension of one group:
             # it would store those over the first.
             pl.when(column == 0)(partial(self._finish, product, vectors, row, column))
 
