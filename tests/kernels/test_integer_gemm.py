@@ -14,7 +14,7 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.integer_gemm.mma_kernel import IntegerMmaConfig, integer_mma_product
-from pallas_kernels.primitives.integer_gemm.packing import from_lanes, to_lanes
+from pallas_kernels.primitives.integer_gemm.packing import pack, unpack
 from pallas_kernels.primitives.integer_gemm.problem import WorkSplit
 from pallas_kernels.specs import seeds_of
 
@@ -31,7 +31,7 @@ def operands(seed, m, k, n, dtype):
     scales = 0.1 + jnp.abs(normal(own[2], (n,)))
     residual = normal(own[3], (m, n))
     exact = np.asarray(x, np.float64) @ (np.asarray(values, np.float64) * np.asarray(scales, np.float64)[:, None]).T
-    return x, to_lanes(values) if dtype == jnp.uint8 else values.astype(dtype), scales, residual, exact
+    return x, pack(values) if dtype == jnp.uint8 else values.astype(dtype), scales, residual, exact
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_epilogue_order(product, config, sizes, dtype, seed):
 
 def test_lanes_hold_what_their_products_take():
     values = jnp.arange(32, dtype=jnp.int8).reshape(2, 16) * jnp.int8(4) - jnp.int8(63)
-    held = to_lanes(values)
-    np.testing.assert_array_equal(from_lanes(held), values)
+    held = pack(values)
+    np.testing.assert_array_equal(unpack(held), values)
     halves = np.asarray(held).view(np.uint16)[0].reshape(4, 2)
     for lane, half in enumerate(halves):
         pairs = np.concatenate([half, half << 8 | half >> 8])

@@ -27,7 +27,7 @@ from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWei
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
-from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_packed_dtype
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -131,7 +131,7 @@ def _check_weights(w: QuantizedWeight) -> None:
             f"{list(w.values.shape)}."
         )
     features, outputs = w.shape
-    if is_in_lanes(w.values.dtype) and features % SPAN:
+    if is_packed_dtype(w.values.dtype) and features % SPAN:
         raise ValueError(f"{name}: w.values of uint8 must have a multiple of {SPAN} features, got {features}.")
     groups = 1 if w.group_size is None else features // w.group_size
     if (w.scales.shape, w.scales.dtype) != ((groups, outputs), jnp.float32):

@@ -10,7 +10,7 @@ from pallas_kernels.primitives.few_rows.config import MOST_ROWS, SPLIT_INTEGERS,
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.mma_kernel import COLUMNS, IntegerMmaConfig
 from pallas_kernels.primitives.integer_gemm.mma_kernel import MOST_ROWS as MOST_MMA_ROWS
-from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.integer_gemm.problem import WorkSplit
 from pallas_kernels.primitives.platform import target_device
 
@@ -39,26 +39,26 @@ _BLOCKS = (0.9, 2.0)
 
 def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, scale_groups: int = 1) -> Config:
     """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
-    bits, in_lanes = jnp.iinfo(dtype).bits, is_in_lanes(dtype)
+    bits, is_packed = jnp.iinfo(dtype).bits, is_packed_dtype(dtype)
     if rows <= MOST_ROWS:
-        if in_lanes and scale_groups == 1 and _takes_mma(rows, outputs, features):
+        if is_packed and scale_groups == 1 and _takes_mma(rows, outputs, features):
             return _MMA
-        return choose_few_rows(rows, outputs, features, weight_bits=bits, in_lanes=in_lanes)
+        return choose_few_rows(rows, outputs, features, weight_bits=bits, is_packed=is_packed)
     if rows > _SHORT:
-        if not in_lanes or rows <= _MANY_ROWS:
+        if not is_packed or rows <= _MANY_ROWS:
             return IntegerGemmConfig(depth=_LINE_BITS // bits)
         tiles = -(-rows // _PAIRED.rows) * -(-outputs // _PAIRED.columns)
         return _PAIRED_LONG if tiles > _MANY_WAVES * target_device().core_count else _PAIRED
     if bits < 8:
         return IntegerGemmConfig(rows=128, depth=_LINE_BITS // bits, stages=12)
-    if in_lanes and WorkSplit.of(rows, outputs, _WORK_SPLIT, target_device().core_count) is not None:
+    if is_packed and WorkSplit.of(rows, outputs, _WORK_SPLIT, target_device().core_count) is not None:
         return _WORK_SPLIT
 
     def work(config: IntegerGemmConfig) -> int:
         tiles = -(-rows // config.rows) * -(-outputs // config.columns)
         return -(-tiles // target_device().core_count) * config.rows * config.columns
 
-    return min((_SQUARE, _LOW), key=work) if in_lanes else _SQUARE
+    return min((_SQUARE, _LOW), key=work) if is_packed else _SQUARE
 
 
 def _takes_mma(rows: int, outputs: int, features: int) -> bool:
@@ -70,7 +70,7 @@ def _takes_mma(rows: int, outputs: int, features: int) -> bool:
 
 def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
     """The configurations worth measuring, by name."""
-    bits = jnp.iinfo(dtype).bits
+    bits, is_packed = jnp.iinfo(dtype).bits, is_packed_dtype(dtype)
     found: dict[str, Config] = {}
     if rows > MOST_ROWS:
         shallow, deep = {8: (64, 128), 4: (128, 256)}[bits]
@@ -100,11 +100,16 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
     for columns, depth, splits, warpgroups in cuts:
         name = f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
         found[name] = FewRowsConfig(
-            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=64, in_parts=is_in_lanes(dtype)
+            columns=columns,
+            depth=depth,
+            splits=splits,
+            warpgroups=warpgroups,
+            stages=64,
+            in_parts=is_packed,
         )
-    if is_in_lanes(dtype) and rows <= MOST_MMA_ROWS:
+    if is_packed and rows <= MOST_MMA_ROWS:
         found["16 columns, by registers"] = _MMA
-    if is_in_lanes(dtype):
+    if is_packed:
         found["64 columns, 256 deep, depth shared by 2, 4 stages"] = SPLIT_INTEGERS
     return found
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.checks import static_integer
-from pallas_kernels.primitives.integer_gemm.packing import SPAN, from_lanes, is_in_lanes, to_lanes
+from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_packed_dtype, pack, unpack
 from pallas_kernels.primitives.settings import usual_promotion
 
 GROUP_SIZES = (64, 128)
@@ -49,7 +49,7 @@ class QuantizedWeight:
     @property
     def integers(self) -> jax.Array:
         """The integers (outputs, features), int8 or int4."""
-        return from_lanes(self.values) if is_in_lanes(self.values.dtype) else self.values
+        return unpack(self.values) if is_packed_dtype(self.values.dtype) else self.values
 
     @usual_promotion
     def dequantized(self, dtype: DTypeLike) -> jax.Array:
@@ -105,5 +105,5 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
     # Asked for by itself: the CPU's maximum passes over NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(wide), axis=-1), scales, jnp.nan)
     values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
-    values = to_lanes(values) if bits == 8 and features % SPAN == 0 else values.astype(f"int{bits}")
+    values = pack(values) if bits == 8 and features % SPAN == 0 else values.astype(f"int{bits}")
     return QuantizedWeight(values=values, scales=scales.T, bits=bits, group_size=group_size)

@@ -94,11 +94,11 @@ _NORMED_WIDE = FewRowsConfig(
 
 
 def choose_few_rows(
-    rows: int, n: int, k: int, *, weight_bits: int = 16, in_lanes: bool = False, products: int = 1
+    rows: int, n: int, k: int, *, weight_bits: int = 16, is_packed: bool = False, products: int = 1
 ) -> FewRowsConfig:
     """The tiling for weights (k, n): the widest tiles that leave enough of them for the multiprocessors.
 
-    in_lanes: whether these are integers in the order of `primitives/integer_gemm/packing.py`.
+    is_packed: whether these are integers in the order of `primitives/integer_gemm/packing.py`.
     """
     device = target_device()
     enough = _WORTH * device.core_count
@@ -106,9 +106,9 @@ def choose_few_rows(
     if weight_bits < 16:
         config = _choose_integers(rows, groups, k, weight_bits)
         is_known = _FEWEST_TOKENS < rows <= _FEW_TOKENS and 2048 <= k < _DEEP and groups >= _NEARLY * device.core_count
-        if in_lanes and is_known and config.splits == 2:
+        if is_packed and is_known and config.splits == 2:
             return SPLIT_INTEGERS
-        return replace(config, in_parts=in_lanes)
+        return replace(config, in_parts=is_packed)
     if groups >= 2 * enough:
         return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory

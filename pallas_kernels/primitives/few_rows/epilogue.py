@@ -143,7 +143,7 @@ class Finish:
                 self._if_own(group, lambda group=group: self._load_residual(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
-        factor = 1 / unit(self.problem.dtype) if self.problem.in_lanes else None
+        factor = 1 / unit(self.problem.dtype) if self.problem.is_packed else None
         bias = self.extras.get("bias")
         is_early = self.rotation is not None and self.problem.tokens <= _EARLY_TOKENS
         firsts = [bundle[0] for bundle in self.problem.bundles] if is_early else ()

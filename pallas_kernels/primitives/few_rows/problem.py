@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
-from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 
 _ROWS = 8
 """The tensor cores take groups of eight columns of the right operand, which here are rows of x."""
@@ -126,9 +126,9 @@ class Problem:
         return self.scale_groups > 0
 
     @property
-    def in_lanes(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether integers are packed, see `integer_gemm/packing.py`."""
-        return is_in_lanes(self.weight_dtype)
+        return is_packed_dtype(self.weight_dtype)
 
     @property
     def is_grouped(self) -> bool:

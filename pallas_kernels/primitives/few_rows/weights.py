@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.packing import load_lanes, unit, widened_lanes
+from pallas_kernels.primitives.integer_gemm.packing import load_packed, unit, widened_packed
 
 _SWIZZLE = 128
 _PART = 64
@@ -115,7 +115,7 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
             value = pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             ref = ring["scales"][product].at[stage, part, columns]
             scale = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            if problem.in_lanes:
+            if problem.is_packed:
                 scale = scale / unit(problem.dtype)
             sums[i] = sums[i] + value * lax.broadcast_in_dim(scale, shape, (0,))
     return sums
@@ -133,11 +133,11 @@ def widened(integers: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _integers(problem: Problem, ref: Any) -> jax.Array:
     """Likewise, in the layout in which `_left` takes them."""
-    if problem.in_lanes:
-        return load_lanes(ref)
+    if problem.is_packed:
+        return load_packed(ref)
     return plgpu.layout_cast(load_integers(ref, problem.weight_bits), plgpu.Layout.WGMMA)
 
 
 def _left(problem: Problem, integers: jax.Array) -> jax.Array:
     """What the tensor cores multiply by."""
-    return widened_lanes(integers, problem.dtype) if problem.in_lanes else widened(integers, problem.dtype)
+    return widened_packed(integers, problem.dtype) if problem.is_packed else widened(integers, problem.dtype)

@@ -21,7 +21,7 @@ from pallas_kernels.primitives.gemm.launch import in_one_warp
 from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.packing import is_in_lanes
+from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
@@ -70,7 +70,7 @@ def integer_gemm(
         n=values.shape[0],
         k=x.shape[1],
         bits=bits,
-        in_lanes=is_in_lanes(values.dtype),
+        is_packed=is_packed_dtype(values.dtype),
         dtype=x.dtype,
         config=config,
     )

@@ -38,7 +38,7 @@ from pallas_kernels.primitives.inline_ptx import (
     load_four,
     word_type,
 )
-from pallas_kernels.primitives.integer_gemm.packing import FORMS, from_lanes, unit
+from pallas_kernels.primitives.integer_gemm.packing import FORMS, unit, unpack
 from pallas_kernels.primitives.platform import is_interpreted, varying_like
 from pallas_kernels.primitives.thread_values import Values, keep_order
 
@@ -256,7 +256,7 @@ def _interpreted(
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        weights = from_lanes(values[own, :]).astype(jnp.float32)
+        weights = unpack(values[own, :]).astype(jnp.float32)
         product = jnp.dot(x[...].astype(jnp.float32), weights.T, preferred_element_type=jnp.float32)
         vectors = {key: extras[key][own].astype(jnp.float32)[None] for key in ("scales", "bias") if key in extras}
         (value,) = epilogue.apply(

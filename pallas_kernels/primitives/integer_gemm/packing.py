@@ -30,40 +30,40 @@ FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2
 """For each dtype its instruction's name, the power of two as bits, and what one is then."""
 
 
-def to_lanes(values: jax.Array) -> jax.Array:
+def pack(values: jax.Array) -> jax.Array:
     """Integers from -127 to 127, (..., depth), depth a multiple of 16, as uint8 in the lanes' order."""
     pairs = jnp.moveaxis(_grouped(values.astype(jnp.int8), _SHAPE), -3, -1)
     signs = jnp.where(jnp.flip(pairs, -1) < 0, jnp.uint8(_SIGN), jnp.uint8(0))
     return (jnp.abs(pairs).astype(jnp.uint8) | signs).reshape(values.shape)
 
 
-def from_lanes(values: jax.Array) -> jax.Array:
-    """The integers, int8, of which `to_lanes` made these."""
+def unpack(values: jax.Array) -> jax.Array:
+    """The integers, int8, of which `pack` made these."""
     pairs = _grouped(values, (*_SHAPE[1:], _SHAPE[0]))
     magnitudes = (pairs & jnp.uint8(_SIGN - 1)).astype(jnp.int8)
     signed = jnp.where(jnp.flip(pairs, -1) < _SIGN, magnitudes, -magnitudes)
     return jnp.moveaxis(signed, -1, -3).reshape(values.shape)
 
 
-def is_in_lanes(dtype: DTypeLike) -> bool:
+def is_packed_dtype(dtype: DTypeLike) -> bool:
     """Whether integers of this dtype are in the lanes' order: uint8 stands for nothing else."""
     return jnp.dtype(dtype) == jnp.uint8
 
 
 def unit(dtype: jnp.dtype) -> float:
-    """What `widened_lanes` makes of 1: a power of two."""
+    """What `widened_packed` makes of 1: a power of two."""
     return FORMS[dtype.name][2]
 
 
-def load_lanes(ref: Any) -> jax.Array:
+def load_packed(ref: Any) -> jax.Array:
     """Weights in the lanes' order, (64 columns, depth), in registers."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA_8BIT)
 
 
-def widened_lanes(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def widened_packed(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The integers, times `unit`, in a 16-bit dtype and their own order, as a product's left operand."""
     if is_interpreted():
-        return (from_lanes(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
+        return (unpack(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
     kind, factor, _ = FORMS[dtype.name]
     result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
     halves = (

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integers
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP
-from pallas_kernels.primitives.integer_gemm.packing import load_lanes
+from pallas_kernels.primitives.integer_gemm.packing import load_packed
 from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
 
@@ -133,7 +133,7 @@ class _Products:
         problem, stage = self.ring.problem, self.ring.stage(self.before + step)
         plgpu.barrier_wait(self.ring.full.at[stage])
         ref = self.ring.w.at[stage, pl.ds(self.warpgroup * GROUP, GROUP)]
-        return load_lanes(ref) if problem.in_lanes else load_integers(ref, problem.bits)
+        return load_packed(ref) if problem.is_packed else load_integers(ref, problem.bits)
 
     def _multiply(self, accumulator: Any, values: jax.Array, step: Any, start: int = 0) -> None:
         depth = pl.ds(start, values.shape[1])

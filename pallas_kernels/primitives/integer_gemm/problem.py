@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.primitives.few_rows.weights import widened
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.packing import widened_lanes
+from pallas_kernels.primitives.integer_gemm.packing import widened_packed
 from pallas_kernels.primitives.platform import target_device
 
 PARTS = 8
@@ -84,14 +84,14 @@ Work = Callable[[jax.Array, jax.Array, jax.Array, int], None]
 class Problem:
     """One launch without its arrays.
 
-    bits: of an integer. in_lanes: whether integers are in the order of `packing.py`.
+    bits: of an integer. is_packed: whether integers are in the order of `packing.py`.
     """
 
     m: int
     n: int
     k: int
     bits: int
-    in_lanes: bool
+    is_packed: bool
     dtype: jnp.dtype
     config: IntegerGemmConfig
 
@@ -107,8 +107,8 @@ class Problem:
 
     def left(self, values: jax.Array) -> jax.Array:
         """The operand in registers that is made of integers."""
-        if self.in_lanes:
-            return widened_lanes(values, self.dtype)
+        if self.is_packed:
+            return widened_packed(values, self.dtype)
         return widened(plgpu.layout_cast(values, plgpu.Layout.WGMMA), self.dtype)
 
     @property

@@ -55,7 +55,7 @@ class Store:
     def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         config = self.problem.config
         scale, bias = vectors["scales"], vectors.get("bias")
-        scale = scale / unit(self.problem.dtype) if self.problem.in_lanes else scale
+        scale = scale / unit(self.problem.dtype) if self.problem.is_packed else scale
         for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
             shape = (GROUP, min(config.store_rows, product.shape[1] - start))
             buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
