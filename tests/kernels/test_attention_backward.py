@@ -59,11 +59,17 @@ FORMS = {
 SHORT = {
     "blocks share a group, causal": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
     "blocks share a group, a tile of keys that is not whole": ((1, 24, 71, 2, 1, 128), {}),
+    "packed, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
+    "packed": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
+    "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
+    "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
+    "packed, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
     "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
     "blocks take three tiles of keys": ((1, 72, 456, 2, 1, 64), {}),
     "blocks take two tiles of keys, the last one not whole": ((2, 20, 325, 1, 1, 96), {}),
 }
-"""Blocks that share a group's heads (`KeysConfig.parts`), or take several tiles of keys."""
+"""Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile
+(`gqa_packing`), and blocks that take several tiles of keys."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
@@ -190,10 +196,13 @@ def test_gradients_of_short_lengths(name, seed):
         config = replace(config, keys=replace(config.keys, tiles=tiles, overlaps=size == 64))
     elif "share keys" in name:
         queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
-        config = replace(config, queries=queries)
-    else:
+        config = replace(config, queries=queries, packs="in place" in name)
+    elif "share" in name:
         config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
-    check(name, seed, config=config)
+    else:
+        queries = replace(config.queries, warpgroups=1 if "causal" in name else 2)
+        config = replace(config, queries=queries, packs=True)
+    check(name, seed, config=config, with_dlse="packed" in name)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -22,6 +22,7 @@ from pallas_kernels.ops.attention.backward.choice import (
 )
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.forward.config import default_forward, preferred
+from pallas_kernels.ops.attention.gqa_packing import can_pack, packs_in_place
 from pallas_kernels.ops.attention.problem import Problem, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
@@ -205,6 +206,28 @@ def test_one_warpgroup_makes_dquery_where_blocks_are_few(given, warpgroups):
     problem = described(**{**LLAMA, **given, "keys": given["queries"]})
     with jax.sharding.use_abstract_mesh(MESH):
         assert default_backward(problem).queries.warpgroups == warpgroups
+
+
+@pytest.mark.parametrize(
+    ("given", "packs"),
+    [({}, True), ({"queries": 32}, True), ({"size": 256}, False),
+     ({"queries": 33}, False), ({"key_heads": 8}, False), ({"window": 5}, False),
+     ({"is_causal": True}, False), ({"queries": 16, "keys": 16, "is_causal": True}, True),
+     ({"queries": 32, "keys": 16, "is_causal": True}, False)],
+)  # fmt: skip
+def test_few_queries_of_a_group_are_rows_of_one_tile(given, packs):
+    problem = described(**given)
+    assert default_backward(problem).packs == can_pack(problem) == packs
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "heads"),
+    [({"queries": 16}, 64, 4), ({"queries": 32}, 64, 2), ({"queries": 32}, 128, 4), ({"queries": 8}, 64, 0),
+     ({"queries": 16, "heads": 24}, 128, 0), ({"queries": 5}, 64, 0), ({"queries": 24}, 64, 0)],
+)  # fmt: skip
+def test_rows_of_whole_heads_are_brought_from_where_they_are(given, rows, heads):
+    packs = packs_in_place(described(**given), rows)
+    assert (0 if packs is None else packs.heads_of(rows)) == heads
 
 
 @pytest.mark.usefixtures("interpreter")

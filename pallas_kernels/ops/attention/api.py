@@ -15,6 +15,7 @@ from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupporte
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.gqa_packing import packed_forward, packs_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
     Extras,
@@ -169,9 +170,12 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
     # The backward pass wants 0 of a query that sees no key; the caller, -inf.
     lse_of_nothing = -math.inf if returns_lse else 0.0
     extras = replace(others, dense=dense)
-    out, lse = attention_forward(
-        query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
-    )
+    if packs_forward(problem):
+        out, lse = packed_forward(query, key, value, problem=problem)
+    else:
+        out, lse = attention_forward(
+            query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
+        )
     return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, dense, others)
 
 

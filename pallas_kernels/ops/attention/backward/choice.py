@@ -16,6 +16,7 @@ from pallas_kernels.ops.attention.backward.config import (
 )
 from pallas_kernels.ops.attention.backward.fused.launch import COLUMNS, ROWS
 from pallas_kernels.ops.attention.forward.config import known
+from pallas_kernels.ops.attention.gqa_packing import can_pack, packed
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
@@ -78,12 +79,13 @@ def has_steps_for_one(problem: Problem, parts: int) -> bool:
 def tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     """config, where blocks of dkey and dvalue take several tiles of keys each, if these are more than run at once and
     take few steps: as many as can be at no more rounds of tiles."""
-    masking, keys, cores = problem.masking, config.keys, target_device().core_count
-    heads = problem.group // keys.parts
+    own = packed(problem) if config.packs else problem
+    masking, keys, cores = own.masking, config.keys, target_device().core_count
+    heads = own.group // keys.parts
     is_plain = not features_of(problem) and not masking.has_band and keys.shares_keys
     if not is_plain or heads * -(-masking.queries // keys.rows) > _MOST_STEPS:
         return config
-    lanes, tiles = problem.batch * problem.key_heads * keys.parts, -(-masking.keys // keys.columns)
+    lanes, tiles = own.batch * own.key_heads * keys.parts, -(-masking.keys // keys.columns)
     most = min(tiles, -(-lanes * tiles // cores))
     rounds = {n: n * -(-lanes * -(-tiles // n) // cores) for n in range(1, most + 1)}
     best = max(n for n in rounds if rounds[n] == min(rounds.values()))
@@ -96,14 +98,15 @@ def shared_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     is_plain = not features_of(problem) and masking.left is None and masking.right is None
     if not is_plain or problem.head_size > _LARGEST_HEAD:
         return config
-    lanes, cores = problem.batch * problem.heads, target_device().core_count
+    own = packed(problem) if config.packs else problem
+    lanes, cores = own.batch * own.heads, target_device().core_count
     queries = config.queries
-    rows = -(-problem.masking.queries // WARPGROUP_ROWS)
+    rows = -(-own.masking.queries // WARPGROUP_ROWS)
     # Two have no more rows then, and take half of the steps.
     is_even = rows % 2 == 0 and padded_head(problem.head_size) != 96
     if lanes * rows * 2 <= cores and not is_even:
         queries = one_warpgroup(queries)
-    blocks, tiles = lanes * -(-problem.masking.queries // queries.rows), -(-masking.keys // queries.columns)
+    blocks, tiles = lanes * -(-own.masking.queries // queries.rows), -(-masking.keys // queries.columns)
     each = -(-tiles // max(1, min(tiles, cores // max(1, blocks))))
     if tiles - each < _SPARED:
         return config
@@ -123,6 +126,10 @@ _ONE_STEP = 128
 
 def short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     """config, with more blocks where there are few, or with one tile for a group's queries where those are few."""
+    if can_pack(problem):
+        # A second warpgroup would have no queries.
+        is_one = packed(problem).masking.queries <= WARPGROUP_ROWS
+        return replace(config, queries=one_warpgroup(config.queries) if is_one else config.queries, packs=True)
     masking = problem.masking
     lengths = (masking.queries, masking.keys)
     is_small = problem.head_size <= _SMALL_HEAD
@@ -248,7 +255,7 @@ def two_kernels(problem: Problem) -> BackwardConfig:
         config = replace(config, queries=replace(config.queries, memory_registers=40, compute_registers=232))
     is_plain = not features_of(problem) and masking.right in (None, 0)
     lengths = (masking.queries, masking.keys)
-    if is_plain and masking.left is None and max(lengths) >= _LONG:
+    if is_plain and masking.left is None and max(lengths) >= _LONG and not config.packs:
         keys = replace(config.keys, parts=max(config.keys.parts, parts_of_heads(problem, config.keys.columns)))
         config = replace(config, keys=keys)
     return tiles_in_turn(problem, config)
@@ -265,6 +272,8 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
     if two.queries.parts > 1:
         found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
+    if two.packs:
+        found["two kernels, not packed"] = replace(two, packs=False)
     if two.keys.tiles > 1:
         found["two kernels, blocks with one tile of keys"] = replace(two, keys=replace(two.keys, tiles=1))
     if can_fuse(problem) and not features_of(problem):
@@ -284,7 +293,7 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         }
         if is_ragged(problem.masking):
             one["one kernel, arrays padded or not"] = replace(base, pads=not base.pads)
-        whole = replace(two, keys=replace(two.keys, parts=1, tiles=1))
+        whole = replace(two, packs=False, keys=replace(two.keys, parts=1, tiles=1))
         found |= {name: replace(whole, fused=fused) for name, fused in one.items()}
     return found
 

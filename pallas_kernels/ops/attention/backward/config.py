@@ -124,11 +124,15 @@ class FusedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Of both kernels, and of the one that takes their place where it can, if any."""
+    """Of both kernels, and of the one that takes their place where it can, if any.
+
+    packs: whether the queries of a group's heads are rows of one tile, where they can be; see `gqa_packing`.
+    """
 
     keys: KeysConfig
     queries: QueriesConfig
     fused: FusedConfig | None = None
+    packs: bool = False
 
 
 def columns_at_once(size: int) -> int:

@@ -15,6 +15,7 @@ from pallas_kernels.ops.attention.backward.fused.kernel import fused_gradients
 from pallas_kernels.ops.attention.backward.keys.kernel import key_value_gradients
 from pallas_kernels.ops.attention.backward.queries.kernel import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import cut, padded, rows_of
+from pallas_kernels.ops.attention.gqa_packing import can_pack, pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import GROUP, TileForm, is_ragged
@@ -50,7 +51,8 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    compute = _by_one_kernel if config.fused is not None and can_fuse(problem) else _by_two_kernels
+    by_one = config.fused is not None and can_fuse(problem) and not (config.packs and can_pack(problem))
+    compute = _by_one_kernel if by_one else _by_two_kernels
     dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
@@ -79,28 +81,41 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
     whole = math.lcm(_TILE, config.queries.rows)
-    made = None if dlse is None else rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
+    group = problem.group if config.packs and can_pack(problem) else 1
+    if group > 1 or dlse is not None:
+        lse = lse[:, :, : problem.masking.queries]
+    made = None if dlse is None else rows_of(out, lse, dout, dlse, whole, group=group)
+    packing, period, product = None, None, problem.product
+    if group > 1:
+        packing = packs_in_place(problem, config.queries.rows)
+        period = problem.masking.queries if problem.masking.is_causal else None
+        problem = packed(problem)
+    moves = group > 1 and packing is None
+    if moves:
+        query, dout, out = (pack(array, group) for array in (query, dout, out))
     size = padded_head(problem.head_size)
     in_panels = is_ragged(problem.masking) or problem.head_size != size
     form = TileForm(size=size, dtype=problem.dtype, in_panels=in_panels)
     by_keys, by_queries = _extras(extras, problem, config, whole)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     arrays = (query, key, value, dout)
-    shared = {"problem": problem, "form": form}
+    shared = {"problem": problem, "form": form, "packing": packing, "product": product}
     dq, made_rows, dscores = query_gradients(
         *arrays,
         rows,
         by_queries,
         config=config.queries,
         makes_dbias=problem.dense == "bias",
+        period=period,
         **shared,
     )
     dk, dv = key_value_gradients(*arrays, made_rows, by_keys, config=config.keys, **shared)
-    return dq, dk, dv, dscores
+    return unpack(dq, group) if moves else dq, dk, dv, dscores
 
 
 def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
-    """(batch, heads, queries padded to whole tiles)."""
+    """(batch, heads, queries padded to whole tiles), of the problem's heads, which may be those of keys."""
+    lse = lse.reshape(problem.batch, problem.heads, -1)
     extra = pl.cdiv(problem.masking.queries, rows) * rows - lse.shape[2]
     return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 

@@ -88,6 +88,7 @@ class Tile:
     places: numbers, from 0 on or further, of what lies along axis 1: queries' in shared memory, float32, or keys' in
         device memory. Numbers that a thread works out by itself, 16 or 32 of them, the compiler holds in registers
         throughout the loop.
+    numbers: of the queries along axis 0, where those are not their places.
     """
 
     problem: Problem
@@ -100,6 +101,7 @@ class Tile:
     extras: Mapping[str, Any]
     words: Any
     places: Any = None
+    numbers: Any = None
     segments: tuple[Any, Any] | None = None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -176,6 +178,8 @@ class Tile:
             plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
             for axis, start in enumerate(starts)
         )
+        if self.numbers is not None:
+            first = lax.broadcast_in_dim(self.numbers - begin, self.shape, (0,))
         if self.places is not None:
             numbers = plgpu.load(self.places, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             second = lax.broadcast_in_dim(numbers.astype(jnp.int32) - begin, self.shape, (1,))
@@ -301,7 +305,9 @@ def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_
     return tile, first + rest - tile * here
 
 
-def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
+def rows_of(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, group: int = 1
+) -> jax.Array:
     """What the kernels need to know of each query: (batch, heads, 3, queries padded to a multiple of `rows`), float32.
 
     The first is lse in base 2, the second "delta", the sum of dout * out less dlse: what each weight's gradient is
@@ -313,7 +319,10 @@ def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | N
     if dlse is not None:
         delta = delta - dlse
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    stacked = jnp.stack([lse * LOG2_E, delta, places], axis=2)
+    lines = [lse * LOG2_E, delta, places]
+    if group > 1:  # packed: the heads of a group are one head, their queries one after the other
+        lines = [line.reshape(line.shape[0], line.shape[1] // group, -1) for line in lines]
+    stacked = jnp.stack(lines, axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
 
 

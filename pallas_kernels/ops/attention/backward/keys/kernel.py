@@ -23,9 +23,11 @@ from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, KeysCon
 from pallas_kernels.ops.attention.backward.keys.consumer import Computing
 from pallas_kernels.ops.attention.backward.keys.producer import Block, Launch, Refs
 from pallas_kernels.ops.attention.backward.tiles import added
+from pallas_kernels.ops.attention.gqa_packing import Packing
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.flop_metadata import Products
 
 
 def key_value_gradients(
@@ -39,6 +41,8 @@ def key_value_gradients(
     problem: Problem,
     form: TileForm,
     config: KeysConfig,
+    packing: Packing | None = None,
+    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
@@ -49,7 +53,7 @@ def key_value_gradients(
             segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
         form: of their tiles.
     """
-    launch = Launch(problem=problem, form=form, config=config, batch=query.shape[0])
+    launch = Launch(problem=problem, form=form, config=config, batch=query.shape[0], packing=packing)
 
     def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
         *gradients, scratch = others
@@ -101,7 +105,7 @@ def key_value_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.automatic_barriers),
-        products=problem.product and problem.product.times(4),
+        products=product and product.times(4),
     )
     made = kernel(query, key, value, dout, rows, dict(extras))
     return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import KeysConfig
 from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, hidden, hides_steps, lane_place
+from pallas_kernels.ops.attention.gqa_packing import Packing, row_places
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
@@ -61,6 +62,7 @@ class Launch:
     form: TileForm
     config: KeysConfig
     batch: int
+    packing: Packing | None
 
     @property
     def blocks(self) -> int:
@@ -95,7 +97,8 @@ class Launch:
     def scratch_types(self) -> Scratch:
         """What a block is given."""
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
-        full = 1 + 2 * form.copies + has_segments
+        heads = 1 if self.packing is None else self.packing.heads_of(config.rows)
+        full = 1 + 2 * form.copies * heads + has_segments
         keys = (config.columns,) if config.tiles == 1 else (self.slots, config.columns)
         return Scratch(
             k=form.scratch(*keys),
@@ -264,9 +267,9 @@ class Block:
         """A tile, from row on, and what is known of its queries."""
         refs, scratch, config = self.refs, self.scratch, self.launch.config
         full = scratch.full.at[stage]
-        place = (self.b, pl.ds(row, config.rows), head)
-        scratch.q.at(stage).bring(refs.query.at[place], full)
-        scratch.do.at(stage).bring(refs.dout.at[place], full)
+        for place, own in row_places(self.b, row, head, config.rows, self.launch.packing):
+            scratch.q.at(stage, rows=own).bring(refs.query.at[place], full)
+            scratch.do.at(stage, rows=own).bring(refs.dout.at[place], full)
         rows = refs.rows.at[self.b, head, :, pl.ds(row, config.rows)]
         plgpu.copy_gmem_to_smem(rows, scratch.rows.at[stage], full)
         if scratch.query_segments is not None:

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, columns_at_once
 from pallas_kernels.ops.attention.backward.queries.producer import Block
 from pallas_kernels.ops.attention.backward.tiles import Tile, not_invariant, row_sums
+from pallas_kernels.ops.attention.gqa_packing import row_places
 from pallas_kernels.ops.attention.problem import LOG2_E
 from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
 from pallas_kernels.primitives.random import mixed_words
@@ -30,6 +31,7 @@ class Held:
 
     lse: jax.Array
     delta: jax.Array
+    numbers: jax.Array | None
     segments: jax.Array | None
     words: Any
 
@@ -57,9 +59,10 @@ class Computing:
         words = mixed_words(extras["words"]) if "words" in extras else None
         lse, delta = self._made_rows() if block.launch.makes_rows else self._given_rows()
         segments = None
+        numbers = None if block.launch.period is None else self._numbers()
         if block.scratch.key_segments is not None:
             segments = _row_values(extras["query_segments"].at[block.b, pl.ds(self.first, WARPGROUP_ROWS)])
-        return Held(lse=lse, delta=delta, segments=segments, words=words)
+        return Held(lse=lse, delta=delta, numbers=numbers, segments=segments, words=words)
 
     def _made_rows(self) -> tuple[jax.Array, jax.Array]:
         """lse in base 2 and delta; and the rows are in device memory for the other kernel."""
@@ -90,8 +93,12 @@ class Computing:
         return lse, delta
 
     def _numbers(self) -> jax.Array:
-        """Of the queries."""
-        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_VECTOR) + self.first
+        """Of the queries, in their heads."""
+        period = self.block.launch.period
+        if period == 1:  # a remainder by one folds to a constant, which has no layout to infer
+            return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.int32), _VECTOR)
+        number = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_VECTOR) + self.first
+        return number if period is None else lax.rem(number, period)
 
     def _over_keys(self, dq: Any, held: Held) -> jax.Array:
         """dquery but for the scores' scale: masked tiles first."""
@@ -157,6 +164,7 @@ class Computing:
             extras=block.refs.extras,
             words=held.words,
             places=block.refs.extras["places"].at[pl.ds(column, config.columns)],
+            numbers=held.numbers,
             segments=None if numbers is None else (held.segments, numbers.at[k_slot]),
         )
 
@@ -179,8 +187,9 @@ class Computing:
             plgpu.commit_smem()  # all of its warps have read
         own.store(dq * launch.problem.scale, width=columns_at_once(launch.form.size))
         plgpu.commit_smem()
-        place = (block.b, pl.ds(self.first, WARPGROUP_ROWS), block.head)
-        own.send(block.refs.dquery.at[place if block.part is None else (block.part, *place)])
+        for place, rows in row_places(block.b, self.first, block.head, WARPGROUP_ROWS, launch.packing):
+            place = place if block.part is None else (block.part, *place)
+            own.part(rows).send(block.refs.dquery.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -25,9 +25,11 @@ from pallas_kernels.ops.attention.backward.config import QueriesConfig
 from pallas_kernels.ops.attention.backward.queries.consumer import Computing
 from pallas_kernels.ops.attention.backward.queries.producer import Block, Launch, Refs
 from pallas_kernels.ops.attention.backward.tiles import added
+from pallas_kernels.ops.attention.gqa_packing import Packing
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import TileForm
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.flop_metadata import Products
 
 
 def query_gradients(
@@ -42,6 +44,9 @@ def query_gradients(
     form: TileForm,
     config: QueriesConfig,
     makes_dbias: bool = False,
+    period: int | None = None,
+    packing: Packing | None = None,
+    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
@@ -54,6 +59,9 @@ def query_gradients(
         form: of the tiles of query, key, value and dout.
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
+        period: under a causal mask with packed heads, the queries of a head: numbers begin anew after so many.
+        packing: how rows of the packed problem lie in query, dout and output; None: as they are.
+        product: one of the kernel's matrix products, for the FLOPs that the program states.
     """
     makes_rows = isinstance(rows, tuple)
     launch = Launch(
@@ -63,6 +71,8 @@ def query_gradients(
         batch=query.shape[0],
         makes_rows=makes_rows,
         makes_dbias=makes_dbias,
+        period=period,
+        packing=packing,
     )
 
     def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, *others):
@@ -103,7 +113,7 @@ def query_gradients(
         thread_name="warpgroup",
         scratch_types=(launch.scratch_types(),),
         compiler_params=params,
-        products=problem.product and problem.product.times(3),
+        products=product and product.times(3),
     )
     dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
     dquery = dquery if config.parts == 1 else added(dquery)

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, QueriesConfig
 from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, hidden, hides_steps, lane_place
+from pallas_kernels.ops.attention.gqa_packing import Packing, row_places
 from pallas_kernels.ops.attention.masking import Masking, TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
@@ -55,6 +56,8 @@ class Launch:
     batch: int
     makes_rows: bool
     makes_dbias: bool
+    period: int | None
+    packing: Packing | None
 
     @property
     def masking(self) -> Masking:
@@ -92,7 +95,8 @@ class Launch:
     def scratch_types(self) -> Scratch:
         """What a block is given."""
         config, form, has_segments = self.config, self.form, self.masking.has_segments
-        held = (3 if self.makes_rows else 2) * form.copies
+        heads = 1 if self.packing is None else self.packing.heads_of(WARPGROUP_ROWS)
+        held = (3 if self.makes_rows else 2) * form.copies * heads
         return Scratch(
             q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
             do=form.scratch(config.warpgroups, WARPGROUP_ROWS),
@@ -198,9 +202,9 @@ class Block:
         if launch.makes_rows:
             tiles.append((refs.rows[0], self.output_of(i)))
         first = self.first_query + i * WARPGROUP_ROWS
-        place = (self.b, pl.ds(first, WARPGROUP_ROWS), self.head)
-        for ref, tile in tiles:
-            tile.bring(ref.at[place], scratch.held.at[i])
+        for place, own in row_places(self.b, first, self.head, WARPGROUP_ROWS, launch.packing):
+            for ref, tile in tiles:
+                tile.part(own).bring(ref.at[place], scratch.held.at[i])
 
     def _bringing(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that brings a tile of keys, and then one of values."""
