@@ -7,12 +7,16 @@ normalization; multi-output fusion only says what it fused. They speak at `TF_CP
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 GEMM_PASS = "triton-gemm-rewriter"
 SOFTMAX_PASS = "triton-softmax-rewriter"
 MULTI_OUTPUT_PASS = "multi_output_fusion"
+
+# The first two are the words of jaxlib 0.11.2, the others those of 0.12.
+_DECISION = re.compile(" due to (?:the |profitability |tileability )?decision: ")
 
 # Refusals of the softmax rewriter that say no more than that an instruction has no part in a normalization.
 _NOT_A_CANDIDATE = ("Root is not elementwise binary.", "Could not find a trivial connection from root to a broadcast.")
@@ -79,17 +83,17 @@ def _name(instruction: str) -> str:
 
 
 def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
-    if body.startswith("Not fusing user: "):  # the rewriter behind xla_gpu_experimental_gemm_fusion_v2
-        reason = body.removeprefix("Not fusing user: ")
-        return Refusal(pass_name=GEMM_PASS, role="epilogue", instruction="", product=product, reason=reason)
-    text, found, reason = body.partition(" due to the decision: ")
-    if not found:
-        text, found, reason = body.partition(" due to decision: ")
-    if not found or not text.startswith("Not fusing "):
+    if not body.startswith("Not fusing "):
+        return None
+    text, *reason = _DECISION.split(body.removeprefix("Not fusing "), maxsplit=1)
+    is_user = text.startswith("user: ")  # the rewriter behind xla_gpu_experimental_gemm_fusion_v2
+    if is_user and not reason:
+        text, reason = "", [text.removeprefix("user: ")]
+    if not reason:
         return None
     # "to the output" closes the search from the product towards its operands, "to the input" towards its users.
-    role = "epilogue" if text.endswith(" to the input") else "prologue"
-    text = text.removeprefix("Not fusing ").removeprefix("operand: ")
+    role = "epilogue" if is_user or text.endswith(" to the input") else "prologue"
+    text = text.removeprefix("operand: ").removeprefix("user: ")
     behind = text.partition(" bitcast(%")[2].partition(")")[0]
     op_name = "" if behind else text.partition('op_name="')[2].partition('"')[0]
     return Refusal(
@@ -97,7 +101,7 @@ def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
         role=role,
         instruction=behind or _name(text),
         product=product,
-        reason=reason,
+        reason=reason[0],
         op_name=op_name,
     )
 

@@ -20,6 +20,10 @@ I1120 09:57:14.5  9272 gemm_fusion.cc:1858] %dot.12 = bf16[8,16]{1,0} dot(%bitca
 I1120 09:57:14.6  9272 gemm_fusion.cc:1660] Not fusing operand: %bitcast.121 = bf16[8,4]{1,0} bitcast(%transpose.27) \
 due to decision: Bailing out on reshape %bitcast.121
 I1120 09:57:14.7  9272 gemm_fusion.cc:1812] Not fusing user: Dimension has non-contiguous section.
+I1120 09:57:14.7  9272 gemm_fusion.cc:1983] Not fusing user: %mul.5 = bf16[8,16]{1,0} multiply(%fusion, %u), \
+metadata={op_name="jit(f)/mul"} due to profitability decision: Has multiple inputs - not properly analyzed yet.
+I1120 09:57:14.7  9272 gemm_fusion.cc:1826] Not fusing operand: %negate.2 = bf16[8,4]{1,0} negate(%p) \
+due to tileability decision: Fusion is not tileable.
 I1120 09:57:14.8  9272 softmax_rewriter_triton.cc:658] Cannot match the diamond pattern for instruction \
 %x.1 = f32[8]{0} parameter(0). Reason: Root is not elementwise binary.
 I1120 09:57:14.8  9272 softmax_rewriter_triton.cc:658] Cannot match the diamond pattern for instruction \
@@ -62,6 +66,21 @@ def test_log() -> None:
             instruction="",
             product="dot.12",
             reason="Dimension has non-contiguous section.",
+        ),
+        Refusal(
+            pass_name=GEMM_PASS,
+            role="epilogue",
+            instruction="mul.5",
+            product="dot.12",
+            reason="Has multiple inputs - not properly analyzed yet.",
+            op_name="jit(f)/mul",
+        ),
+        Refusal(
+            pass_name=GEMM_PASS,
+            role="prologue",
+            instruction="negate.2",
+            product="dot.12",
+            reason="Fusion is not tileable.",
         ),
         Refusal(
             pass_name="triton-softmax-rewriter",
