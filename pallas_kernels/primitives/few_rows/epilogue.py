@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -245,7 +246,7 @@ class Finish:
         if self.squares is not None:
             for (first, *_), column in zip(values, columns, strict=True):
                 rounded = first.astype(self.outputs[0].dtype).astype(jnp.float32)
-                self.squares[lax.div(column, GROUP)] = jnp.sum(rounded * rounded, axis=0)
+                compat.store(self.squares.at[lax.div(column, GROUP)], jnp.sum(rounded * rounded, axis=0))
         _store(self.problem, self.outputs, values, columns, self.results, slots)
 
     def _epilogue(

@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, head_factors, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
 
@@ -125,7 +126,8 @@ class Store:
                 self._load_residual(i + pieces.slots, row, column)
         if self.squares is not None:
             assert self.line is not None
-            self.squares[self.line(column), pl.ds(row, pieces.rows)] = functools.reduce(operator.add, squares)
+            place = self.squares.at[self.line(column), pl.ds(row, pieces.rows)]
+            compat.store(place, functools.reduce(operator.add, squares))
 
     def _results(self, products, row, column):
         """From a piece's first column, and its residual, to its results."""

@@ -18,6 +18,7 @@ from pallas_kernels.ops.attention.backward.tiles import Tile, not_invariant, row
 from pallas_kernels.ops.attention.gqa_packing import row_places
 from pallas_kernels.ops.attention.problem import LOG2_E
 from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
+from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.random import mixed_words
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
@@ -178,7 +179,7 @@ class Computing:
     def _store_dbias(self, dscores: jax.Array, column: Any) -> None:
         rows, columns = dscores.shape
         place = (self.block.b, self.block.head, pl.ds(self.first, rows), pl.ds(column, columns))
-        self.block.refs.dbias[place] = dscores
+        compat.store(self.block.refs.dbias.at[place], dscores)
 
     def _store(self, dq: jax.Array) -> None:
         block, launch = self.block, self.block.launch
