@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -18,7 +19,7 @@ def first_order(operation: str, arguments: Any) -> Any:
     """The arguments, whose traced floating-point arrays can be differentiated once, in reverse mode."""
 
     def marked(leaf: Any) -> Any:
-        if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             return _differentiable_once.bind(leaf, operation=operation)
         return leaf
 

@@ -9,7 +9,7 @@ import pytest
 from hlo_analysis import HloParseError, analyze
 from hlo_analysis.capture import Capture
 from hlo_analysis.catalogue import Kernel
-from hlo_analysis.report.sentences import gemm_words
+from hlo_analysis.report.sentences import gemm_choice
 
 LOOP = """HloModule jit_f, is_scheduled=true
 
@@ -87,7 +87,7 @@ def test_of_a_copy_updated_in_place_all_is_handed_on(tmp_path):
 
 def test_of_a_folder_with_hlo_alone_the_choice_of_products_is_not_known(tmp_path):
     between(tmp_path, LOOP)
-    assert gemm_words(Capture.load(tmp_path).provenance) == "not known"
+    assert gemm_choice(Capture.load(tmp_path).provenance) == "not known"
 
 
 def test_hlo_that_was_cut_off_is_told_with_its_folder(tmp_path):

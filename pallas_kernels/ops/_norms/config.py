@@ -110,7 +110,9 @@ class BackwardShape:
         """The untuned choice; None where XLA is faster: a kernel that walked along long rows in chunks took 19.2 µs at
         64 x 15712, XLA 11.4, and 65.5 µs at 521 x 11168 with a residual, XLA 39.9."""
         blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns: 216 registers and more
-        configs = (*self._shared_choices(), *(self.pipeline(blocks_per_core=b) for b in blocks))
+        # Rows too long for one warpgroup that several load by less than 16 bytes a thread.
+        narrow = (self.shared(warpgroups=w, blocks_per_core=1) for w in (2, 4))
+        configs = (*self._shared_choices(), *(self.pipeline(blocks_per_core=b) for b in blocks), *narrow)
         return next((config for config in configs if config is not None), None)
 
     def _shared_choices(self) -> list[BackwardConfig | None]:
