@@ -116,7 +116,7 @@ def _backward_variant(*, x, scale, residual=None, cotangents, config=None):
     del residual
     dy, *dtotal = cotangents
     gradients = norm_backward(_NORM, x, dy, scale=scale, dtotal=dtotal[0] if dtotal else None, config=config)
-    return gradients.dtotal, gradients.dscale
+    return tuple(g for g in (gradients.dtotal, gradients.dscale) if g is not None)
 
 
 def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
