@@ -96,6 +96,14 @@ def resources_of(
     return found
 
 
+def kernel_name(site: Site) -> str | None:
+    """The name under which a profile shows the launch: the thunk's, or what Mosaic makes of the name Pallas has."""
+    if site.thunk.kernel or site.instruction is None:
+        return site.thunk.kernel
+    key = _mosaic_key(site.instruction) if site.thunk.kind else None
+    return key[0] + _MOSAIC_ENDING if key else None
+
+
 def _mosaic_key(instruction: Instruction) -> tuple[str, int] | None:
     """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module."""
     if not instruction.attributes.get("custom_call_target", "").strip('"').startswith("mosaic_gpu"):

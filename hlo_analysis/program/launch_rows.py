@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from hlo_analysis.costs.flops import Flops, flops_of
-from hlo_analysis.costs.resources import Resources
+from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
 from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
@@ -72,6 +72,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         index=index,
         thunk_id=thunk.id,
         name=instruction.name,
+        kernel=kernel_name(site),
         kind=kind,
         computation=context.flow.home(site.computation.name),
         repeat=site.repeat,
@@ -110,6 +111,7 @@ def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) ->
         index=index,
         thunk_id=thunk.id,
         name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
+        kernel=thunk.kernel,
         kind=kind,
         computation=context.flow.home(site.computation.name),
         repeat=site.repeat,

@@ -5,13 +5,14 @@ dataclasses; `to_json` and `from_json` round-trip them, and `hlo_analysis.schema
 
 Three words are kept apart everywhere. *Counted* is read off the compiled program (launches, bytes, FLOPs).
 *Estimated* comes from a model: our roofline (`roofline_us`) or XLA's own cost model (`xla_estimate_us`, `gain_us`).
-*Measured* means that a GPU ran it (`measured_us`). Bytes are bytes, times are microseconds.
+*Measured* means that a GPU ran it (`measured`, `measured_us`). Bytes are bytes, times are microseconds.
 """
 
 from hlo_analysis.records.analysis import SCHEMA_VERSION, Analysis, Device, GemmChoice, Memory, Provenance, Traffic
 from hlo_analysis.records.comparison import Comparison, Numerics, ScopeCell, ScopeRow, StrategyResult
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion, Verdict
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch, LaunchKind, Phase, Value
+from hlo_analysis.records.measured import LaunchTime, Measured
 
 __all__ = [
     "OPAQUE_KINDS",
@@ -24,6 +25,8 @@ __all__ = [
     "Intermediate",
     "Launch",
     "LaunchKind",
+    "LaunchTime",
+    "Measured",
     "Memory",
     "MissedFusion",
     "Numerics",

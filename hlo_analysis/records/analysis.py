@@ -7,6 +7,7 @@ from typing import Literal
 
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch
+from hlo_analysis.records.measured import Measured
 
 SCHEMA_VERSION = 2
 
@@ -102,6 +103,8 @@ class Analysis:
     memory: Memory
     silent: tuple[tuple[str, str], ...] = ()
     """Entry instructions that launch nothing, with the reason (parameter, constant, bitcast, tuple, ...)."""
+    measured: Measured | None = None
+    """What a GPU took to run it; None where none did."""
 
     def __repr__(self) -> str:
         return (

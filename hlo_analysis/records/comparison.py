@@ -31,7 +31,18 @@ class StrategyResult:
     analysis: Analysis | None
     error: str | None = None
     numerics: Numerics | None = None
-    measured_us: float | None = None
+
+    @property
+    def measured_us(self) -> float | None:
+        """Measured: GPU time of all kernels of one call; None where no GPU ran it."""
+        measured = None if self.analysis is None else self.analysis.measured
+        return None if measured is None else measured.kernel_us
+
+    @property
+    def wall_us(self) -> float | None:
+        """Measured: wall clock of one call; None where no GPU ran it, or nobody looked at the clock."""
+        measured = None if self.analysis is None else self.analysis.measured
+        return None if measured is None else measured.wall_us
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,9 @@ class Launch:
     thunk_id: int
     name: str
     """The HLO instruction."""
+    kernel: str | None = None
+    """The name under which a profile shows it, which equal fusions share. None where a library picks the kernel as it
+    runs (cuBLAS, cuDNN, NCCL), for copies, and without a thunk list."""
     kind: LaunchKind
     computation: str
     """The HLO computation in whose order it runs: the entry, or the body of a loop or branch."""
@@ -90,6 +93,7 @@ class Launch:
     xla_estimate_us: float | None = None
     xla_estimate_model: str | None = None
     measured_us: float | None = None
+    """Measured: the median GPU time of one launch, all kernels of a library call together. See `Analysis.measured`."""
     registers: int | None = None
     spill_bytes: int | None = None
     hlo: str = ""

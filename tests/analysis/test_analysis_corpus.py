@@ -227,6 +227,8 @@ def test_unknown_kernels_count_their_operands_and_results(analyses):
     assert kernel.unfused_bytes == 2 * 128 * 128 * 4
     assert any("inside Mosaic GPU kernels is not known" in note for note in analyses["mosaic"].provenance.notes)
     # Its module is not for reading.
+    assert kernel.kernel is not None
+    assert kernel.kernel.endswith("_mosaic_gpu_kernel")
     assert len(kernel.hlo) < 5000
     assert kernel.hlo.startswith("%mpmd_map") or "mosaic_gpu" in kernel.hlo
 

@@ -1,0 +1,288 @@
+"""Joins a profile to the launch table: which kernel is which launch, call by call.
+
+The kernels of a call come in launch order. A launch whose kernel name is known must be where the table has it. What
+lies between two such launches belongs to the library calls between them, which may run several kernels each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from hlo_analysis.errors import DumpError
+from hlo_analysis.measured.profile import KernelEvent, Profile
+from hlo_analysis.records import Analysis, Launch, LaunchKind, LaunchTime, Measured
+
+_ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "collective", "mosaic", "jax_triton"})
+"""Launches without a kernel's name that run at least one kernel; a custom call may run none."""
+_MOST_KERNELS = 8
+"""Of one library call; more of unknown names are another program's."""
+_OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
+
+
+class ProfileMismatchError(DumpError):
+    """A profile, or what was measured before, is of another program than the analysis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slot:
+    """A launch whose kernel is known by name, or the library calls in a row between two such launches."""
+
+    launches: tuple[Launch, ...]
+    is_named: bool
+
+    def begins(self, event: KernelEvent, operations: frozenset[str]) -> bool:
+        """Whether the event can be the first of this slot."""
+        if event.operation in operations:
+            return any(event.operation == launch.name for launch in self.launches)
+        return not self.is_named or event.name == self.launches[0].kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """How far into the program an attempt to read one call came, and what stood there instead."""
+
+    slot: int
+    event: KernelEvent | None
+
+
+_Call = list[tuple[Launch, tuple[KernelEvent, ...] | None]]
+"""A call's launches with their events; None where they cannot be told from those of the launch beside."""
+
+
+def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Measured:
+    """Finds the calls of the program in the profile, and the median time of each of its launches.
+
+    Calls that the profile shows only in part, and kernels of other programs between calls, do not count.
+
+    Raises:
+      ProfileMismatchError: the profile shows no whole call of this program; says which launch differs first.
+    """
+    slots = _slots(run_order(analysis.launches))
+    if not slots:
+        raise ProfileMismatchError(f"{analysis.label} launches nothing that a profile could show")
+    operations = frozenset(launch.name for launch in analysis.launches)
+    calls = list(_calls(slots, _own_events(analysis, profile), operations))
+    samples: dict[int, list[float]] = {}
+    kernels: dict[int, tuple[str, ...]] = {}
+    totals: list[float] = []
+    gaps: list[float] = []
+    for call, events in calls:
+        for launch, own in call:
+            kernels[launch.index] = tuple(event.name for event in own or ())
+            if own:
+                samples.setdefault(launch.index, []).append(sum(event.duration_us for event in own))
+        totals.append(sum(event.duration_us for event in events))
+        end = max(event.start_us + event.duration_us for event in events)
+        gaps.append(max(0.0, end - events[0].start_us - totals[-1]))
+    return Measured(
+        device=profile.device,
+        source=source,
+        calls=len(calls),
+        kernel_us=median(totals),
+        gap_us=median(gaps),
+        launches=tuple(
+            LaunchTime(
+                launch=index,
+                name=analysis.launches[index].name,
+                kernels=names,
+                median_us=median(samples[index]) if index in samples else None,
+                samples=len(samples.get(index, ())),
+            )
+            for index, names in sorted(kernels.items())
+        ),
+    )
+
+
+def with_measured(analysis: Analysis, measured: Measured) -> Analysis:
+    """The analysis with what was measured of it, in the analysis and in its launches.
+
+    Raises:
+      ProfileMismatchError: it was measured of another program; says which launch differs first.
+    """
+    if measured.launches:
+        _check(analysis, measured)
+    times = {time.launch: time.median_us for time in measured.launches}
+    launches = tuple(replace(launch, measured_us=times.get(launch.index)) for launch in analysis.launches)
+    return replace(analysis, launches=launches, measured=measured)
+
+
+def _check(analysis: Analysis, measured: Measured) -> None:
+    ran = [launch for launch in analysis.launches if launch.repeat]
+    for launch, time in zip(ran, measured.launches, strict=False):
+        if launch.index != time.launch or not _is_same(launch, time):
+            there = f"{time.name} ({', '.join(time.kernels) or 'no kernel'})"
+            raise ProfileMismatchError(
+                f"measured of another program than {analysis.label}: launch {launch.index} is {launch.name} "
+                f"({launch.kernel or launch.kind}) here, and there {there}"
+            )
+    if len(ran) != len(measured.launches):
+        raise ProfileMismatchError(
+            f"measured of another program than {analysis.label}: it has {len(ran)} launches, and the measured one "
+            f"{len(measured.launches)}"
+        )
+
+
+def _is_same(launch: Launch, time: LaunchTime) -> bool:
+    return launch.name == time.name if launch.kernel is None else time.kernels == (launch.kernel,)
+
+
+def run_order(launches: Sequence[Launch], level: int = 1) -> list[Launch]:
+    """The launches of one run in order, those of a loop's body as often as it runs."""
+    launches = [launch for launch in launches if launch.repeat]
+    order: list[Launch] = []
+    at = 0
+    while at < len(launches):
+        if launches[at].repeat == level:
+            order.append(launches[at])
+            at += 1
+            continue
+        end, trips = _loop_end(launches, at, level)
+        order += run_order(launches[at:end], trips) * (trips // level)
+        at = end
+    return order
+
+
+def _loop_end(launches: Sequence[Launch], at: int, level: int) -> tuple[int, int]:
+    """Where the loop ends whose body begins at a launch, and how often a run of the program runs that body."""
+    end = next((i for i in range(at, len(launches)) if launches[i].repeat <= level), len(launches))
+    trips = min(launch.repeat for launch in launches[at:end])
+    if launches[at].repeat % trips:  # the fewer trips are another loop's, right behind
+        trips = launches[at].repeat
+    home = None
+    for i in range(at, end):
+        launch = launches[i]
+        if launch.repeat % trips or (launch.repeat == trips and home not in (None, launch.computation)):
+            return i, trips
+        if launch.repeat == trips:
+            home = launch.computation
+    return end, trips
+
+
+def _slots(order: Sequence[Launch]) -> list[_Slot]:
+    slots: list[_Slot] = []
+    for launch in order:
+        if launch.kernel is None and slots and not slots[-1].is_named:
+            slots[-1] = replace(slots[-1], launches=(*slots[-1].launches, launch))
+        else:
+            slots.append(_Slot(launches=(launch,), is_named=launch.kernel is not None))
+    return slots
+
+
+def _own_events(analysis: Analysis, profile: Profile) -> list[KernelEvent]:
+    """Events of the program whose kernels look most like the analysis', and those of which no program is known."""
+    known = {launch.kernel for launch in analysis.launches} | {launch.name for launch in analysis.launches}
+    events = [event for event in profile.events if event.operation or event.name not in _OF_THE_HOST]
+    alike = Counter(event.module for event in events if event.name in known or event.operation in known)
+    modules = Counter(event.module for event in events)
+    own = max((name for name in modules if name), key=lambda name: (alike[name], modules[name]), default="")
+    return [event for event in events if event.module in ("", own)]
+
+
+def _calls(
+    slots: Sequence[_Slot], events: Sequence[KernelEvent], operations: frozenset[str]
+) -> Iterator[tuple[_Call, Sequence[KernelEvent]]]:
+    """Each whole call, with all its events."""
+    furthest = _Failure(slot=-1, event=None)
+    found = False
+    at = 0
+    while at < len(events):
+        read = _read_call(slots, events, at, operations)
+        if isinstance(read, _Failure):
+            furthest = max(furthest, read, key=lambda failure: failure.slot)
+            at += 1
+            continue
+        call, end = read
+        found = True
+        yield call, events[at:end]
+        at = end
+    if not found:
+        raise ProfileMismatchError(_difference(slots, furthest))
+
+
+def _difference(slots: Sequence[_Slot], failure: _Failure) -> str:
+    launch = slots[max(0, failure.slot)].launches[0]
+    expected = f"launch {launch.index}, {launch.name} ({launch.kernel or launch.kind})"
+    if failure.event is None:
+        return f"the profile shows no whole call of the program: it ends before {expected}"
+    shown = failure.event.operation or failure.event.name
+    if shown != failure.event.name:
+        shown += f" ({failure.event.name})"
+    return f"the profile is of another program: where this one has {expected}, the profile shows {shown}"
+
+
+def _read_call(
+    slots: Sequence[_Slot], events: Sequence[KernelEvent], at: int, operations: frozenset[str]
+) -> tuple[_Call, int] | _Failure:
+    """The launches of the call that begins at an event, and where it ends; or how far it is one."""
+    call: _Call = []
+    first_unlike = at  # had each library call run one kernel
+    for number, slot in enumerate(slots):
+        if slot.is_named:
+            end = at + 1
+            is_there = at < len(events) and slot.begins(events[at], operations)
+        else:
+            end = _library_end(slots, number, events, at, operations)
+            is_there = True
+        shared = _share(slot.launches, events[at:end]) if is_there else None
+        if shared is None:
+            place = min(at, first_unlike)
+            return _Failure(slot=number, event=events[place] if place < len(events) else None)
+        call += shared
+        first_unlike = at + len(slot.launches)
+        at = end
+    return call, at
+
+
+def _library_end(
+    slots: Sequence[_Slot], number: int, events: Sequence[KernelEvent], at: int, operations: frozenset[str]
+) -> int:
+    """Where the library calls of a slot end: before the next known kernel, which may be the next call's first."""
+    slot = slots[number]
+    following = slots[(number + 1) % len(slots)]
+    end = at
+    while end < min(len(events), at + _MOST_KERNELS * len(slot.launches)) and slot.begins(events[end], operations):
+        if following.is_named and following.begins(events[end], operations):
+            break
+        if not following.is_named and end - at == len(slot.launches):
+            break  # library calls alone, or at both ends of the program: one kernel each
+        end += 1
+    return end
+
+
+def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call | None:
+    """Events in a row to the launches that ran them; None where there are too few for all launches."""
+    if len(launches) == 1 and (events or launches[0].kind not in _ALWAYS_RUN):
+        return [(launches[0], tuple(events))]
+    names = [launch.name for launch in launches]
+    if events and len(set(names)) == len(names) and all(event.operation in names for event in events):
+        groups = [tuple(event for event in events if event.operation == name) for name in names]
+        return list(zip(launches, groups, strict=True))
+    running = [launch for launch in launches if launch.kind in _ALWAYS_RUN]
+    heads = _grouped(events, has_memset=any(launch.kind in ("memset", "copy") for launch in launches))
+    if len(heads) < len(running):
+        return None
+    if len(heads) not in (len(launches), len(running)):
+        return [(launch, None) for launch in launches]
+    told = iter(heads)
+    return [(launch, next(told) if len(heads) == len(launches) or launch in running else ()) for launch in launches]
+
+
+def _grouped(events: Sequence[KernelEvent], *, has_memset: bool) -> list[tuple[KernelEvent, ...]]:
+    """Events of library calls, one group a call: cuBLAS clears its workspace before and adds up split sums after."""
+    groups: list[tuple[KernelEvent, ...]] = []
+    before: tuple[KernelEvent, ...] = ()
+    for event in events:
+        if not has_memset and event.name.startswith("Mem"):
+            before = (*before, event)
+        elif groups and "splitk" in event.name.lower() and "reduce" in event.name.lower():
+            groups[-1] = (*groups[-1], *before, event)
+            before = ()
+        else:
+            groups.append((*before, event))
+            before = ()
+    if before and groups:
+        groups[-1] = (*groups[-1], *before)
+    return groups
