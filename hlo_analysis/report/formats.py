@@ -36,7 +36,7 @@ def units_of(comparison: Comparison) -> Units:
     """Units in which the largest number of each column has one to three digits before the point."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
     times = [analysis.roofline_us for _, analysis in done]
-    times += [result.measured_us for result in comparison.strategies if result.measured_us is not None]
+    times += [time for result in comparison.strategies for time in (result.measured_us, result.wall_us) if time]
     return Units(
         traffic=_fitting([analysis.traffic.bytes for _, analysis in done], _BYTES, "B"),
         memory=_fitting([analysis.memory.peak_bytes for _, analysis in done], _BYTES, "B"),

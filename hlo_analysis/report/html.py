@@ -18,6 +18,7 @@ from hlo_analysis.report import formats, launch_families, sentences
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.payload import embedded_json, payload, totals
 from hlo_analysis.report.similar_layers import fold_layers, without_numbers
+from hlo_analysis.report.times import measured_sentences
 
 STYLES = ("page.css", "tables.css", "sections.css")
 SCRIPTS = (
@@ -57,8 +58,10 @@ def render_html(comparison: Comparison) -> str:
             rows=_scope_rows(comparison),
             provenance=_provenance(comparison),
             caveats=[note for names, note in sentences.caveats(comparison) if not names or base.name in names],
+            measured_notes=[note for _, note in measured_sentences(comparison)],
             families=_families_present(comparison),
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
+            has_wall=any(result.wall_us is not None for result in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),
             data=Markup(embedded_json(payload(comparison))),
             style=Markup(_static(STYLES)),

@@ -23,9 +23,9 @@ from hlo_analysis.report.similar_layers import group_missed
 LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
     "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter", "xla", "xlaModel",
-    "measured", "registers", "spill", "computation", "hlo",
+    "measured", "kernel", "registers", "spill", "computation", "hlo",
 )  # fmt: skip
-LAUNCH_POOLED = ("scope", "source", "opName", "xlaModel", "computation", "hlo")
+LAUNCH_POOLED = ("kernel", "scope", "source", "opName", "xlaModel", "computation", "hlo")
 DECISION_COLUMNS = (
     "producer", "consumer", "verdict", "reason", "category", "pass", "gain", "from", "to", "bytes", "shape", "scope",
 )  # fmt: skip
@@ -114,6 +114,7 @@ def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None
         "roofline": round(analysis.roofline_us, 3),
         "peak": sentences.peak_bytes(analysis),
         "measured": result.measured_us,
+        "wall": result.wall_us,
     }
 
 
@@ -172,7 +173,8 @@ def _launch(launch: Launch) -> tuple[Any, ...]:
         [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
         launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.flops, launch.unfused_bytes,
         round(launch.roofline_us, 3), launch.limiter, _rounded(launch.xla_estimate_us), launch.xla_estimate_model,
-        launch.measured_us, launch.registers, launch.spill_bytes, launch.computation, launch.hlo,
+        _rounded(launch.measured_us), launch.kernel, launch.registers, launch.spill_bytes, launch.computation,
+        launch.hlo,
     )  # fmt: skip
 
 

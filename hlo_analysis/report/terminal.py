@@ -15,6 +15,7 @@ from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyRes
 from hlo_analysis.report import formats, sentences
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.similar_layers import group_missed
+from hlo_analysis.report.times import measured_sentences
 
 
 def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
@@ -69,13 +70,15 @@ def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool =
     table.add_column("launches\ncounted", justify="right", overflow="fold")
     if kinds:
         table.add_column("by kind\ncounted", overflow="fold")
-    measured = any(result.measured_us is not None for result in comparison.strategies)
+    has_time = any(result.measured_us is not None for result in comparison.strategies)
+    has_wall = any(result.wall_us is not None for result in comparison.strategies)
     for heading in (
         f"HBM {units.traffic.name}\ncounted",
         *(["saved\ncounted"] if comparison.unfused else []),
         f"roofline {units.time.name}\nestimated",
         f"peak {units.memory.name}\ncounted",
-        *([f"time {units.time.name}\nmeasured"] if measured else []),
+        *([f"time {units.time.name}\nmeasured"] if has_time else []),
+        *([f"wall {units.time.name}\nmeasured"] if has_wall else []),
     ):
         table.add_column(heading, justify="right", no_wrap=not narrow, overflow="fold")
     base = comparison[comparison.baseline].analysis
@@ -84,7 +87,8 @@ def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool =
         table.add_row(
             name,
             *_cells(comparison, result, base, units, kinds=kinds),
-            *([units.time.show(result.measured_us)] if measured else []),
+            *([units.time.show(result.measured_us)] if has_time else []),
+            *([units.time.show(result.wall_us)] if has_wall else []),
         )
     return table
 
@@ -147,7 +151,8 @@ def _footnotes(comparison: Comparison) -> list[str]:
         if result.analysis is None
     )
     # Caveats of other strategies are on the page.
-    lines.extend(note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names)
+    notes = [*measured_sentences(comparison), *sentences.caveats(comparison)]
+    lines.extend(note for names, note in notes if not names or comparison.baseline in names)
     return lines
 
 

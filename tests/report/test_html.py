@@ -17,7 +17,7 @@ from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison
 from hlo_analysis.report import render_html, render_notebook
 from hlo_analysis.report.payload import embedded_json, payload
-from tests.report.examples import HOSTILE
+from tests.report.examples import HOSTILE, with_times
 
 
 class _Tags(HTMLParser):
@@ -70,6 +70,13 @@ def test_the_embedded_data_is_the_comparison(comparison: Comparison):
     launches = [dict(zip(xla["launches"]["columns"], row, strict=True)) for row in xla["launches"]["rows"]]
     assert [launch["name"] for launch in launches] == [item.name for item in comparison["xla"].analysis.launches]  # type: ignore[union-attr]
     assert data["texts"][launches[5]["scope"]] == "block/attention"
+
+
+def test_measured_times_stand_on_the_page(comparison: Comparison):
+    page = render_html(with_times(comparison))
+    assert "Wall clock, ms" in page
+    assert "Measured on an NVIDIA H200 (bench, 2026-11-22)" in page
+    assert "Wall clock" not in render_html(comparison)
 
 
 @given(st.text())

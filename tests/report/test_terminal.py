@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hlo_analysis.records import Comparison, Memory
 from hlo_analysis.report import formats, render_html, render_notebook, render_terminal, sentences, verdict
-from tests.report.examples import XLA_STEPS, Step, analysis_of
+from tests.report.examples import XLA_STEPS, Step, analysis_of, with_times
 
 
 def _printed(comparison: Comparison, width: int) -> str:
@@ -43,12 +43,14 @@ def test_a_narrow_terminal_cuts_nothing_short(comparison: Comparison):
 def test_counted_and_estimated_stand_in_the_heads(comparison: Comparison):
     head = next(line for line in _printed(comparison, 140).splitlines() if line.strip().startswith("strategy"))
     assert head.split() == ["strategy", *["counted"] * 4, "estimated", "counted"]
-    measured = replace(
-        comparison, strategies=tuple(replace(result, measured_us=5980.0) for result in comparison.strategies)
-    )
-    text = _printed(measured, 140)
-    assert "measured" in text
-    assert "5.98" in text
+
+
+def test_what_was_measured_stands_beside_the_estimates(comparison: Comparison):
+    text = _printed(with_times(comparison), 160)
+    head = next(line for line in text.splitlines() if line.strip().startswith("strategy"))
+    assert head.split()[-3:] == ["counted", "measured", "measured"]
+    assert "Measured on an NVIDIA H200 (bench, 2026-11-22): GPU time of all kernels, and wall clock of a call." in text
+    assert "xla: the roofline of 2 of 13 launches is more than 2× off" in text
 
 
 def test_markup_in_names_is_text(hostile: Comparison):

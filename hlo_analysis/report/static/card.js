@@ -70,6 +70,7 @@ function openCard(strategy, index) {
         fact("Roofline", `${formatUs(launch.roofline)}, bound by ${launch.limiter}`, "estimated"),
         fact("XLA's estimate", launch.xla === null ? null : `${formatUs(launch.xla)}${launch.xlaModel ? ` (${launch.xlaModel})` : ""}`, "estimated"),
         fact("Time", launch.measured === null ? null : formatUs(launch.measured), "measured"),
+        fact("Kernel", launch.kernel),
         fact("Launches a run", launch.repeat > 1 ? formatCount(launch.repeat) : null, "counted"),
         fact("Grid", size(launch.grid)), fact("Threads a block", size(launch.block)),
         fact("Shared memory", launch.shared ? formatBytes(launch.shared) : null),

@@ -13,9 +13,15 @@ const LAUNCH_HEADS = [
   ["Roofline, µs", "roofline", (l) => l.roofline.toFixed(1), "n", "estimated"],
   ["Bound by", "limiter", (l) => l.limiter, ""],
   ["XLA, µs", "xla", (l) => (l.xla === null ? "–" : l.xla.toFixed(1)), "n", "estimated"],
-  ["Time, µs", "measured", (l) => (l.measured === null ? "–" : l.measured.toFixed(1)), "n", "measured"],
+  ["Time, µs", "measured", timeText, "n", "measured"],
   ["Grid × threads", "grid", (l) => (l.grid ? `${l.grid.filter((n, i) => !i || n > 1).join("·")} × ${l.block ? l.block.filter((n, i) => !i || n > 1).join("·") : "?"}` : "–"), "n"],
 ];
+// A roofline that is more than 2x off is marked by how many times as long the launch takes.
+function timeText({ measured, roofline }) {
+  if (measured === null) return "–";
+  const times = measured / roofline;
+  return measured.toFixed(1) + (times > 2 || times < 0.5 ? ` (${times.toFixed(1)}×)` : "");
+}
 const megabytes = (count) => (!count ? "0" : count < 500 ? "<0.001" : (count / 1e6).toFixed(count >= 1e8 ? 0 : count >= 1e5 ? 1 : 3));
 let order = { key: "index", down: false };
 

@@ -1,0 +1,52 @@
+"""What the views say of measured times: where they come from, and where a model of time is far off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hlo_analysis.records import Analysis, Comparison, Launch
+from hlo_analysis.report.formats import format_us
+
+FAR_OFF = 2.0
+"""A model's time that is so many times too small or too large is named."""
+
+
+def measured_sentences(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
+    """Sentences on the measured times, each with the strategies that it is about, or () for all."""
+    done = [(each.name, each.analysis) for each in comparison.strategies if each.analysis is not None]
+    found: dict[str, list[str]] = {}
+    for name, analysis in done:
+        if analysis.measured is not None:
+            for sentence in (_origin(analysis), *analysis.measured.notes):
+                found.setdefault(sentence, []).append(name)
+    sentences = [(() if len(names) == len(done) else tuple(names), text) for text, names in found.items()]
+    return sentences + [((name,), f"{name}: {text}") for name, analysis in done for text in _far_off(analysis)]
+
+
+def _origin(analysis: Analysis) -> str:
+    measured = analysis.measured
+    assert measured is not None
+    said = ", ".join(filter(None, (measured.source, measured.created[:10])))
+    wall = ", and wall clock of a call" if measured.wall_us is not None else ""
+    return f"Measured on an {measured.device} ({said}): GPU time of all kernels{wall}."
+
+
+def _far_off(analysis: Analysis) -> list[str]:
+    models: Sequence[tuple[str, Callable[[Launch], float | None]]] = (
+        ("the roofline", lambda launch: launch.roofline_us),
+        ("XLA's estimate", lambda launch: launch.xla_estimate_us),
+    )
+    timed = [(launch, launch.measured_us) for launch in analysis.launches if launch.measured_us]
+    sentences: list[str] = []
+    for model, estimate in models:
+        known = [(launch, measured, each) for launch, measured in timed if (each := estimate(launch))]
+        off = [item for item in known if not 1 / FAR_OFF <= item[2] / item[1] <= FAR_OFF]
+        if off:
+            launch, measured, each = max(off, key=lambda item: abs(item[1] - item[2]) * item[0].repeat)
+            share = sum(us * far.repeat for far, us, _ in off) / sum(us * each.repeat for each, us in timed)
+            sentences.append(
+                f"{model} of {len(off)} of {len(known)} launches is more than {FAR_OFF:g}× off, {share:.0%} of the "
+                f"measured time; the most in #{launch.index} {launch.name}, {format_us(measured)} measured and "
+                f"{format_us(each)} estimated."
+            )
+    return sentences
