@@ -14,6 +14,7 @@ from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.attributes import aliased_parameters
+from hlo_analysis.measured.run import measured_run
 from hlo_analysis.missed import rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
@@ -44,10 +45,11 @@ def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue 
     try:
         module, notes = _final_module(capture)
         table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
-        return _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
+        analysis = _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
     except HloParseError as error:
         told = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
         raise HloParseError(told, line=error.line, column=error.column) from error
+    return measured_run(analysis, capture)
 
 
 def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:

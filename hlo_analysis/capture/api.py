@@ -55,10 +55,12 @@ def capture(
     keep: str | Path | None = None,
     lower_context: AbstractContextManager[Any] | None = None,
     emit_ptx: bool = False,
+    measure: bool = False,
 ) -> Capture:
     """Compiles `fn` for a GPU, present or not, and keeps the compiler's stages, decisions, launches and memory.
 
-    The function is traced here and compiled in another process, which may die without harm. It is never run.
+    The function is traced here and compiled in another process, which may die without harm. It is never run, but for
+    `measure`.
 
     Args:
       fn: any function that JAX can trace, jitted or not.
@@ -79,6 +81,8 @@ def capture(
       emit_ptx: also find out the registers, spills and static shared memory of XLA's own kernels: keeps their PTX, and
         what ptxas reports as the artefact "ptx_resources". (Those of Mosaic kernels are always kept, as
         "mosaic_resources".)
+      measure: also run the program, on the target "attached" or "cpu", with drawn arguments (see `capture/runner.py`).
+        `analyze` then gives `Analysis.measured`.
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or XLA failed, died or took too long: with its last words.
@@ -92,6 +96,8 @@ def capture(
     goal = load_target(target)
     if goal.kind == "attached":
         goal = attached.attached_target()
+    if measure and goal.kind == "cuda":
+        raise CaptureError(f"{goal.name} is described, not attached: measure=True runs on target='attached' or 'cpu'")
     recording = autotuning.resolve(autotune, goal)
     given = {name: _option_value(name, value) for name, value in (compiler_options or {}).items()}
     folder, ours = _folder(keep)
@@ -107,7 +113,7 @@ def capture(
                     f"compiles for, not {goal.name}"
                 )
             options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
-            result = worker.ask(_request(goal, program, options, folder), timeout)
+            result = worker.ask(_request(goal, program, options, folder) | {"measure": measure}, timeout)
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):
                     raise compile_error(result, goal, worker.last_words())

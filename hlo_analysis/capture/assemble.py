@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hlo_analysis.capture import artefacts, attached, autotune, resources
 from hlo_analysis.capture.manifest import Manifest
 from hlo_analysis.capture.process import LOG_NAME
+from hlo_analysis.capture.runner import PROFILE
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.records import Memory, Provenance
 from hlo_analysis.targets import Target
@@ -45,6 +47,11 @@ def assemble(
     files |= {"stablehlo": MODULE, "worker_log": LOG_NAME}
     if (folder / autotune.RESULTS_NAME).is_file():
         files["autotune_results"] = autotune.RESULTS_NAME
+    if run := result.get("run"):
+        files["run"] = "run.json"
+        (folder / files["run"]).write_text(json.dumps(run), encoding="utf-8")
+        if (folder / PROFILE).is_file():
+            files["profile"] = PROFILE
     log = (folder / LOG_NAME).read_text(encoding="utf-8", errors="replace")
     replay = autotune.describe(log, target, recording)
     notes = [*notes, *replay.notes, *_add_resources(folder, names, target, files)]

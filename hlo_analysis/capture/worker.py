@@ -7,12 +7,14 @@ anywhere. It imports JAX while its parent still traces, then waits for the name 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
@@ -43,7 +45,10 @@ def main(folder: Path) -> int:
 
 
 def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Compiles StableHLO bytecode with the request's options, and returns how much memory the program takes."""
+    """Compiles StableHLO bytecode with the request's options, and returns the memory it takes.
+
+    Where the request says "measure" it also runs the program.
+    """
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -57,16 +62,27 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         device_assignment=[[device.id for device in devices]] if count > 1 else None,
         env_options_overrides=dict(request["options"]),
     )
+    started = time.perf_counter()
     with mlir.make_ir_context():
         module = ir.Module.parse((folder / request["module"]).read_bytes())
         where = {"executable_devices": _jax.DeviceList(tuple(devices)), "compile_options": options}
-        if request["kind"] == "attached":
+        if request["kind"] == "attached" or request.get("measure"):
             # Loading is what makes XLA tune on the GPU and link as it would for a run.
             executable = device.client.compile_and_load(module, **where)
         else:
             executable = device.client.compile(module, **where)
+        compiled = time.perf_counter() - started
+        runner = load_runner() if request.get("measure") else None
+        arguments = runner.argument_types(module) if runner else []
     stats = executable.get_compiled_memory_stats()
+    run = None
+    if runner:
+        try:
+            run = runner.run(executable, arguments, device, folder) | {"compile_seconds": compiled}
+        except Exception as error:  # what was compiled can be analysed all the same
+            run = {"error": f"{type(error).__name__}: {error}"}
     return {
+        "run": run,
         "memory": {
             "argument_bytes": stats.argument_size_in_bytes,
             "output_bytes": stats.output_size_in_bytes,
@@ -75,6 +91,17 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
             "peak_bytes": getattr(stats, "peak_memory_in_bytes", 0),
         },
     }
+
+
+def load_runner() -> ModuleType:
+    """The file beside this one that runs programs."""
+    file = Path(__file__).with_name("runner.py")
+    spec = importlib.util.spec_from_file_location("runner", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def describe_gpu() -> dict[str, Any]:

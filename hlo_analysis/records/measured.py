@@ -31,8 +31,9 @@ class Measured:
     created: str = ""
     """ISO 8601, UTC."""
     calls: int
-    kernel_us: float
-    """GPU time of all kernels of one call."""
+    """Of which `kernel_us` and the launches' times are medians."""
+    kernel_us: float | None
+    """GPU time of all kernels of one call; None where a clock was looked at, and no profile."""
     gap_us: float | None = None
     """GPU idle between the first kernel of a call and its last."""
     wall_us: float | None = None
@@ -49,7 +50,8 @@ class Measured:
 
     def __repr__(self) -> str:
         wall = "" if self.wall_us is None else f", wall clock {self.wall_us:.1f} us"
+        kernels = "" if self.kernel_us is None else f", kernels {self.kernel_us:.1f} us"
         return (
-            f"Measured(on {self.device} by {self.source}: kernels {self.kernel_us:.1f} us{wall}, "
+            f"Measured(on {self.device} by {self.source}{kernels}{wall}, "
             f"{len(self.launches)} launches timed, {self.calls} calls)"
         )

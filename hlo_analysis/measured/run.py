@@ -1,0 +1,78 @@
+"""What a capture that ran its program (`capture(measure=True)`) measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hlo_analysis.capture import Capture
+from hlo_analysis.errors import DumpError
+from hlo_analysis.measured.join import join, with_measured
+from hlo_analysis.measured.profile import read_profile
+from hlo_analysis.records import Analysis, Measured
+
+_SLOW_CLOCK = 0.93
+"""Of the highest clock; an H200 under its power limit and at work stays above."""
+
+
+def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
+    """The analysis with what its capture measured; as it is where the capture only compiled."""
+    text = capture.text("run")
+    if text is None:
+        return analysis
+    run = json.loads(text)
+    if "error" in run:
+        return _noted(analysis, f"Not measured: the program failed as it ran: {run['error']}")
+    provenance = analysis.provenance
+    gpu: Mapping[str, str] = run["gpu"]
+    measured = Measured(
+        device=run["device"],
+        source="a profiled run",
+        created=provenance.created,
+        calls=0,
+        kernel_us=None,
+        wall_us=run["wall_us"],
+        compile_seconds=run["compile_seconds"],
+        peak_bytes=run["peak_bytes"],
+        environment=(*provenance.versions, *gpu.items()),
+        notes=_doubts(gpu),
+    )
+    profile = capture.file("profile")
+    try:
+        if profile is None:
+            raise DumpError("the profiler wrote nothing")
+        joined = join(analysis, read_profile(profile))
+        measured = replace(
+            measured,
+            calls=joined.calls,
+            kernel_us=joined.kernel_us,
+            gap_us=joined.gap_us,
+            launches=joined.launches,
+        )
+    except DumpError as error:
+        measured = replace(
+            measured,
+            notes=(
+                *measured.notes,
+                f"Only the wall clock was measured: {str(error).replace(str(profile), 'the profile')}.",
+            ),
+        )
+    return with_measured(analysis, measured)
+
+
+def _noted(analysis: Analysis, note: str) -> Analysis:
+    return replace(analysis, provenance=replace(analysis.provenance, notes=(*analysis.provenance.notes, note)))
+
+
+def _doubts(gpu: Mapping[str, str]) -> tuple[str, ...]:
+    """What the GPU's clock and power say against the numbers."""
+    try:
+        clock, most = float(gpu["sm_clock_mhz"]), float(gpu["max_sm_clock_mhz"])
+        power, limit = float(gpu["power_watts"]), float(gpu["power_limit_watts"])
+    except (KeyError, ValueError):  # no nvidia-smi, or "[N/A]"
+        return ()
+    if clock >= _SLOW_CLOCK * most:
+        return ()
+    why = "its power limit" if power >= 0.95 * limit else "something other than power: heat, or another's settings"
+    return (f"The GPU ran at {clock:.0f} of {most:.0f} MHz ({power:.0f} of {limit:.0f} W): lowered by {why}.",)
