@@ -1,6 +1,6 @@
 # Two commands: `make report` and `make test`. Each works on a fresh clone, alone and in any order.
 .DEFAULT_GOAL := help
-.PHONY: help report test lint format docs bench-parser notebooks results clean
+.PHONY: help report test test-all mutations lint format docs bench-parser notebooks results clean
 SHELL := /bin/bash
 PY := .venv/bin/python
 # A machine without a GPU needs no CUDA client; on one with a GPU say JAX_PLATFORMS= make test.
@@ -14,7 +14,8 @@ DEV := .venv/.installed-dev
 
 help:
 	@echo "make report        what XLA makes of a Llama-size block on an H200, as a page: $(OUT)/report.html"
-	@echo "make test          the tests (no GPU needed)"
+	@echo "make test          the tests but for slow ones: minutes (no GPU needed)"
+	@echo "make test-all      all tests, and ten faults that they must catch: make mutations"
 	@echo "make smoke-jax0.12 some tests with jax 0.12, or 0.11: versions from constraints-jax0.12.txt"
 	@echo "make lint          ruff and pyright"
 	@echo "make docs          the documentation: build/site/index.html"
@@ -35,8 +36,15 @@ report: $(RUN)
 	$(PY) -m xlafuse.cli report --block llama3-8b --shape 2x4096 --target h200 -o $(OUT) $(REPORT_ARGS)
 
 test: $(DEV)
+	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels -m "not slow"
+	$(PY) -m pytest -n 2 --dist worksteal tests/kernels -m "not slow"
+
+test-all: $(DEV)
 	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels
 	$(PY) -m pytest -n 2 --dist worksteal tests/kernels
+
+mutations: $(DEV)
+	$(PY) scripts/mutations.py
 
 # Another version of jax lies in a folder in front of the environment's own.
 build/jax%/.installed: constraints-jax%.txt

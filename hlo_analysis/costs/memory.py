@@ -1,4 +1,4 @@
-"""Memory of a program from XLA's buffer assignment."""
+"""Reads the memory of a program from XLA's buffer assignment."""
 
 from __future__ import annotations
 

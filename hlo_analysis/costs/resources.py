@@ -1,4 +1,4 @@
-"""Registers, spills and launch dimensions of kernels, from what ptxas and Mosaic said while the program compiled."""
+"""Joins registers, spills and launch dimensions, as ptxas and Mosaic printed them, to launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least time that a launch can take on a device, and what XLA's own cost model says of it."""
+"""Computes the least time of a launch on a device, and reads what XLA's own cost model says of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed set of reasons for which two launches stayed apart, and the way from XLA's words to it.
+"""The closed set of reasons why two launches stay apart, and the rules that sort XLA's messages into it.
 
 XLA explains itself in free text that changes between versions. A report groups by category and quotes the text: a text
 that is not known lands in `OTHER_RULE`, verbatim, never in a wrong group.

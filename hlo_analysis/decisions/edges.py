@@ -1,4 +1,4 @@
-"""Data edges between launches: what one writes and another reads, bitcasts and tuples looked through."""
+"""Data edges between launches: one writes what another reads, with bitcasts and tuples skipped."""
 
 from __future__ import annotations
 

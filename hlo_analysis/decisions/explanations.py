@@ -1,4 +1,4 @@
-"""A verdict on an edge with its reason: the compiler's own words, or ours in brackets."""
+"""The verdict on an edge and its reason: in XLA's words, or in ours between brackets."""
 
 from __future__ import annotations
 

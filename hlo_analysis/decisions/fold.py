@@ -1,4 +1,4 @@
-"""Fold the steps of priority fusion into what became of each instruction, and the pass's last word on the rest.
+"""Folds the steps of priority fusion into what became of each instruction, and the last verdict on the rest.
 
 A producer that is refused early may be fused later, and one that is priced may be fused, refused or both afterwards:
 only the state at the end of the pass explains the program. So the steps are replayed in order.

@@ -1,4 +1,4 @@
-"""What an instruction is to XLA's fusion passes: a matrix product, a library call, a kernel from outside, or other."""
+"""The role of an instruction in XLA's fusion passes: a matrix product, a library call, a custom kernel, or other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why two launches of the final module stayed apart: the best word that any pass left about the edge between them."""
+"""Explains why two launches of the final module stayed apart, from what the passes recorded about their edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a value costs: bytes, the time that launches wait for them, and the record of it."""
+"""Prices a missed fusion: bytes, the time that launches wait for them, and the record of both."""
 
 from __future__ import annotations
 

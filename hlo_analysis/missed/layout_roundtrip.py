@@ -1,4 +1,4 @@
-"""Arguments that are transposed for a part that is new: a cache in another order than its readers take it."""
+"""Finds arguments that are transposed because a part is updated in another layout than readers use: caches."""
 
 from __future__ import annotations
 

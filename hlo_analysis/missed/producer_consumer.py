@@ -1,4 +1,4 @@
-"""Values that one launch writes and another reads: straight, through an update in place, or into a loop."""
+"""Finds values that one launch writes and another reads: directly, through an in-place update, or into a loop."""
 
 from __future__ import annotations
 

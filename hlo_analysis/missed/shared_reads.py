@@ -1,4 +1,4 @@
-"""Values that several launches read where one could have read them once."""
+"""Finds values that several launches read where one launch could read them once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention scores: values of a program that a fused attention kernel would keep on the chip."""
+"""Finds attention scores in HBM: values that a fused attention kernel would keep on the chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that are read again after sums over their rows: a normalization or a softmax in several launches."""
+"""Finds arguments that are read again after row sums: a normalization or a softmax in several launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a value comes from: operands followed back, across loops and branches, to what wrote the bytes."""
+"""Traces a value through operands, loops and branches to the instruction that wrote its bytes."""
 
 from __future__ import annotations
 

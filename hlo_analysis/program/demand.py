@@ -1,4 +1,4 @@
-"""How much of each value a fused computation makes: what its results need, followed back to its parameters.
+"""Counts the elements of each instruction that a fusion computes, propagated from its results to its parameters.
 
 XLA's emitters compute a fusion from its results backwards, so that what stands before a slice is done for the slice
 alone: of `norm(x)[:, -1]` one row a batch is read. A need is so many indices of each dimension; which ones is not

@@ -1,4 +1,4 @@
-"""In-place updates inside a fused computation: chains of them from a result back to the parameter that they update."""
+"""Finds in-place updates in a fused computation: chains from a result back to the parameter that they update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that one launch hands another through HBM."""
+"""Finds the values that one launch writes to HBM and another reads."""
 
 from __future__ import annotations
 

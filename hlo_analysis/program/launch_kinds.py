@@ -1,4 +1,4 @@
-"""What makes a launch: the XLA emitter, code generator, library or kernel of ours behind a thunk."""
+"""Names what made a launch: an XLA emitter, a code generator, a library, or one of our kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program: its launches, what is between them, and what both were read off."""
+"""The analysis of one program: its launches, the edges between them, and its sources."""
 
 from __future__ import annotations
 

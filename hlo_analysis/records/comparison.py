@@ -1,4 +1,4 @@
-"""Strategies on one program, side by side."""
+"""Strategies for one program, side by side."""
 
 from __future__ import annotations
 

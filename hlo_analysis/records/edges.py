@@ -1,4 +1,4 @@
-"""What is between launches: the compiler's decisions, values that go through memory, and those that need not."""
+"""Records of what lies between launches: XLA's decisions, intermediate values, and missed fusions."""
 
 from __future__ import annotations
 

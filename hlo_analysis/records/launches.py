@@ -1,4 +1,4 @@
-"""A kernel, and what it reads and writes: a row of the launch table."""
+"""A row of the launch table: a kernel, what it reads and what it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says to do about what goes into a convolution of cuDNN's, or comes out of it."""
+"""Texts of the remedies for the inputs and results of a cuDNN convolution."""
 
 from __future__ import annotations
 

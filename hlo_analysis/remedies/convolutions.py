@@ -1,4 +1,4 @@
-"""The remedy where one end is a convolution of cuDNN's that there is another way to write."""
+"""Chooses the remedy next to a cuDNN convolution that can be written in another way."""
 
 from __future__ import annotations
 

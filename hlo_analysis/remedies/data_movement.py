@@ -1,4 +1,4 @@
-"""The remedy where one end changes no value: it casts, fills, sorts, cuts, joins or transposes."""
+"""Chooses the remedy next to a launch that only moves data: casts, fills, sorts, slices, joins, transposes."""
 
 from __future__ import annotations
 

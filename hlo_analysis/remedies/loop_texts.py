@@ -1,4 +1,4 @@
-"""What a report says to do about what a loop hands its next run, and what goes into a loop or comes out of it."""
+"""Texts of the remedies for values that a loop carries, takes or returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of low rank that correct another: `x @ w + (x @ a) @ b`, as low-rank adaptation (LoRA) trains it."""
+"""Finds low-rank corrections of a product, `x @ w + (x @ a) @ b`, as low-rank adaptation (LoRA) trains them."""
 
 from __future__ import annotations
 

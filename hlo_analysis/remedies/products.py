@@ -1,4 +1,4 @@
-"""The remedy where one end is a matrix product."""
+"""Chooses the remedy next to a matrix product."""
 
 from __future__ import annotations
 

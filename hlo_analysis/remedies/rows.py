@@ -1,4 +1,4 @@
-"""The remedy of element-wise work and reductions of rows."""
+"""Chooses the remedy for element-wise work and reductions of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launch table, with who reads what."""
+"""The launch table, with the readers of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says to do about a missed fusion; the modules beside this one choose among these."""
+"""Texts of the remedies for missed fusions; the modules beside this one choose among them."""
 
 from __future__ import annotations
 

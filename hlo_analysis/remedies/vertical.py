@@ -1,4 +1,4 @@
-"""The remedy for a value that one launch writes and others read."""
+"""Chooses the remedy for a value that one launch writes and others read."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from hlo_analysis.hlo import parse_module
 NAMES = (*PROGRAMS, "collectives", "partitioned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("program", NAMES)
 def test_agrees_with_jaxlib(texts, platform, program):

@@ -14,10 +14,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import interpreter_programs
+import compiled_kernels
 import jax
 from jax._src.core import jaxprs_in_params
 from jax._src.mesh import AbstractDevice
@@ -38,8 +38,8 @@ HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 SHUFFLED = re.compile(r"shfl\.sync\.bfly\.b32\s+(%\w+),")
 ADDED_TO_A_PRODUCT = re.compile(r"fma\.rn\.f32\s+%\w+, \S+, \S+, (%\w+);")
 
-_known: dict[Hashable, dict[str, Any]] = {}
-"""What ptxas said in this process: most operations call some kernel in several of their cases."""
+_known: dict[str, dict[str, Any]] = {}
+"""What ptxas said, by `compiled_kernels.digest_of`: most operations call some kernel in several of their cases."""
 
 _by_hash: dict[str, dict[str, Any]] = {}
 """The same by Mosaic GPU's hash of a kernel. XLA compiles each hash once a process; with jax 0.12 different jaxprs of
@@ -67,6 +67,15 @@ def compile_operation(name: str, part: int = 0, parts: int = 1, *, with_variants
         for phase, variant, function, arguments in cases(op, spec, with_variants=with_variants)
         for kernel in compile_kernels(function, *arguments)
     ]
+
+
+def recorded_operation(name: str, part: int, parts: int) -> list[dict[str, Any]]:
+    """`compile_operation`, which compiles only kernels that are not in their record, and brings that up to date."""
+    record = f"{name}-{part}" if parts > 1 else name
+    _known.update(compiled_kernels.read(record))
+    kernels = compile_operation(name, part, parts)
+    compiled_kernels.write(record, {each["digest"]: _known[each["digest"]] for each in kernels})
+    return kernels
 
 
 def cases(op: OpSpec, spec: ArgSpec, *, with_variants: bool) -> Iterator[Case]:
@@ -103,11 +112,11 @@ def compile_kernels(function: Callable[..., Any], *structs: Any) -> list[dict[st
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*structs).jaxpr.jaxpr
         used, _ = dce_jaxpr(traced, [True] * len(traced.outvars))
-        calls = {key_of(call): call for call in kernel_calls(used)}
-        missing = {key: call for key, call in calls.items() if key not in _known}
+        calls = {compiled_kernels.digest_of(call): call for call in kernel_calls(used)}
+        missing = {digest: call for digest, call in calls.items() if digest not in _known}
         if missing:
             _known.update(zip(missing, compiled(list(missing.values()), sharding), strict=True))
-    return [dict(_known[key]) for key in calls]
+    return [{"digest": digest, **_known[digest]} for digest in calls]
 
 
 def compiled(calls: Sequence[Any], sharding: SingleDeviceSharding) -> list[dict[str, Any]]:
@@ -140,11 +149,6 @@ def kernel_calls(jaxpr: Any) -> Iterator[Any]:
         else:
             for inner in jaxprs_in_params(equation.params):
                 yield from kernel_calls(inner)
-
-
-def key_of(call: Any) -> Hashable:
-    """What calls of one kernel share, also in functions that are traced apart."""
-    return interpreter_programs.key_of((call.params, [v.aval for v in call.invars]))
 
 
 def struct_of(aval: Any, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:

@@ -71,7 +71,7 @@ def _key(value: Any, names: dict[Any, int]) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return type(value), value
 
 
@@ -83,17 +83,17 @@ def _key_of_jaxpr(jaxpr: Any, names: dict[Any, int]) -> Hashable:
         (each.primitive, _key(each.params, names), *(_key(vs, names) for vs in (each.invars, each.outvars)), each.ctx)
         for each in jaxpr.eqns
     )
-    return "jaxpr", variables, equations, _key(jaxpr.outvars, names), *map(_Same, constants)
+    return "jaxpr", variables, equations, _key(jaxpr.outvars, names), *map(Same, constants)
 
 
-class _Same:
+class Same:
     """Equal to itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
