@@ -22,8 +22,8 @@ from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of
 from pallas_kernels.ops.attention.reference import FORMS, attention_reference
+from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
-from pallas_kernels.ops.attention.tiles.scores import capped
 from pallas_kernels.ops.decode_attention import plan as decoding
 from pallas_kernels.specs import plain, seeds_of
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention, testing
-from pallas_kernels.ops.attention.backward.config import FusedConfig, backward_config
+from pallas_kernels.ops.attention.backward.config import backward_config
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
@@ -33,27 +33,15 @@ NOTHING = {
 }
 
 FUSED = {
-    "causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True, "softcap": 4.0}),
-    "causal, more queries": ((1, 200, 136, 2, 1, 128), {"is_causal": True}),
+    "causal, two tiles of keys": ((1, 136, 136, 2, 1, 128), {"is_causal": True}),
+    "causal, more queries": ((1, 264, 256, 2, 1, 64), {"is_causal": True}),
     "three tiles of queries": ((1, 136, 136, 1, 1, 128), {}),
-    "causal, head size 64": ((1, 200, 136, 1, 1, 64), {"is_causal": True}),
+    "causal, head size 64": ((1, 136, 200, 1, 1, 64), {"is_causal": True}),
     "head size 64": ((1, 136, 64, 1, 1, 64), {}),
     "causal, head size 96": ((1, 136, 136, 2, 1, 96), {"is_causal": True}),
-    "head size 80": ((1, 72, 130, 2, 1, 80), {}),
-    "parts, padded, head size 96": ((1, 75, 133, 4, 1, 96), {}),
+    "parts, odd tiles, head size 96": ((1, 75, 133, 4, 1, 96), {}),
     "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
     "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
-}
-
-FORMS = {
-    "three tiles of queries": FusedConfig(waves=0, finishers=True, overlaps=True, warps_apart=True),
-    "causal, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True),
-    "head size 64": FusedConfig(waves=0, finishers=True, warps_apart=True),
-    "causal, head size 96": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
-    "head size 80": FusedConfig(waves=0, finishers=True, overlaps=True, warps_apart=True),
-    "parts, padded, head size 96": FusedConfig(waves=0, finishers=True, warps_apart=True, parts=2, pads=True),
-    "causal, two odd tiles": FusedConfig(heads_inside=True, overlaps=True, warps_apart=True),
-    "causal, parts, head size 64": FusedConfig(heads_inside=True, overlaps=True, halves=True, parts=2),
 }
 
 SHORT = {
@@ -180,7 +168,7 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
     config = backward_config(64)
     config = replace(
         config,
-        keys=replace(config.keys, overlaps=True, waves=1),
+        keys=replace(config.keys, overlaps=True),
         queries=replace(config.queries, columns=64, overlaps=True),
     )
     check("causal, grouped heads, fewer queries", seed, config=config, dtype=jnp.float16, with_dlse=True)
@@ -206,32 +194,14 @@ def test_gradients_of_short_lengths(name, seed):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_one_kernel_adds_in_order(seed, monkeypatch):
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_by_one_kernel(name, seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    outside, inside = (
-        check("causal, two tiles of keys", seed, config=replace(backward_config(128), fused=fused))
-        for fused in (FusedConfig(), FusedConfig(heads_inside=True, waves=1, overlaps=True))
-    )
-    # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees, in both runs.
-    assert sorted(counts.values()) == [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
-    # Of sums over keys the order is the same; of dkey and dvalue, which are sums over heads and queries, it is not.
-    np.testing.assert_array_equal(inside[0], outside[0])
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("shares", [1, 2])
-def test_one_kernel_with_more_queries_and_a_tile_of_keys_that_is_not_whole(seed, monkeypatch, shares):
-    interpreter_semaphores.extend(monkeypatch)
-    fused = FusedConfig(heads_inside=True, waves=2, shares=shares, overlaps=True, warps_apart=shares == 2)
-    check("causal, more queries", seed, config=replace(backward_config(128), fused=fused))
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_of_one_kernel(name, seed, monkeypatch):
-    interpreter_semaphores.extend(monkeypatch)
-    config = backward_config(FUSED[name][0][-1])
-    check(name, seed, config=replace(config, fused=FORMS[name]))
+    config = replace(backward_config(FUSED[name][0][-1]), fused_parts=2 if "parts" in name else 1)
+    check(name, seed, config=config)
+    if name == "causal, two tiles of keys":
+        # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees.
+        assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -243,18 +213,18 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
     (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 1, 72)), NOTHING, {})
     assert lse.max() < -89
     problem, extras = problem_of(query, key, **NOTHING)
-    config = replace(backward_config(64), fused=FORMS["head size 64"])
+    config = replace(backward_config(64), fused_parts=1)
     got = attention_backward(query, key, value, out, lse, dout, extras, problem=problem, config=config)
     for own, other in zip(got[:3], expected, strict=True):
         np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
 
 
-def copies(seed, fused):
+def copies(seed):
     """The gradients by one kernel as a function of two operands, and two of each."""
     draw = iter(jax.random.split(jax.random.key(seed), 3))
     query, dout = (normal(next(draw), 2, 1, 72, 1, 128) for _ in range(2))
     key = normal(next(draw), 1, 136, 1, 128)
-    config = replace(backward_config(128), fused=fused)
+    config = replace(backward_config(128), fused_parts=1)
 
     def gradients(query, dout):
         problem, extras = problem_of(query, key, **NOTHING)
@@ -267,7 +237,7 @@ def copies(seed, fused):
 @pytest.mark.usefixtures("interpreter")
 def test_copies_of_one_kernel_are_one_launch(seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    gradients, query, dout = copies(seed, FusedConfig())
+    gradients, query, dout = copies(seed)
     together = jax.jit(jax.vmap(gradients))(query, dout)
     # Each copy has two tiles of queries, to which two blocks add.
     assert sorted(counts.values()) == [2] * 4
@@ -278,7 +248,7 @@ def test_copies_of_one_kernel_are_one_launch(seed, monkeypatch):
 
 
 def test_one_kernel_has_no_effects_without_which_checkpoint_would_leave_it_out(seed):
-    gradients, query, dout = copies(seed, FusedConfig())
+    gradients, query, dout = copies(seed)
 
     @jax.grad
     @jax.checkpoint

@@ -10,8 +10,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels.ops.attention.backward.choice import backward_candidates, default_backward
-from pallas_kernels.ops.attention.backward.config import BackwardConfig
+from pallas_kernels.ops.attention.backward.config import BackwardConfig, backward_candidates, default_backward
 from pallas_kernels.ops.attention.problem import Problem, problem_of
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -47,9 +46,8 @@ def chosen(*shape, **given) -> BackwardConfig:
 )  # fmt: skip
 def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
     config = chosen(*shape, is_causal=is_causal)
-    assert (config.fused is not None) == (form == "one")
-    assert (config.fused or config.keys).parts == parts
-    assert config.fused is None or config.keys.parts == 1
+    assert (config.fused_parts is not None) == (form == "one")
+    assert (config.fused_parts or config.keys.parts) == parts
 
 
 @pytest.mark.parametrize(
@@ -60,24 +58,13 @@ def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
 )  # fmt: skip
 def test_blocks_take_several_tiles_of_keys_where_those_have_few_steps(shape, tiles):
     config = chosen(*shape)
-    assert config.fused is None
+    assert config.fused_parts is None
     assert config.keys.tiles == tiles
 
 
 @pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
 def test_blocks_take_several_tiles_of_keys_only_where_all_are_seen(given):
     assert chosen(1, 64, 4096, 12, 12, 64, **given).keys.tiles == 1
-
-
-@pytest.mark.parametrize(
-    ("length", "size", "is_causal", "pads"),
-    [(4098, 96, True, True), (2050, 96, True, False), (3001, 96, False, True), (3000, 96, False, False),
-     (4098, 128, True, False), (4098, 64, False, False)],
-)  # fmt: skip
-def test_arrays_are_padded_where_products_by_narrow_panels_take_longer(length, size, is_causal, pads):
-    fused = chosen(4, length, length, 32, 8, size, is_causal=is_causal).fused
-    assert fused is not None
-    assert fused.pads == pads
 
 
 @pytest.mark.parametrize(
@@ -105,4 +92,4 @@ def test_parts_divide_the_group_in_every_candidate():
             with jax.sharding.use_abstract_mesh(MESH):
                 candidates = backward_candidates(problem)
             for config in candidates.values():
-                assert problem.group % (config.fused or config.keys).parts == 0
+                assert problem.group % (config.fused_parts or config.keys.parts) == 0

@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import recorded_choices, testing
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.backward.choice import (
-    backward_candidates,
+from pallas_kernels.ops.attention.backward.config import (
     default_backward,
     two_kernels,
 )
@@ -186,14 +185,7 @@ def test_more_blocks_where_keys_make_few(given, parts, columns):
 def test_one_backward_kernel_where_its_blocks_are_many(given, is_one):
     problem = described(**{**LLAMA, "keys": given["queries"], **given})
     with jax.sharding.use_abstract_mesh(MESH):
-        assert (default_backward(problem).fused is not None) == is_one
-
-
-def test_short_windows_have_blocks_of_64_keys_where_all_run_at_once():
-    for length, columns in ((300, 64), (1024, 128)):
-        problem = described(**{**LLAMA, "batch": 2, "queries": length, "keys": length, "window": 100})
-        with jax.sharding.use_abstract_mesh(MESH):
-            assert default_backward(problem).keys.columns == columns
+        assert (default_backward(problem).fused_parts is not None) == is_one
 
 
 @pytest.mark.parametrize(
@@ -239,12 +231,6 @@ def test_one_warpgroup_gives_what_all_scores_give(seed):
     want, want_lse = attention_reference(*operands, is_causal=True, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
-
-
-@pytest.mark.parametrize(("queries", "is_padded"), [(4098, True), (4096, False)])
-def test_padding_is_worth_measuring_for_lengths_that_are_no_whole_groups(queries, is_padded):
-    candidates = backward_candidates(described(**{**LLAMA, "queries": queries, "keys": queries, "size": 96}))
-    assert any(config.fused is not None and config.fused.pads for config in candidates.values()) == is_padded
 
 
 @pytest.mark.parametrize(

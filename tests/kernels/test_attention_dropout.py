@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from draws import normal
 
+from pallas_kernels.ops.attention.dropout import Grid, keep_mask, packed_unit, with_kept
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.ops.attention.tiles.dropout import Grid, keep_mask, packed_unit, with_kept
 from pallas_kernels.primitives.random import key_words, mixed_words
 from pallas_kernels.specs import seeds_of
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import REGISTRY, tuning
-from pallas_kernels.ops.attention.backward import choice as backward_choice
+from pallas_kernels.ops.attention.backward import config as backward_choice
 from pallas_kernels.ops.attention.forward import config as attention
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
@@ -86,17 +86,15 @@ def test_attention_looks_up_both_passes(own):
         batch=4, heads=32, key_heads=8, head_size=128, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
     )
     assert attention.known(problem) == known
-    forward, backward = "no ping-pong", "one kernel, 4 waves"
+    forward, backward = "no ping-pong", "two kernels"
     with jax.sharding.use_abstract_mesh(MESH):
         assert attention.tuned_forward(problem) == attention.default_forward(problem)
         assert backward_choice.tuned_backward(problem) == backward_choice.default_backward(problem)
         for phase, variant in (("forward", forward), ("backward", backward)):
             tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
         assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
-        fused = backward_choice.tuned_backward(problem).fused
-        untuned = backward_choice.default_backward(problem).fused
-        assert fused is not None
-        assert untuned == replace(fused, waves=2)
+        assert backward_choice.tuned_backward(problem).fused_parts is None
+        assert backward_choice.default_backward(problem).fused_parts == 1
 
 
 def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
@@ -107,11 +105,10 @@ def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
     key = tuning.key_of("attention", "backward", attention.known(problem))
     with jax.sharding.use_abstract_mesh(MESH):
         untuned = backward_choice.tuned_backward(problem)
-        tuning.add(own, KIND, {key: entry(variant="one kernel, 4 waves")})
-        tuned = backward_choice.tuned_backward(problem).fused
+        tuning.add(own, KIND, {key: entry(variant="two kernels")})
+        tuned = backward_choice.tuned_backward(problem)
     assert untuned == backward_choice.default_backward(replace(problem, masking=replace(masking, keys=896)))
-    assert tuned is not None
-    assert tuned.waves == 4
+    assert (untuned.fused_parts, tuned.fused_parts) == (1, None)
 
 
 def test_the_users_entries_go_before_the_shipped(own):

@@ -1,5 +1,6 @@
-"""Flash attention: softmax(query @ key.T + what masks it) @ value in one launch, and its gradient.
+"""Flash attention: softmax(query @ key.T + bias) @ value in one launch, and its gradient.
 
-`api` checks, chooses and differentiates; `mosaic_gpu` launches the kernel of `forward`, `mosaic_gpu_vjp` those of
-`backward`; `tiles` has what kernels of both passes do with a tile of scores.
+`api` checks, chooses an implementation and differentiates; `forward` and `backward` have the kernels of the two passes,
+each with a `config` that chooses how a problem is cut. What both passes do with a tile of scores is in `scores`,
+`masking`, `dropout` and `row_tiles`.
 """

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.ops.attention.dropout import keep_mask
 from pallas_kernels.ops.attention.problem import Segments, Window, masking_of, segments_of
-from pallas_kernels.ops.attention.tiles.dropout import keep_mask
 from pallas_kernels.specs import Arguments
 
 SCORES_BYTES = 16 * 2**30

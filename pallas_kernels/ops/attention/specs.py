@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.backward.choice import backward_candidates
+from pallas_kernels.ops.attention.backward.config import backward_candidates
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward

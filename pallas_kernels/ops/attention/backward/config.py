@@ -1,60 +1,55 @@
-"""How the backward pass is cut up: tiles, stages and registers, by head size."""
+"""The backward pass's configuration: one kernel or two, tiles, stages, and shares of work. See TUNING.md."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
+from pallas_kernels import tuning
+from pallas_kernels.ops.attention.forward.config import known
+from pallas_kernels.ops.attention.gqa_packing import can_pack, packed
 from pallas_kernels.ops.attention.problem import Problem
-
-COLUMNS = 64
-"""Head sizes but 96 are padded to whole multiples of the 128 bytes over which TMA swizzles 16-bit values."""
+from pallas_kernels.primitives.platform import target_device
 
 WARPGROUP_ROWS = 64
-"""Of an accumulator of one warpgroup."""
+"""Rows of an accumulator of one warpgroup."""
+WARPGROUPS = 2
+"""Consumer warpgroups of the kernel of dkey and dvalue, and of the fused one."""
+KEY_ROWS = 64
+"""Queries a step of the kernel of dkey and dvalue."""
+FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
+"""Keys of a block of the fused kernel."""
+FUSED_ROWS = {64: 128, 96: 64, 128: 64}
+"""Queries a step of the fused kernel, by head size: as many as there are registers for."""
+WAVES = 2
+"""Blocks are taken in sections of so many times those that run at once, see `block_place`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeysConfig:
     """The kernel of dkey and dvalue: a block holds some keys and goes over the queries that see them.
 
-    shares_keys: the two computing warpgroups have 64 keys each and both results of them. Else both have the same 64
+    shares_keys: the two consumer warpgroups have 64 keys each and both results of them. Else both have the same 64
         keys, one makes dvalue and the other dkey, and the scores are computed twice: for large heads, whose
-        accumulators would not fit in registers otherwise.
-    rows: queries a step.
+        accumulators would not fit in registers otherwise, and for more blocks.
     stages: steps of queries in shared memory at once.
-    waves: blocks are taken in sections of so many times those that run at once; 0: of what the L2 cache holds. See
-        `block_place`.
     overlaps: whether a step's last products may be unfinished when the next step's begin.
     parts: blocks that share a group's heads; a divisor of their number. Each rounds the sums of its own heads, and XLA
-        adds them up: for keys that make too few blocks. 1: all heads of a group are summed in the accumulators.
-    tiles: of keys, that a block takes one after the other: with more than one, keys are brought while those before them
-        are computed with, for queries that are few, and see all of many keys. Takes `shares_keys`.
-    memory_registers, compute_registers: of a thread of the warpgroup that brings queries, and of the others. One of
-        the former and two of the latter are at most 504, three times the 168 that a thread begins with: a warpgroup
-        that asks for more than are left waits for ever.
+        adds them up. 1: all heads of a group are summed in the accumulators.
+    tiles: of keys, that a block takes one after the other, the next one's keys loading meanwhile: for few queries that
+        see all of many keys. Takes `shares_keys`.
     """
 
     shares_keys: bool = True
-    rows: int = 64
     stages: int = 2
-    waves: int = 2
     overlaps: bool = False
     parts: int = 1
     tiles: int = 1
-    memory_registers: int = 24
-    compute_registers: int = 240
-    automatic_barriers: bool = True
-
-    @property
-    def warpgroups(self) -> int:
-        """That compute."""
-        return 2
 
     @property
     def columns(self) -> int:
         """Keys of a block."""
-        return WARPGROUP_ROWS * (self.warpgroups if self.shares_keys else 1)
+        return WARPGROUP_ROWS * (WARPGROUPS if self.shares_keys else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +68,6 @@ class QueriesConfig:
     slots: int = 4
     overlaps: bool = False
     parts: int = 1
-    memory_registers: int = 24
-    compute_registers: int = 240
-    automatic_barriers: bool = True
 
     @property
     def rows(self) -> int:
@@ -84,89 +76,241 @@ class QueriesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedConfig:
-    """The kernel that makes all three gradients.
-
-    stages, waves, parts: as in `KeysConfig`.
-    heads_inside: whether a block goes over the heads of a group for each tile of queries; else over all tiles for each
-        head. A block comes to a tile of any head after so many steps as the block that it waits for, then: under a
-        causal mask, short blocks need not wait for long ones to come to the group's last head.
-    shares: of dquery, in shared memory at once: with two, a block computes on while it waits for its turn to add one.
-    finishers: whether more blocks make dquery of the sums, see `fused.finish`; else the last block that has a share
-        of it does, without storing a sum of its own.
-    overlaps: whether a step's product for dkey may be unfinished when the next step's products begin, where that step's
-        tile is not masked: there are no registers for a mask beside it.
-    halves: with a head size of 64, whether scores are computed of half of a step's 128 queries after the other: it
-        takes fewer registers, and masked steps are taken so at any rate.
-    warps_apart: whether one warp brings queries, and for each of the shares there is another one that adds it: queries
-        come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it all.
-    pads: whether arrays whose lengths are no whole groups of eight rows are padded before, and results cut behind. Else
-        their tiles lie in panels, of 32 columns with a head size of 96, for which products take longer.
-    automatic_barriers: of a warpgroup's threads around each store, by Pallas. The kernel needs none: what a warpgroup
-        stores is read by TMA or by products, after `commit_smem`; or by its own threads, after one of the block's
-        barriers, at which all of them arrive.
-    """
-
-    stages: int = 2
-    waves: int = 2
-    heads_inside: bool = False
-    shares: int = 2
-    finishers: bool = False
-    overlaps: bool = False
-    halves: bool = False
-    warps_apart: bool = False
-    parts: int = 1
-    pads: bool = False
-    memory_registers: int = 24
-    compute_registers: int = 240
-    automatic_barriers: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Of both kernels, and of the one that takes their place where it can, if any.
+    """The two kernels' configurations, and whether the fused one takes their place.
 
+    fused_parts: blocks of the fused kernel that share a group's heads, as `KeysConfig.parts`; None: two kernels run.
     packs: whether the queries of a group's heads are rows of one tile, where they can be; see `gqa_packing`.
     """
 
     keys: KeysConfig
     queries: QueriesConfig
-    fused: FusedConfig | None = None
+    fused_parts: int | None = None
     packs: bool = False
 
 
 def columns_at_once(size: int) -> int:
-    """Of tiles of rows of that size, so many that they lie together, for work that takes fewer registers so."""
-    return math.gcd(size, COLUMNS)
-
-
-def padded_head(head_size: int) -> int:
-    """The head size in shared memory: of 96 columns, TMA swizzles 32 at a time."""
-    return 96 if COLUMNS < head_size <= 96 else -(-head_size // COLUMNS) * COLUMNS
+    """Columns of a tile that lie together in shared memory: work on so many at a time takes fewer registers."""
+    return math.gcd(size, 64)
 
 
 def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
-    """The configuration for a head size; see TUNING.md.
+    """The configuration of two kernels by head size.
 
-    features: how many there are of softcap, dropout, segments and a dense mask or bias. Each takes registers, so that
-    other things have to take fewer.
+    features: how many there are of softcap, dropout, segments and a dense mask or bias. Each takes registers.
     """
-    size = padded_head(head_size)
-    if size <= 64:
+    if head_size <= 64:
         return BackwardConfig(keys=KeysConfig(stages=3), queries=QueriesConfig(slots=6))
-    if size <= 128:
+    if head_size <= 128:
         queries = QueriesConfig(columns=64, slots=8, overlaps=True) if features else QueriesConfig()
         return BackwardConfig(keys=KeysConfig(shares_keys=features < 2), queries=queries)
-    slots = 4 if size <= 192 else 3
+    slots = 4 if head_size <= 192 else 3
     return BackwardConfig(keys=KeysConfig(shares_keys=False), queries=QueriesConfig(columns=64, slots=slots))
 
 
-def one_warpgroup(queries: QueriesConfig) -> QueriesConfig:
-    """The same with blocks of 64 queries."""
-    return replace(queries, warpgroups=1, memory_registers=40, compute_registers=232)
-
-
 def features_of(problem: Problem) -> int:
-    """How many of them a launch has."""
+    """How many features `backward_config` has to leave registers for."""
     has = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)
     return sum(map(bool, has))
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether queries see all keys, or all up to their own, and nothing else changes scores or weights."""
+    masking = problem.masking
+    return not features_of(problem) and masking.left is None and masking.right in (None, 0)
+
+
+_ROUNDS = 1.3
+"""Blocks for each multiprocessor with which the longest one under a causal mask takes no longer than all together."""
+_GAIN = 0.87
+"""Without a mask, more parts are taken where they leave at most this share of the rounds' time."""
+_SPARED = 3
+"""Steps fewer that a block of dquery must have: XLA's addition takes as long as one or two."""
+_SMALL_HEAD = 128
+"""Larger heads leave registers for no more than they have."""
+_MOST_STEPS = 8
+"""Steps of a tile of keys up to which blocks that take several tiles were measured."""
+_SHORT_FROM, _SHORT_TO = 8, 2048
+"""Lengths with which more blocks are made of the same work."""
+_UNEVEN_KEYS = 512
+"""From so many keys on, blocks under a causal mask differ by more than a second round of them costs."""
+_TWO_TILES = 256
+"""With more keys, smaller blocks under a causal mask gain more than a second round of them costs."""
+_ONE_STEP = 128
+"""Keys with which a block of one warpgroup does not spill under a causal mask."""
+_LONG = 2048
+"""From which on blocks of two kernels share a group's heads as those of the fused one do."""
+
+
+def parts_of_heads(problem: Problem, columns: int) -> int:
+    """Blocks of `columns` keys that share the heads of a group, where all heads would make few blocks."""
+    masking, cores = problem.masking, target_device().core_count
+    keys = masking.keys if masking.right is None else min(masking.keys, masking.queries)
+    blocks = problem.batch * problem.key_heads * -(-keys // columns)
+    divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    if masking.right is not None:
+        return next((n for n in divisors if n * blocks >= _ROUNDS * cores), problem.group)
+    best, least = 1, -(-blocks // cores)
+    for n in divisors[1:]:
+        rounds = -(-n * blocks // cores) / n
+        if rounds <= _GAIN * least:
+            best, least = n, rounds
+    return best
+
+
+def two_kernels(problem: Problem) -> BackwardConfig:
+    """The untuned choice of two kernels."""
+    masking = problem.masking
+    config = backward_config(problem.head_size, features=features_of(problem))
+    if is_plain(problem) and problem.head_size <= 64:
+        config = replace(config, keys=replace(config.keys, overlaps=True))
+    config = _split_keys(problem, _for_short_lengths(problem, config))
+    if is_plain(problem) and max(masking.queries, masking.keys) >= _LONG and not config.packs:
+        parts = max(config.keys.parts, parts_of_heads(problem, config.keys.columns))
+        config = replace(config, keys=replace(config.keys, parts=parts))
+    return _tiles_in_turn(problem, config)
+
+
+def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    """config with more blocks where there are few, or with a group's queries in one tile where those are few."""
+    masking, keys, queries = problem.masking, config.keys, config.queries
+    if can_pack(problem):
+        # A second warpgroup would have no queries.
+        warpgroups = 1 if packed(problem).masking.queries <= WARPGROUP_ROWS else queries.warpgroups
+        return replace(config, queries=replace(queries, warpgroups=warpgroups), packs=True)
+    lengths = (masking.queries, masking.keys)
+    if not is_plain(problem) or min(lengths) < _SHORT_FROM or max(lengths) > _SHORT_TO:
+        return config
+    if max(lengths) == _SHORT_TO and not masking.is_causal:
+        return config  # The fused kernel takes them.
+    # Blocks of this kernel and of the other.
+    cores = target_device().core_count
+    most = cores * (2 if masking.is_causal and masking.keys >= _UNEVEN_KEYS else 1)
+    lanes = problem.batch * problem.key_heads
+    blocks = lanes * -(-masking.keys // keys.columns)
+    parts = max((n for n in range(1, most // blocks + 1) if problem.group % n == 0), default=1)
+    halves = replace(keys, shares_keys=False)
+    most = cores * (2 if masking.is_causal and masking.keys > _TWO_TILES else 1)
+    if parts * lanes * -(-masking.keys // halves.columns) <= most:
+        keys = halves
+    query_blocks = problem.batch * problem.heads * -(-masking.queries // WARPGROUP_ROWS)
+    # A second warpgroup would have no queries, or blocks of one are more and no more than run at once.
+    is_one = masking.queries <= WARPGROUP_ROWS or (masking.keys <= _ONE_STEP and query_blocks <= cores)
+    if problem.head_size <= _SMALL_HEAD and is_one:
+        queries = replace(queries, warpgroups=1)
+    return replace(config, keys=replace(keys, parts=parts), queries=queries)
+
+
+def _split_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    """config with blocks of dquery that share keys, where blocks are few and all see all of many keys."""
+    masking, queries = problem.masking, config.queries
+    if not is_plain(problem) or masking.has_band or problem.head_size > _SMALL_HEAD:
+        return config
+    own = packed(problem) if config.packs else problem
+    lanes, cores = own.batch * own.heads, target_device().core_count
+    rows = -(-own.masking.queries // WARPGROUP_ROWS)
+    # Two warpgroups have no more rows then, and take half of the steps.
+    is_even = rows % 2 == 0 and problem.head_size != 96
+    if lanes * rows * 2 <= cores and not is_even:
+        queries = replace(queries, warpgroups=1)
+    blocks, tiles = lanes * -(-own.masking.queries // queries.rows), -(-masking.keys // queries.columns)
+    each = -(-tiles // max(1, min(tiles, cores // max(1, blocks))))
+    if tiles - each < _SPARED:
+        return config
+    return replace(config, queries=replace(queries, parts=-(-tiles // each)))
+
+
+def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    """config with blocks that take several tiles of keys, where tiles are more than run at once and have few steps.
+
+    As many as can be at no more rounds of tiles.
+    """
+    own = packed(problem) if config.packs else problem
+    masking, keys, cores = own.masking, config.keys, target_device().core_count
+    steps = own.group // keys.parts * -(-masking.queries // KEY_ROWS)
+    if features_of(problem) or masking.has_band or not keys.shares_keys or steps > _MOST_STEPS:
+        return config
+    lanes, tiles = own.batch * own.key_heads * keys.parts, -(-masking.keys // keys.columns)
+    most = min(tiles, -(-lanes * tiles // cores))
+    rounds = {n: n * -(-lanes * -(-tiles // n) // cores) for n in range(1, most + 1)}
+    best = max(n for n in rounds if rounds[n] == min(rounds.values()))
+    return replace(config, keys=replace(keys, tiles=best))
+
+
+_LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
+"""Lengths for which the fused kernel is taken; the longest one under a causal mask by head size: blocks wait for each
+other there, the more the longer."""
+_MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
+"""Blocks of the fused kernel, none of which share a group, with which it was faster from `_LEAST` on under a causal
+mask, by head size."""
+_LONG_ALONE = 1200
+"""From which on it was faster with fewer blocks."""
+_STEPS_PER_TILE = {True: 2.4, False: 0.9}
+"""Causal or not: steps of a multiprocessor for each tile of a lane's keys that make the fused kernel faster, although
+its blocks wait for each other in a row, or add to two sums."""
+_STEPS = {64: 70, 96: 140, 128: 140}
+"""Steps of a multiprocessor times tiles of a lane's keys, by head size, that make it faster without a mask: XLA has
+three kernels more to run, and the fewer tiles, the more of the time goes to sums."""
+_STEPS_OF_PARTS = {64: 70, 96: 300, 128: 300}
+"""Likewise where blocks share a group's heads: those of two kernels can, too."""
+
+
+def can_fuse(problem: Problem) -> bool:
+    """Whether the fused kernel serves: its registers are full, and a last tile of keys that is masked spills."""
+    masking = problem.masking
+    is_whole = masking.keys % FUSED_KEYS == 0 or masking.right is None or masking.queries <= masking.keys
+    return is_plain(problem) and is_whole and problem.head_size in FUSED_ROWS
+
+
+def is_faster_fused(problem: Problem, parts: int) -> bool:
+    """Whether there is so much to do that the fused kernel is faster; parts: blocks that share a group's heads."""
+    masking, size = problem.masking, problem.head_size
+    lengths = (masking.queries, masking.keys)
+    if min(lengths) < _LEAST or (masking.is_causal and max(lengths) > _MOST[size]):
+        return False
+    blocks = problem.batch * problem.key_heads * -(-masking.keys // FUSED_KEYS)
+    has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[size]
+    if masking.is_causal and parts == 1 and has_many:
+        return True
+    keys, pairs = masking.keys, masking.queries * masking.keys
+    if masking.is_causal:
+        keys = min(keys, masking.queries)
+        pairs = masking.queries * keys - keys * keys // 2
+    tiles = -(-keys // FUSED_KEYS)
+    steps = problem.batch * problem.heads * pairs / (KEY_ROWS * FUSED_KEYS * target_device().core_count)
+    least = (_STEPS if parts == 1 else _STEPS_OF_PARTS)[size]
+    is_enough = masking.is_causal or steps * tiles >= least
+    return is_enough and steps >= _STEPS_PER_TILE[masking.is_causal] * tiles
+
+
+def default_backward(problem: Problem) -> BackwardConfig:
+    """The untuned choice: the fused kernel where it was faster, see TUNING.md."""
+    config = two_kernels(problem)
+    if not can_fuse(problem):
+        return config
+    parts = parts_of_heads(problem, FUSED_KEYS)
+    return replace(config, fused_parts=parts) if is_faster_fused(problem, parts) else config
+
+
+def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
+    """The configurations worth measuring, by name. All of them give the same bits each time."""
+    two = two_kernels(problem)
+    found = {"two kernels": two}
+    if two.keys.parts > 1:
+        found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
+    if two.queries.parts > 1:
+        found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
+    if two.packs:
+        found["two kernels, not packed"] = replace(two, packs=False)
+    if two.keys.tiles > 1:
+        found["two kernels, blocks with one tile of keys"] = replace(two, keys=replace(two.keys, tiles=1))
+    if can_fuse(problem):
+        found["one kernel"] = replace(two, fused_parts=1)
+        found["one kernel, blocks share a group"] = replace(two, fused_parts=parts_of_heads(problem, FUSED_KEYS))
+    return found
+
+
+def tuned_backward(problem: Problem) -> BackwardConfig:
+    """The measured best of the candidates, else the untuned choice."""
+    candidates, untuned = backward_candidates(problem), default_backward(problem)
+    return tuning.configuration("attention", "backward", known(problem), candidates, untuned=untuned)

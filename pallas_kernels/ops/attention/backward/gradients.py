@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward.choice import can_fuse, tuned_backward, with_whole_tiles
-from pallas_kernels.ops.attention.backward.config import BackwardConfig, padded_head
-from pallas_kernels.ops.attention.backward.fused.kernel import fused_gradients
-from pallas_kernels.ops.attention.backward.keys.kernel import key_value_gradients
-from pallas_kernels.ops.attention.backward.queries.kernel import query_gradients
-from pallas_kernels.ops.attention.backward.tiles import cut, padded, rows_of
-from pallas_kernels.ops.attention.gqa_packing import can_pack, pack, packed, packs_in_place, unpack
+from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, KEY_ROWS, BackwardConfig, can_fuse, tuned_backward
+from pallas_kernels.ops.attention.backward.fused import fused_gradients
+from pallas_kernels.ops.attention.backward.keys import key_value_gradients
+from pallas_kernels.ops.attention.backward.queries import query_gradients
+from pallas_kernels.ops.attention.backward.tiles import rows_of
+from pallas_kernels.ops.attention.gqa_packing import pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.tiles.row_tiles import GROUP, TileForm, is_ragged
+from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
 from pallas_kernels.primitives.platform import varying_like
 
 _TILE = 256
@@ -51,9 +50,11 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    by_one = config.fused is not None and can_fuse(problem) and not (config.packs and can_pack(problem))
-    compute = _by_one_kernel if by_one else _by_two_kernels
-    dq, dk, dv, dscores = compute(query, key, value, out, lse, dout, dlse, extras, problem=problem, config=config)
+    arrays = (query, key, value, out, lse, dout, dlse)
+    if config.fused_parts is None:
+        dq, dk, dv, dscores = _by_two_kernels(*arrays, extras, problem=problem, config=config)
+    else:
+        (dq, dk, dv), dscores = _by_one_kernel(*arrays, problem=problem, parts=config.fused_parts), None
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -67,24 +68,24 @@ def attention_backward(
     return dquery, dkey, dvalue, ddense
 
 
-def _by_one_kernel(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
-    whole = math.lcm(_TILE, config.queries.rows)
-    rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, whole)
-    by_keys, _ = _extras(extras, problem, config, whole)
-    assert config.fused is not None
-    arrays = (query, key, value, dout)
-    if config.fused.pads:
-        arrays = tuple(padded(array, pl.cdiv(array.shape[1], GROUP) * GROUP) for array in arrays)
-    gradients = fused_gradients(*arrays, rows, by_keys, problem=with_whole_tiles(problem), config=config.fused)
-    return (*(cut(made, own.shape[1]) for made, own in zip(gradients, (query, key, value), strict=True)), None)
+def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem, parts: int):
+    assert can_fuse(problem)
+    masking = problem.masking
+    rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
+    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(masking))
+    # Keys of zeros up to whole tiles, so that no tile is masked for their sake. Under a causal mask nobody sees them;
+    # else weights are bounded.
+    whole = replace(masking, keys=pl.cdiv(masking.keys, FUSED_KEYS) * FUSED_KEYS)
+    bounds = masking.right is None and whole != masking
+    problem = replace(problem, masking=whole, bounds_weights=bounds)
+    return fused_gradients(query, key, value, dout, rows, problem=problem, form=form, parts=parts)
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
-    whole = math.lcm(_TILE, config.queries.rows)
-    group = problem.group if config.packs and can_pack(problem) else 1
+    group = problem.group if config.packs else 1
     if group > 1 or dlse is not None:
         lse = lse[:, :, : problem.masking.queries]
-    made = None if dlse is None else rows_of(out, lse, dout, dlse, whole, group=group)
+    made = None if dlse is None else rows_of(out, lse, dout, dlse, _TILE, group=group)
     packing, period, product = None, None, problem.product
     if group > 1:
         packing = packs_in_place(problem, config.queries.rows)
@@ -93,10 +94,8 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     moves = group > 1 and packing is None
     if moves:
         query, dout, out = (pack(array, group) for array in (query, dout, out))
-    size = padded_head(problem.head_size)
-    in_panels = is_ragged(problem.masking) or problem.head_size != size
-    form = TileForm(size=size, dtype=problem.dtype, in_panels=in_panels)
-    by_keys, by_queries = _extras(extras, problem, config, whole)
+    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(problem.masking))
+    by_keys, by_queries = _extras(extras, problem, config)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     arrays = (query, key, value, dout)
     shared = {"problem": problem, "form": form, "packing": packing, "product": product}
@@ -128,25 +127,25 @@ def _counted(count: int) -> jax.Array:
 
 
 def _extras(
-    extras: Extras, problem: Problem, config: BackwardConfig, whole: int
+    extras: Extras, problem: Problem, config: BackwardConfig
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The further operands of the kernel of dkey and dvalue, and of that of dquery."""
     keys = problem.masking.keys
-    by_keys, by_queries = {}, {"places": _counted(keys + -keys % whole)}
+    by_keys, by_queries = {}, {"places": _counted(keys + -keys % _TILE)}
     if extras.words is not None:
         by_keys["words"] = by_queries["words"] = extras.words
     if extras.dense is not None:
-        pads = [(0, -size % whole if size > 1 else 0) for size in extras.dense.shape[2:]]
+        pads = [(0, -size % _TILE if size > 1 else 0) for size in extras.dense.shape[2:]]
         dense = jnp.pad(extras.dense, ((0, 0), (0, 0), *pads))
         by_queries["dense"], by_keys["dense"] = dense, dense.swapaxes(2, 3)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other, masking = extras.query_segments, extras.key_segments, problem.masking
         segments = {
-            "query_segments": padded_segments(own, whole),
-            "key_segments": padded_segments(other, whole),
+            "query_segments": padded_segments(own, _TILE),
+            "key_segments": padded_segments(other, _TILE),
         }
         by_keys |= segments
         by_queries |= segments
-        by_keys["tiles"] = segment_query_tiles(masking, own, other, config.keys.rows, config.keys.columns)
+        by_keys["tiles"] = segment_query_tiles(masking, own, other, KEY_ROWS, config.keys.columns)
         by_queries["tiles"] = segment_key_tiles(masking, own, other, config.queries.rows, config.queries.columns)
     return by_keys, by_queries

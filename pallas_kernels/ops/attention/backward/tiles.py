@@ -7,7 +7,7 @@ else is the same, and is said here once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,12 +16,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import COLUMNS, columns_at_once
+from pallas_kernels.ops.attention.backward.config import columns_at_once
+from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.ops.attention.tiles.dropout import with_kept
-from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
-from pallas_kernels.ops.attention.tiles.scores import capped
+from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
+from pallas_kernels.ops.attention.scores import capped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Inputs:
     value: Any
     dout: Any
     rows: Any
-    extras: Mapping[str, Any]
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lane_place(lane: jax.Array, heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -50,25 +50,6 @@ def added(parts: jax.Array) -> jax.Array:
     for other in others:
         whole = whole + other
     return whole.astype(parts.dtype)
-
-
-def padded(array: jax.Array, length: int) -> jax.Array:
-    """(batch, tokens, heads, head size), of 16-bit numbers and an even head size, with zeros up to so many tokens."""
-    extra = length - array.shape[1]
-    return _of_words(jnp.pad(_words(array), ((0, 0), (0, extra), (0, 0))), array) if extra else array
-
-
-def cut(array: jax.Array, length: int) -> jax.Array:
-    """Its first tokens, likewise."""
-    return _of_words(_words(array)[:, :length], array) if length < array.shape[1] else array
-
-
-def _words(array: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(array.reshape(*array.shape[:2], -1, 2), jnp.int32)
-
-
-def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(words, like.dtype).reshape(*words.shape[:2], *like.shape[2:])
 
 
 _LONGEST_TILE = 128
@@ -98,8 +79,8 @@ class Tile:
     head: Any
     row: Any
     column: Any
-    extras: Mapping[str, Any]
-    words: Any
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    words: Any = None
     places: Any = None
     numbers: Any = None
     segments: tuple[Any, Any] | None = None
@@ -258,7 +239,7 @@ def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> boo
         return form.size >= _SMALL_HEAD
     if masking.is_causal:
         length = min(masking.queries, masking.keys)
-    return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % COLUMNS > 0)
+    return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % 64 > 0)
 
 
 def hidden(tiles: TileRange) -> TileRange:

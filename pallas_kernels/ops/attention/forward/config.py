@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import Problem, pays
-from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
+from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64

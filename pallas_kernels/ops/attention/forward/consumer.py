@@ -18,8 +18,8 @@ from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
-from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
-from pallas_kernels.ops.attention.tiles.scores import Scores
+from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
+from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
 
 

@@ -28,7 +28,7 @@ from pallas_kernels.ops.attention.forward.producer import Block, bring_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.tiles.row_tiles import TileForm, is_ragged
+from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
 

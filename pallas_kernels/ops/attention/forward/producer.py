@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig
 from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.row_tiles import is_ragged
+from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import is_interpreted
 
 

@@ -12,10 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.dropout import packed_kept, packed_unit, rounded, with_kept
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
-from pallas_kernels.ops.attention.tiles.dropout import packed_kept, packed_unit, with_kept
-from pallas_kernels.ops.attention.tiles.dropout_registers import rounded
 from pallas_kernels.primitives.random import Words
 
 Weights = tuple[jax.Array, ...]

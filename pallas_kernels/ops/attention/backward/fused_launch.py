@@ -12,21 +12,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, FusedConfig
-from pallas_kernels.ops.attention.backward.fused.finish import Done, Finishers
+from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS, WAVES
+from pallas_kernels.ops.attention.backward.fused_finish import Done, Finishers
 from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, lane_place
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.tiles.row_tiles import RowTiles, TileForm
+from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import target_device
 
-ROWS = {64: 128, 96: 64, 128: 64}
-"""Queries a step, by head size: as many as there are registers for."""
-WARPGROUPS = 2
-"""That compute."""
-COLUMNS = WARPGROUPS * WARPGROUP_ROWS
-"""Keys of a block."""
+STAGES = 2
+"""Steps of queries in shared memory at once."""
+SHARES = 2
+"""Shares of dquery in shared memory at once: a block computes on while it waits for its turn to add one."""
 PART = 64
 """Rows and columns of what one warpgroup makes of a step's dquery: half the rows, or half the columns. Of 96 columns,
 which lie in shared memory by 32, each makes 64 and hands on 48."""
@@ -60,15 +59,77 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """batch, heads: of the queries. size: of a head in shared memory, one of those in `ROWS`. in_panels: how tiles lie,
-    see `row_tiles`."""
+    """A launch and its form, which is the fastest one by head size and mask; TUNING.md has the measurements.
+
+    form: of tiles of queries and keys. parts: blocks that share a group's heads.
+    """
 
     problem: Problem
-    config: FusedConfig
-    batch: int
-    heads: int
-    size: int
-    in_panels: bool
+    form: TileForm
+    parts: int
+
+    @property
+    def heads_inside(self) -> bool:
+        """Whether a block goes over the heads of a group for each tile of queries; else over all tiles for each head.
+
+        A block comes to a tile of any head after so many steps as the block that it waits for, then: under a causal
+        mask, short blocks need not wait for long ones to come to the group's last head.
+        """
+        return self.masking.is_causal
+
+    @property
+    def has_finishers(self) -> bool:
+        """Whether more blocks make dquery of the sums, see `fused_finish`.
+
+        Else the last block that has a share of it does, without storing a sum of its own.
+        """
+        return not self.masking.is_causal
+
+    @property
+    def section_blocks(self) -> int:
+        """See `block_place`."""
+        return WAVES * target_device().core_count if self.masking.is_causal else 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step's product for dkey may be unfinished when the next step's products begin.
+
+        There are no registers for it beside a mask, nor beside scores of 128 queries.
+        """
+        return self.size == 128 or (self.size == 64 and self.masking.is_causal)
+
+    @property
+    def warps_apart(self) -> bool:
+        """Whether one warp brings queries, and for each of the shares there is another one that adds it.
+
+        Queries come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it
+        all. With warps apart, places are hidden from the compiler: ptxas spills otherwise.
+        """
+        return self.size != 64 or not self.masking.is_causal
+
+    def score_parts(self, is_masked: bool) -> int:
+        """Parts of a step's scores that are computed one after the other, for want of registers."""
+        return 2 if self.splits_rows and (self.masking.is_causal or is_masked) else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of threads of the producer and of the consumers."""
+        is_short = self.masking.is_causal and self.size < 128 and self.form.in_panels
+        return MORE_FOR_PRODUCER if is_short else REGISTERS
+
+    @property
+    def automatic_barriers(self) -> bool:
+        """Whether Pallas adds barriers of its own, with which this form is faster.
+
+        The kernel needs none: what a warpgroup stores is read by TMA or by products, after `commit_smem`; or by its own
+        threads, after one of the block's barriers, at which all of them arrive.
+        """
+        return self.size == 64 and not self.masking.is_causal
+
+    @property
+    def size(self) -> int:
+        """Of a head."""
+        return self.problem.head_size
 
     @property
     def masking(self) -> Masking:
@@ -78,7 +139,7 @@ class Launch:
     @property
     def rows(self) -> int:
         """Queries of a step."""
-        return ROWS[self.size]
+        return FUSED_ROWS[self.size]
 
     @property
     def splits_rows(self) -> bool:
@@ -97,7 +158,7 @@ class Launch:
 
     def made_columns(self, keys: RowTiles, warpgroup: Any) -> list[tuple[int, Any]]:
         """What a warpgroup multiplies score gradients by, with the first columns of the products in what it makes."""
-        if not self.in_panels:
+        if not self.form.in_panels:
             (whole,) = (panel for _, panel in keys.panels())
             first = warpgroup * (PART - self.overlap)
             return [(0, whole if self.splits_rows else whole.at[:, pl.ds(first, PART)])]
@@ -113,11 +174,6 @@ class Launch:
         return lax.cond(warpgroup == 0, lambda: first, lambda: second)
 
     @property
-    def form(self) -> TileForm:
-        """Of tiles of queries and keys."""
-        return TileForm(size=self.size, dtype=self.problem.dtype, in_panels=self.in_panels)
-
-    @property
     def swizzle(self) -> int:
         """Bytes over which operands are swizzled, all of them alike."""
         return plgpu.find_swizzle(self.size * self.problem.dtype.itemsize * 8)
@@ -130,22 +186,22 @@ class Launch:
     @property
     def tiles(self) -> int:
         """Of queries, of all heads of all batch entries."""
-        return self.batch * self.heads * self.query_tiles
+        return self.problem.batch * self.problem.heads * self.query_tiles
 
     @property
     def key_tiles(self) -> int:
         """Of a lane."""
-        return pl.cdiv(self.masking.keys, COLUMNS)
+        return pl.cdiv(self.masking.keys, FUSED_KEYS)
 
     @property
     def group(self) -> int:
         """Query heads that a block goes over."""
-        return self.problem.group // self.config.parts
+        return self.problem.group // self.parts
 
     @property
     def lanes(self) -> int:
         """Key heads of all batch entries, or their parts, whose blocks share queries."""
-        return self.batch * self.problem.key_heads * self.config.parts
+        return self.problem.batch * self.problem.key_heads * self.parts
 
     @property
     def adders(self) -> int:
@@ -157,34 +213,24 @@ class Launch:
         """Of what queries' rows need. Numbers of queries, for masks, have no room with a head size of 64."""
         return 2 if self.splits_rows else 3
 
-    @property
-    def keeps_apart(self) -> bool:
-        """Whether places are hidden from the compiler, without which ptxas spills."""
-        return self.config.warps_apart and (not self.splits_rows or not self.masking.has_band)
-
     @cached_property
     def finishers(self) -> Finishers | None:
         """The blocks that make dquery of the sums, if others than those that add do."""
-        if not self.config.finishers:
+        if not self.has_finishers:
             return None
         return Finishers(
             masking=self.masking,
-            batch=self.batch,
-            heads=self.heads,
+            batch=self.problem.batch,
+            heads=self.problem.heads,
             rows=self.rows,
-            columns=COLUMNS,
+            columns=FUSED_KEYS,
             warpgroups=WARPGROUPS,
-            slots=self.config.shares,
+            slots=SHARES,
         )
-
-    @property
-    def fetches_apart(self) -> bool:
-        """Whether more than one sum may be on its way to a block."""
-        return self.config.finishers or self.config.warps_apart
 
     def fetched_of(self, scratch: Scratch, slot: Any) -> Any:
         """The barrier of the sum that is brought to where a share was."""
-        return scratch.fetched.at[slot] if self.fetches_apart else scratch.fetched
+        return scratch.fetched.at[slot] if self.warps_apart else scratch.fetched
 
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
         """What warpgroup i hands on of a tile of queries' dquery, and where it is summed."""
@@ -194,8 +240,8 @@ class Launch:
     def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
         """dquery, dkey and dvalue or their parts in one array, and the sums."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
-        whole = (self.batch, self.query_tiles * self.rows, self.heads, self.size)
-        parts = self.config.parts
+        whole = (self.problem.batch, self.query_tiles * self.rows, self.problem.heads, self.size)
+        parts = self.parts
         shapes = [key.shape, value.shape] if parts == 1 else [(2, parts, *key.shape)]
         return [
             *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),
@@ -204,23 +250,23 @@ class Launch:
 
     def scratch_types(self) -> Scratch:
         """What a block is given."""
-        config, dtype, barrier, form = self.config, self.problem.dtype, plgpu.Barrier, self.form
-        shares = (config.shares, WARPGROUPS, PART, self.width)
+        dtype, barrier, form = self.problem.dtype, plgpu.Barrier, self.form
+        shares = (SHARES, WARPGROUPS, PART, self.width)
         return Scratch(
-            k=form.scratch(COLUMNS),
-            v=form.scratch(COLUMNS),
-            q=form.scratch(config.stages, self.rows),
-            do=form.scratch(config.stages, self.rows),
-            qrows=plgpu.SMEM((config.stages, self.lines, self.rows), jnp.float32),
-            ds=shared((2, COLUMNS, self.rows), dtype, swizzle=self.swizzle),
+            k=form.scratch(FUSED_KEYS),
+            v=form.scratch(FUSED_KEYS),
+            q=form.scratch(STAGES, self.rows),
+            do=form.scratch(STAGES, self.rows),
+            qrows=plgpu.SMEM((STAGES, self.lines, self.rows), jnp.float32),
+            ds=shared((2, FUSED_KEYS, self.rows), dtype, swizzle=self.swizzle),
             share=plgpu.RefUnion(shared(shares, jnp.float32), Done.scratch(*shares, dtype)),
             held=barrier(num_arrivals=2 * form.copies),
-            full=barrier(num_arrivals=1 + 2 * form.copies, num_barriers=config.stages),
-            empty=barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+            full=barrier(num_arrivals=1 + 2 * form.copies, num_barriers=STAGES),
+            empty=barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
             met=barrier(num_arrivals=WARPGROUPS),
-            made=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares),
-            taken=barrier(num_barriers=config.shares),
-            fetched=barrier(num_arrivals=WARPGROUPS, num_barriers=config.shares if self.fetches_apart else 1),
+            made=barrier(num_arrivals=WARPGROUPS, num_barriers=SHARES),
+            taken=barrier(num_barriers=SHARES),
+            fetched=barrier(num_arrivals=WARPGROUPS, num_barriers=SHARES if self.warps_apart else 1),
         )
 
 
@@ -228,7 +274,7 @@ class Launch:
 class Steps:
     """Full tiles of queries come first, and of them and of those that are masked the last one first.
 
-    visits: the tiles of queries, of each of `group` heads from `first_head` on. heads_inside: as in `FusedConfig`.
+    visits: the tiles of queries, of each of `group` heads from `first_head` on. heads_inside: see `Launch`.
     """
 
     visits: Visits
@@ -316,7 +362,7 @@ class Block:
         cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any, *, length: int
     ) -> Block:
         """The block of that number, called in the kernel. length: of the array of queries."""
-        problem, config = launch.problem, launch.config
+        problem = launch.problem
         tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
         share, done = scratch.share
         scratch = scratch._replace(**tiles, share=share, done=Done(done))
@@ -326,13 +372,13 @@ class Block:
             lanes=launch.lanes,
             # Queries and their cotangents, and the sums in float32.
             lane_bytes=8 * launch.group * length * launch.size,
-            section_blocks=config.waves * target_device().core_count,
+            section_blocks=launch.section_blocks,
         )
-        b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
-        if launch.keeps_apart:
+        b, key_head, part = lane_place(lane, problem.key_heads, launch.parts)
+        if launch.warps_apart:
             tile, b, key_head, part = lax.optimization_barrier((tile, b, key_head, part))
-        first_key = tile * COLUMNS
-        visits = Visits(tiles=launch.masking.query_tiles(first_key, COLUMNS, launch.rows))
+        first_key = tile * FUSED_KEYS
+        visits = Visits(tiles=launch.masking.query_tiles(first_key, FUSED_KEYS, launch.rows))
         first_head = key_head * problem.group
         if part is not None:
             first_head = first_head + part * launch.group
@@ -340,7 +386,7 @@ class Block:
             visits=visits,
             first_head=first_head,
             group=launch.group,
-            heads_inside=config.heads_inside,
+            heads_inside=launch.heads_inside,
         )
         return cls(
             launch=launch,
@@ -362,18 +408,18 @@ class Block:
     def turn(self, n: Any) -> Turn:
         """That of a step."""
         head, query_tile = self.walk.place(n)
-        place = (self.b * self.launch.heads + head) * self.launch.query_tiles + query_tile
+        place = (self.b * self.launch.problem.heads + head) * self.launch.query_tiles + query_tile
         # The tiles of keys that a tile of queries sees begin with the first.
         return Turn(head, query_tile, place, self.tile)
 
     def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
         """Whether no block adds to a tile of queries after this one, which then makes dquery of it."""
         launch, masking = self.launch, self.launch.masking
-        if launch.config.finishers:
+        if launch.has_finishers:
             return False
         if masking.right is None:
             return self.tile == launch.key_tiles - 1
-        if masking.right == 0 and masking.queries <= masking.keys and masking.keys % COLUMNS == 0:
+        if masking.right == 0 and masking.queries <= masking.keys and masking.keys % FUSED_KEYS == 0:
             # Known where the program is made: registers are short.
             return is_masked
-        return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, COLUMNS).last - 1
+        return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, FUSED_KEYS).last - 1

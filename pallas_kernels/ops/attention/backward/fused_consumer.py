@@ -12,11 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, columns_at_once
-from pallas_kernels.ops.attention.backward.fused.launch import COLUMNS, PART, Block
-from pallas_kernels.ops.attention.backward.tiles import Tile, kept_scale, not_invariant
-from pallas_kernels.ops.attention.tiles.row_tiles import multiply_across, multiply_down
-from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, WARPGROUP_ROWS, columns_at_once
+from pallas_kernels.ops.attention.backward.fused_launch import PART, SHARES, STAGES, Block
+from pallas_kernels.ops.attention.backward.tiles import Tile, not_invariant
+from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +35,31 @@ class Computing:
         block, scratch, problem = self.block, self.block.scratch, self.block.launch.problem
         plgpu.barrier_wait(scratch.held)
         accumulators = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, block.launch.size), jnp.float32)] * 2
-        first, extras = self._first, block.inputs.extras
-        words = mixed_words(extras["words"]) if "words" in extras else None
-        dk, dv = pl.run_scoped(partial(self._all_steps, words), *accumulators)
+        first = self._first
+        dk, dv = pl.run_scoped(self._all_steps, *accumulators)
         own = pl.ds(first, WARPGROUP_ROWS)
         # The other warpgroup's products with k are done, too.
         plgpu.barrier_arrive(scratch.met)
         plgpu.barrier_wait(scratch.met)
         own_k, own_v, columns = scratch.k.at(rows=own), scratch.v.at(rows=own), columns_at_once(block.launch.size)
         own_k.store(dk * problem.scale, width=columns)
-        own_v.store(dv * kept_scale(problem), width=columns)
+        own_v.store(dv, width=columns)
         plgpu.commit_smem()
         place = (block.b, pl.ds(block.first_key + first, WARPGROUP_ROWS), block.key_head)
         place = place if block.part is None else (block.part, *place)
         own_k.send(block.outputs.dkey.at[place])
         own_v.send(block.outputs.dvalue.at[place])
         # No barrier may be left with an arrival that nobody has seen.
-        taken, steps, shares = scratch.taken, block.steps, block.launch.config.shares
-        for i in range(shares):
-            pl.when(steps > i)(lambda i=i: plgpu.barrier_wait(taken.at[lax.rem(steps - 1 - i, shares)]))
+        taken, steps = scratch.taken, block.steps
+        for i in range(SHARES):
+            pl.when(steps > i)(lambda i=i: plgpu.barrier_wait(taken.at[lax.rem(steps - 1 - i, SHARES)]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _all_steps(self, words: Any, dk: Any, dv: Any) -> tuple[jax.Array, jax.Array]:
-        block, config = self.block, self.block.launch.config
-        step = partial(self._step, words=words, dk=dk, dv=dv)
+    def _all_steps(self, dk: Any, dv: Any) -> tuple[jax.Array, jax.Array]:
+        block = self.block
+        step = partial(self._step, dk=dk, dv=dv)
         lax.fori_loop(0, block.full_steps, lambda n, _: step(n, False), None)
-        if config.overlaps:
+        if block.launch.overlaps:
             plgpu.wgmma_wait(0)
             pl.when(block.full_steps > 0)(lambda: self._release_before(block.full_steps))
         if not isinstance(block.visits.masked, int) or block.visits.masked:
@@ -70,20 +68,19 @@ class Computing:
 
     def _release(self, n: Any) -> None:
         """The queries of a step, whose products are done."""
-        plgpu.barrier_arrive(self.block.scratch.empty.at[lax.rem(n, self.block.launch.config.stages)])
+        plgpu.barrier_arrive(self.block.scratch.empty.at[lax.rem(n, STAGES)])
 
     def _release_before(self, n: Any) -> None:
         """Those of the step before, by a number of the same stage that is never negative."""
-        self._release(n + self.block.launch.config.stages - 1)
+        self._release(n + STAGES - 1)
 
-    def _step(self, n: Any, is_masked: bool, *, words: Any, dk: Any, dv: Any) -> None:
+    def _step(self, n: Any, is_masked: bool, *, dk: Any, dv: Any) -> None:
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
-        config, copies = launch.config, launch.form.copies
-        overlaps = config.overlaps and not is_masked
-        stage = lax.rem(n, config.stages)
+        copies = launch.form.copies
+        overlaps = launch.overlaps and not is_masked
+        stage = lax.rem(n, STAGES)
         head, query_tile = block.walk.place(n, is_masked)
-        # Of queries: scores of one part after the other, for want of registers.
-        parts = 2 if launch.splits_rows and (config.halves or is_masked) else 1
+        parts = launch.score_parts(is_masked)
         width = launch.rows // parts
         plgpu.barrier_wait(scratch.full.at[stage])
         again = not_invariant(n) * WARPGROUP_ROWS
@@ -95,19 +92,17 @@ class Computing:
             query, dout = scratch.q.at(stage, rows=rows), scratch.do.at(stage, rows=rows)
             multiply_across(s, scratch.k.at(rows=own), query)
             multiply_across(dp, scratch.v.at(rows=own), dout)
-            tile = self._tile(head, row, width, stage, words)
+            tile = self._tile(head, row, width, stage)
             scores = plgpu.wgmma_accumulator_load(s, wait_n=copies)
             if overlaps and i == 0:
                 # The last step's product for dkey is done, too.
                 pl.when(n > 0)(lambda: self._release_before(n))
             lse = plgpu.load(scratch.qrows.at[stage, 0, rows], layout=tile.row_layout())
-            weights, slope = tile.weights(scores, lse, is_masked=is_masked)
-            weights = tile.marked(weights)
-            multiply_down(dv, tile.dropped(weights).astype(launch.problem.dtype), dout)
+            weights, _ = tile.weights(scores, lse, is_masked=is_masked)
+            multiply_down(dv, weights.astype(launch.problem.dtype), dout)
             dweights = plgpu.wgmma_accumulator_load(dp, wait_n=copies)
             delta = plgpu.load(scratch.qrows.at[stage, 1, rows], layout=tile.row_layout())
-            dscores = tile.score_gradients(weights, dweights, delta)
-            narrow = (dscores if slope is None else dscores * slope).astype(launch.problem.dtype)
+            narrow = tile.score_gradients(weights, dweights, delta).astype(launch.problem.dtype)
             both_ds.at[pl.ds(self._first, WARPGROUP_ROWS), rows][...] = narrow
             return narrow
 
@@ -119,7 +114,7 @@ class Computing:
 
         def make_share(dq):
             own_ds = both_ds.at[:, pl.ds(self.warpgroup * PART, PART)] if launch.splits_rows else both_ds
-            for start, keys in launch.made_columns(scratch.k.at(rows=pl.ds(again, COLUMNS)), self.warpgroup):
+            for start, keys in launch.made_columns(scratch.k.at(rows=pl.ds(again, FUSED_KEYS)), self.warpgroup):
                 own_dq = dq if keys.shape[1] == PART else dq.at[:, pl.ds(start, keys.shape[1])]
                 plgpu.wgmma(own_dq, own_ds.transpose((1, 0)), keys)
             for i, narrow in enumerate(narrows):
@@ -133,7 +128,7 @@ class Computing:
 
         pl.run_scoped(make_share, plgpu.WGMMAAccumulatorRef((PART, PART), jnp.float32))
 
-    def _tile(self, head: Any, row: Any, width: int, stage: Any, words: Any) -> Tile:
+    def _tile(self, head: Any, row: Any, width: int, stage: Any) -> Tile:
         """The scores of the warpgroup's keys and some of a step's queries."""
         block, launch, inputs = self.block, self.block.launch, self.block.inputs
         return Tile(
@@ -144,8 +139,6 @@ class Computing:
             head=head,
             row=row,
             column=block.first_key + self._first,
-            extras=inputs.extras,
-            words=words,
             places=block.scratch.qrows.at[stage, 2]
             if launch.lines == 3
             else inputs.rows.at[block.b, head, 2, pl.ds(row, width)],
@@ -154,8 +147,8 @@ class Computing:
     def _give(self, n: Any, values: jax.Array, head: Any, query_tile: Any, is_masked: bool) -> None:
         """Hands on the share of a step; or makes dquery of it, and of the sum of the others', where it is the last."""
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
-        slot = lax.rem(n, launch.config.shares)
-        pl.when(n >= launch.config.shares)(lambda: plgpu.barrier_wait(scratch.taken.at[slot]))
+        slot = lax.rem(n, SHARES)
+        pl.when(n >= SHARES)(lambda: plgpu.barrier_wait(scratch.taken.at[slot]))
 
         def give():
             scratch.share.at[slot, self.warpgroup][...] = values

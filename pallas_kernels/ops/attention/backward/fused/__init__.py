@@ -1,1 +1,0 @@
-"""dquery, dkey and dvalue in one kernel."""

@@ -1,1 +1,0 @@
-"""dquery, where dkey and dvalue are made by a kernel of their own."""
