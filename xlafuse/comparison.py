@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hlo_analysis.records import Comparison, Numerics, StrategyResult
 from xlafuse.errors import ComparisonError, InapplicablePlanError
-from xlafuse.models.config import BlockConfig
+from xlafuse.measurements import with_recordings
+from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
-from xlafuse.strategies import Strategy, get_strategy, resolve_strategies
+from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 if TYPE_CHECKING:
     from hlo_analysis.targets import Target
@@ -51,11 +52,11 @@ def compare(
       baseline: the strategy that differences are taken against.
       numerics: for a block, also run each plan on the CPU at a small size against float64.
       progress: called with a strategy's name and state as work goes on; see `Progress`.
-      **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `keep`, ...).
+      **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `measure`, ...).
 
     Returns a Comparison with a result for every strategy: one that failed, or that cannot be used here, holds the
-    reason in `error` and has no analysis. Raises `UnknownNameError` for an unknown name, and `ComparisonError` when no
-    strategy gave an analysis.
+    reason in `error` and has no analysis. What was recorded of a preset on such a GPU is in `Analysis.measured`.
+    Raises `UnknownNameError` for an unknown name, and `ComparisonError` when no strategy gave an analysis.
     """
     from hlo_analysis import diff
     from hlo_analysis.targets import load_target
@@ -91,7 +92,11 @@ def compare(
         raise ComparisonError({result.name: result.error or "" for result in results})
     reference = baseline if baseline in analysed else analysed[0]
     title = _title(block_or_fn, config, shapes, mode, target)
-    return diff.compare_analyses(title, results, reference, unfused="unfused")
+    comparison = diff.compare_analyses(title, results, reference, unfused="unfused")
+    is_known = all(STRATEGIES.get(each.name, each) == each for each in chosen)
+    if config is None or PRESETS.get(config.name) != config or described.kind != "cuda" or not is_known:
+        return comparison
+    return with_recordings(comparison, config.name, "x".join(map(str, shapes)), mode, described.device_kind)
 
 
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:

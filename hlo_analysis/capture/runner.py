@@ -7,7 +7,6 @@ what is measured is the very executable that the capture describes, with the sam
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -60,7 +59,7 @@ def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devi
         at = (at + 1) % len(sets)
         return _call(executable, sets[at])
 
-    wall_us, gpu = _time(call)
+    walls, gpu = _time(call)
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with jax.profiler.trace(folder / "profile", profiler_options=options):
@@ -70,7 +69,12 @@ def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devi
         file.replace(folder / PROFILE)
     shutil.rmtree(folder / "profile")
     # A peak that was there before is that of autotuning.
-    return {"device": device.device_kind, "wall_us": wall_us, "peak_bytes": peak if peak > before else None, "gpu": gpu}
+    return {
+        "device": device.device_kind,
+        "walls_us": walls,
+        "peak_bytes": peak if peak > before else None,
+        "gpu": gpu,
+    }
 
 
 def argument_types(module: Any) -> list[tuple[tuple[int, ...], str]]:
@@ -112,8 +116,8 @@ def _call(executable: Any, arguments: list[Any]) -> list[Any]:
     return results
 
 
-def _time(call: Callable[[], Any]) -> tuple[float, dict[str, str]]:
-    """Median microseconds of a call among several in flight, and the GPU's state meanwhile."""
+def _time(call: Callable[[], Any]) -> tuple[list[float], dict[str, str]]:
+    """Microseconds of a call among several in flight, turn by turn, and the GPU's state meanwhile."""
     import jax
 
     start = time.perf_counter()
@@ -136,7 +140,7 @@ def _time(call: Callable[[], Any]) -> tuple[float, dict[str, str]]:
         walls.append((time.perf_counter() - start) / calls * 1e6)
     said = state.communicate()[0].strip().split(", ") if state is not None else []
     gpu = dict(zip(_GPU_STATE.values(), said, strict=True)) if len(said) == len(_GPU_STATE) else {}
-    return statistics.median(walls), gpu
+    return walls, gpu
 
 
 def _peak_bytes(device: Any) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median, quantiles
 
 from hlo_analysis.capture import Capture
 from hlo_analysis.errors import DumpError
@@ -14,6 +15,7 @@ from hlo_analysis.records import Analysis, Measured
 
 _SLOW_CLOCK = 0.93
 """Of the highest clock; an H200 under its power limit and at work stays above."""
+_UNSTEADY = 1.2
 
 
 def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
@@ -32,11 +34,11 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
         created=provenance.created,
         calls=0,
         kernel_us=None,
-        wall_us=run["wall_us"],
+        wall_us=median(run["walls_us"]),
         compile_seconds=run["compile_seconds"],
         peak_bytes=run["peak_bytes"],
         environment=(*provenance.versions, *gpu.items()),
-        notes=_doubts(gpu),
+        notes=(*_slow_clock(gpu), *_unsteady(run["walls_us"])),
     )
     profile = capture.file("profile")
     try:
@@ -65,7 +67,14 @@ def _noted(analysis: Analysis, note: str) -> Analysis:
     return replace(analysis, provenance=replace(analysis.provenance, notes=(*analysis.provenance.notes, note)))
 
 
-def _doubts(gpu: Mapping[str, str]) -> tuple[str, ...]:
+def _unsteady(walls: Sequence[float]) -> tuple[str, ...]:
+    low, *_, high = quantiles(walls, n=5)
+    if high <= _UNSTEADY * low:
+        return ()
+    return (f"The wall clock of a call went from {low:.0f} to {high:.0f} us (p20, p80): does another use the GPU?",)
+
+
+def _slow_clock(gpu: Mapping[str, str]) -> tuple[str, ...]:
     """What the GPU's clock and power say against the numbers."""
     try:
         clock, most = float(gpu["sm_clock_mhz"]), float(gpu["max_sm_clock_mhz"])

@@ -35,7 +35,7 @@ def test_the_cpu_has_a_wall_clock(shapes):
     assert measured.wall_us is not None
     assert 1 < measured.wall_us < 1e6
     assert measured.compile_seconds is not None
-    assert "the profile shows no kernel of a GPU" in measured.notes[0]
+    assert "the profile shows no kernel of a GPU" in measured.notes[-1]
 
 
 def test_a_gpu_that_is_only_described_runs_nothing(shapes):
@@ -60,18 +60,19 @@ def _run(compiled: Capture, run: dict, kernels: list[str] | None = None) -> Capt
     return Capture(compiled.path, replace(compiled.manifest, files=files))
 
 
-RUN = {"device": "NVIDIA H200", "wall_us": 33.0, "peak_bytes": 1 << 20, "compile_seconds": 2.0, "gpu": {}}
+RUN = {"device": "NVIDIA H200", "walls_us": [33.0] * 9, "peak_bytes": 1 << 20, "compile_seconds": 2.0, "gpu": {}}
 SLOW = {"sm_clock_mhz": "1200", "max_sm_clock_mhz": "1980", "power_watts": "300", "power_limit_watts": "700"}
 
 
 def test_the_profile_of_a_run_is_joined(compiled: Capture):
     kernels = [launch.kernel or "nvjet" for launch in analyze(compiled).launches]
-    analysis = analyze(_run(compiled, RUN | {"gpu": SLOW}, kernels * 10))
+    analysis = analyze(_run(compiled, RUN | {"gpu": SLOW, "walls_us": [30.0, 33.0, 50.0]}, kernels * 10))
     assert analysis.measured is not None
     assert (analysis.measured.calls, analysis.measured.kernel_us) == (10, pytest.approx(5 * len(kernels), abs=0.1))
     assert [launch.measured_us for launch in analysis.launches] == pytest.approx([5.0] * len(kernels), abs=0.1)
     assert analysis.measured.wall_us == 33.0
     assert "1200 of 1980 MHz (300 of 700 W): lowered by something other than power" in analysis.measured.notes[0]
+    assert "does another use the GPU?" in analysis.measured.notes[1]
 
 
 def test_a_run_that_failed_leaves_the_analysis(compiled: Capture):

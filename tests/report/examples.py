@@ -274,6 +274,7 @@ def launches_of(steps: tuple[Step, ...]) -> tuple[Launch, ...]:
                 index=index,
                 thunk_id=index + 1,
                 name=step.name,
+                kernel=None if step.kind in ("cublas", "cublaslt", "cudnn") else step.name.replace(".", "_"),
                 kind=step.kind,
                 computation="main",
                 grid=(8192, 1, 1) if step.kind not in ("cublas", "cublaslt", "cudnn") else None,
@@ -483,7 +484,7 @@ def with_times(comparison: Comparison) -> Comparison:
                 LaunchTime(
                     launch=each.index,
                     name=each.name,
-                    kernels=(each.name,),
+                    kernels=(each.kernel or "nvjet",),
                     median_us=each.roofline_us * (3 if each.index < 2 else 1.2),
                     samples=8,
                 )

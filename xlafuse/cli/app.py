@@ -115,6 +115,22 @@ def report(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
     open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Also run every strategy on the attached GPU, for which it is then compiled."),
+    ] = False,
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Times that --measure wrote elsewhere: its measured.json."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Times out of a profile that jax.profiler wrote of this program."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the measured launches as trace events, for ui.perfetto.dev."),
+    ] = None,
     numerics: Annotated[
         bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU, at a small size.")
     ] = True,
@@ -122,8 +138,8 @@ def report(
 ) -> None:
     """Compile a program under several strategies and show what became of it.
 
-    Needs no GPU. Exits with 0 when every strategy asked for is in the report, 1 when one is not (the report of the
-    others is written), 2 on bad input.
+    Needs no GPU, but for --measure. Exits with 0 when every strategy asked for is in the report, 1 when one is not (the
+    report of the others is written), 2 on bad input.
     """
     with cli_errors():
         from xlafuse.cli.report import Request, run
@@ -144,6 +160,10 @@ def report(
                 output=output,
                 json=json,
                 open_page=open_page,
+                measure=measure,
+                measured=measured,
+                profile=profile,
+                trace=trace,
                 numerics=numerics,
                 timeout=timeout,
             )

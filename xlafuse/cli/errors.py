@@ -15,10 +15,13 @@ class InputError(XlafuseError, ValueError):
 
 
 class StrategyFailedError(XlafuseError, RuntimeError):
-    """Strategies that the user asked for have no analysis; the report of the others is written."""
+    """Strategies that the user asked for have no analysis, or no times; the report of the others is written.
+
+    reasons: what a strategy lacks, a colon and the reason.
+    """
 
     def __init__(self, reasons: Mapping[str, str]):
-        listed = "\n".join(f"{name} has no analysis: {reason}" for name, reason in reasons.items())
+        listed = "\n".join(f"{name} has no {reason}" for name, reason in reasons.items())
         super().__init__(listed)
 
 

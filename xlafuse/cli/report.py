@@ -17,7 +17,7 @@ from xlafuse.cli.output import output_folder, write_files
 from xlafuse.errors import ComparisonError
 
 if TYPE_CHECKING:
-    from hlo_analysis.records import Comparison
+    from hlo_analysis.records import Analysis, Comparison
     from xlafuse.strategies import Strategy
 
 DEFAULT_BLOCK = "llama3-8b"
@@ -49,6 +49,12 @@ class Request:
     output: Path | None
     json: bool
     open_page: bool
+    measure: bool
+    """Run every strategy on the attached GPU."""
+    measured: Path | None
+    profile: Path | None
+    trace: Path | None
+    """Where trace events go."""
     numerics: bool
     timeout: float
 
@@ -61,6 +67,8 @@ def run(request: Request) -> None:
         InputError: and the other errors of `xlafuse` and `hlo_analysis`, which `cli_errors` turns into a message.
     """
     use_cpu_without_gpu()
+    if request.measure:  # the GPU's memory is the measured program's
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # A program of 200 layers is millions of objects, hardly any of them in cycles: a quarter of the time less.
     gc.set_threshold(100_000, 20, 100)
     _check(request)
@@ -75,15 +83,31 @@ def run(request: Request) -> None:
 
 
 def _missing(request: Request, comparison: Comparison, failed: Collection[str]) -> dict[str, str]:
-    """Strategies without an analysis that were asked for by name, or that failed, with the reason."""
+    """Strategies that failed, or that were asked for by name and have no analysis or no times, with the reason."""
     asked = {*(request.strategies or ()), *([OPTIONS_STRATEGY] if request.options else []), *failed}
     without = (result for result in comparison.strategies if result.analysis is None and result.name in asked)
-    return {result.name: result.error or "no reason given" for result in without}
+    missing = {result.name: f"analysis: {result.error or 'no reason given'}" for result in without}
+    if request.measure:
+        done = ((result.name, result.analysis) for result in comparison.strategies if result.analysis is not None)
+        missing |= {name: f"measured time: {_last_note(each)}" for name, each in done if not _has_times(each)}
+    return missing
+
+
+def _has_times(analysis: Analysis) -> bool:
+    return analysis.measured is not None and analysis.measured.kernel_us is not None
+
+
+def _last_note(analysis: Analysis) -> str:
+    notes = analysis.provenance.notes if analysis.measured is None else analysis.measured.notes
+    return notes[-1] if notes else "no reason given"
 
 
 def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
     """The comparison, the files that hold it, and the names of strategies that failed."""
+    from xlafuse.measurements import load, with_measurements, with_profile
+
     program, shapes = _program(request) if not request.captures else (None, ())
+    measured = load(request.measured) if request.measured else None
     folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
     with output_folder(folder) if folder else nullcontext():
         if request.captures:
@@ -92,7 +116,12 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
             comparison, failed = compare_captures(request.captures, request.baseline, request.module), []
         else:
             comparison, failed = _compare(request, program, shapes)
-        return comparison, _write(comparison, folder) if folder else [], failed
+        if measured is not None:
+            comparison = with_measurements(comparison, measured)
+        if request.profile is not None:
+            comparison = with_profile(comparison, request.profile)
+        written = _write(comparison, folder, has_times=request.measure) if folder else []
+        return comparison, [*written, *_write_trace(comparison, request.trace)], failed
 
 
 def use_cpu_without_gpu() -> None:
@@ -114,11 +143,14 @@ def _check(request: Request) -> None:
         raise InputError("expected --block or --fn, got both")
     if request.args is not None and request.fn is None:
         raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
+    if sum((request.measure, request.measured is not None, request.profile is not None)) > 1:
+        raise InputError("expected one of --measure, --measured and --profile")
     if request.module is not None and not request.captures:
         raise InputError("--module names one of the modules in a --capture")
     if request.captures:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
         own |= {"--strategies": request.strategies, "--option": request.options}
+        own |= {"--measure": request.measure}
         own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
         given = [option for option, value in own.items() if value]
         if given:
@@ -126,10 +158,22 @@ def _check(request: Request) -> None:
         return
     if not request.timeout > 0:  # nor not a number
         raise InputError(f"expected a --timeout above zero, got {request.timeout:g}")
+    if request.measure:
+        _check_gpu(request.target)
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
     resolve_strategies(request.strategies)
     inputs.compiler_options(request.options)
+
+
+def _check_gpu(target: str) -> None:
+    """Whether --measure can do its work."""
+    from hlo_analysis.capture.plugin_log import has_nvidia_gpu
+
+    if target not in (DEFAULT_TARGET, "attached"):
+        raise InputError(f"--measure compiles for the GPU that it runs on; it cannot run for --target {target}")
+    if not has_nvidia_gpu():
+        raise InputError("no GPU is attached: use --measured FILE or --profile DIR")
 
 
 def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
@@ -174,12 +218,13 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
                 program,
                 shapes,
                 strategies=strategies,
-                target=request.target,
+                target="attached" if request.measure else request.target,
                 mode=request.mode,
                 baseline=request.baseline or BASELINE,
                 numerics=request.numerics,
                 progress=progress,
                 timeout=request.timeout,
+                **({"measure": True} if request.measure else {}),
             )
         except ComparisonError as error:
             # Where the others failed, it does not matter that some strategies do not apply.
@@ -199,11 +244,24 @@ def _with_options(options: Sequence[str]) -> Strategy:
     )
 
 
-def _write(comparison: Comparison, folder: Path) -> list[Path]:
+def _write(comparison: Comparison, folder: Path, *, has_times: bool) -> list[Path]:
     from hlo_analysis.report import render_html
     from hlo_analysis.schema import to_json
+    from xlafuse import measurements
 
-    return write_files(folder, {"report.html": render_html(comparison), "report.json": to_json(comparison) + "\n"})
+    files = {"report.html": render_html(comparison), "report.json": to_json(comparison) + "\n"}
+    if has_times:
+        files["measured.json"] = measurements.to_json(measurements.measurements_of(comparison))
+    return write_files(folder, files)
+
+
+def _write_trace(comparison: Comparison, path: Path | None) -> list[Path]:
+    from hlo_analysis.measured import trace_events
+
+    if path is None:
+        return []
+    text = trace_events(*(each.analysis for each in comparison.strategies if each.analysis is not None))
+    return write_files(path.parent, {path.name: text})
 
 
 def _show(comparison: Comparison, written: list[Path], *, as_json: bool) -> None:

@@ -1,0 +1,89 @@
+"""Measured times on a comparison: from a file, a profile, or the recordings of the block presets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jax.profiler import ProfileData
+
+from hlo_analysis.records import Comparison
+from tests.measured.profiles import profile, xspace
+from tests.report.examples import llama_comparison, with_times
+from xlafuse import measurements
+from xlafuse.measurements import MeasurementsError, load, with_measurements, with_profile, with_recordings
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return llama_comparison()
+
+
+def times(comparison: Comparison) -> dict[str, float | None]:
+    return {each.name: each.measured_us for each in comparison.strategies if each.measured_us is not None}
+
+
+def test_a_file_gives_back_what_was_measured(comparison: Comparison, tmp_path: Path):
+    timed = with_times(comparison)
+    file = tmp_path / "measured.json"
+    file.write_text(measurements.to_json(measurements.measurements_of(timed)))
+    assert with_measurements(comparison, load(file)) == timed
+    file.write_text(file.read_text()[:500])
+    with pytest.raises(MeasurementsError, match="was cut off"):
+        load(file)
+    file.write_text('{"schema_version": 7}')
+    with pytest.raises(MeasurementsError, match="schema version 7, expected 1"):
+        load(file)
+    with pytest.raises(MeasurementsError, match="No such file"):
+        load(tmp_path / "none.json")
+
+
+def test_a_file_of_another_program_is_refused(comparison: Comparison):
+    measured = measurements.measurements_of(with_times(comparison))
+    pallas = measured.strategies["pallas"]
+    with pytest.raises(MeasurementsError, match=r"xla: measured of another program than xla: launch \d+ is"):
+        with_measurements(comparison, replace(measured, strategies={"xla": pallas}))
+    with pytest.raises(MeasurementsError, match="measured were the strategies mine"):
+        with_measurements(comparison, replace(measured, strategies={"mine": pallas}))
+
+
+def test_a_profile_is_of_the_strategies_that_it_shows(comparison: Comparison, tmp_path: Path):
+    def write(names: list[str]) -> None:
+        events = profile(names, [7.0]).events
+        (tmp_path / "x.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(xspace(events)))
+
+    analysis = comparison["xla_cudnn"].analysis
+    assert analysis is not None
+    write([f"{launch.kernel or 'nvjet'}@{launch.name}" for launch in analysis.launches] * 2)
+    found = times(with_profile(comparison, tmp_path))
+    assert found == {"xla_cudnn": pytest.approx(7.0 * len(analysis.launches), rel=0.01)}
+    write(["other"] * 99)
+    with pytest.raises(MeasurementsError, match=r"beside xla: the profile is of another program.*has launch 0"):
+        with_profile(comparison, tmp_path)
+
+
+def test_recordings_of_the_block_benchmark_are_whole_strategies(comparison: Comparison):
+    recorded = with_recordings(comparison, "llama3-8b", "2x4096", "forward", "NVIDIA H200")
+    found = times(recorded)
+    assert found.keys() == {"xla", "xla_cudnn", "pallas"}
+    assert found["xla"] == pytest.approx(10433, rel=0.1)
+    assert not times(with_recordings(comparison, "llama3-8b", "2x4096", "forward", "NVIDIA H100"))
+    assert not times(with_recordings(comparison, "llama3-8b", "3x4096", "forward", "NVIDIA H200"))
+
+
+def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(measurements, "RECORDINGS", tmp_path)
+    file = tmp_path / "nvidia-h200" / "tiny-1x8-grad.json"
+    file.parent.mkdir()
+    measured = measurements.measurements_of(with_times(comparison))
+    file.write_text(measurements.to_json(measured))
+    assert with_recordings(comparison, "tiny", "1x8", "grad", "NVIDIA H200") == with_times(comparison)
+    # The program has changed since: the total stays, and a note says so.
+    stale = replace(measured, strategies={"xla": measured.strategies["pallas"]})
+    file.write_text(measurements.to_json(stale))
+    xla = with_recordings(comparison, "tiny", "1x8", "grad", "NVIDIA H200")["xla"].analysis
+    assert xla is not None
+    assert xla.measured is not None
+    assert not xla.measured.launches
+    assert "Recorded before the program of xla changed: measured of another program" in xla.measured.notes[-1]

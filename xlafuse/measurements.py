@@ -1,0 +1,170 @@
+"""Measured times from elsewhere on a comparison: a file, a profile, or the recordings of the block presets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from hlo_analysis.measured import ProfileMismatchError, join, read_profile, with_measured
+from hlo_analysis.records import Analysis, Comparison, Measured
+from xlafuse.errors import XlafuseError
+
+SCHEMA_VERSION = 1
+RECORDINGS = Path(__file__).with_name("recordings")
+"""A file of `Measurements` a case: <GPU>/<preset>-<shape>-<mode>.json, which `scripts/record_measured.py` writes."""
+_BLOCK_RESULTS = Path(__file__).parents[1] / "notebooks" / "results"
+"""Of `xlafuse bench block`, which times whole strategies; a wheel has them among the recordings."""
+
+
+class MeasurementsError(XlafuseError, ValueError):
+    """A file of measured times cannot be read, or is of another program; the message says what differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What was measured of one program, by strategy."""
+
+    schema_version: int = SCHEMA_VERSION
+    title: str
+    strategies: Mapping[str, Measured]
+
+
+_ADAPTER = TypeAdapter(Measurements)
+
+
+def measurements_of(comparison: Comparison) -> Measurements:
+    """What the comparison holds of measured times."""
+    found = {each.name: each.analysis.measured for each in comparison.strategies if each.analysis is not None}
+    measured = {name: each for name, each in found.items() if each is not None}
+    return Measurements(title=comparison.title, strategies=measured)
+
+
+def to_json(measurements: Measurements) -> str:
+    """The file's text."""
+    return json.dumps(_ADAPTER.dump_python(measurements, mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def load(path: Path) -> Measurements:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        MeasurementsError: no such file, cut off, or of another schema version.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise MeasurementsError(
+                f"{path} has schema version {version!r}, expected {SCHEMA_VERSION}: the measured.json that `xlafuse "
+                "report --measure` writes beside report.html"
+            )
+        return _ADAPTER.validate_python(data, strict=False)
+    except (OSError, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise MeasurementsError(
+            f"{path} holds no measured times, or was cut off: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def with_measurements(comparison: Comparison, measurements: Measurements) -> Comparison:
+    """The comparison with the times of the strategies that both have.
+
+    Raises:
+        MeasurementsError: none in common, or one was measured of another program: says which launch differs first.
+    """
+    if not any(name in measurements.strategies for name, _ in _analysed(comparison)):
+        raise MeasurementsError(
+            f"measured were the strategies {', '.join(measurements.strategies) or 'none'} of {measurements.title!r}; "
+            f"this comparison has {', '.join(name for name, _ in _analysed(comparison))}"
+        )
+    made: dict[str, Analysis] = {}
+    for name, analysis in _analysed(comparison):
+        if measured := measurements.strategies.get(name):
+            try:
+                made[name] = with_measured(analysis, measured)
+            except ProfileMismatchError as error:
+                raise MeasurementsError(f"{name}: {error}") from None
+    return _replaced(comparison, made)
+
+
+def with_profile(comparison: Comparison, path: Path) -> Comparison:
+    """The comparison with the times of a profile of `jax.profiler`, for each strategy whose program it shows.
+
+    Raises:
+        MeasurementsError: it shows none of them; says at which launch the baseline's differs first.
+        DumpError: no profile there, or one without a GPU.
+    """
+    profile = read_profile(path)
+    made: dict[str, Analysis] = {}
+    reasons: dict[str, str] = {}
+    for name, analysis in _analysed(comparison):
+        try:
+            made[name] = with_measured(analysis, join(analysis, profile))
+        except ProfileMismatchError as error:
+            reasons[name] = str(error)
+    if not made:
+        raise MeasurementsError(f"{path}, beside {comparison.baseline}: {reasons[comparison.baseline]}")
+    return _replaced(comparison, made)
+
+
+def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, device_kind: str) -> Comparison:
+    """The comparison of a block preset with what was recorded of it on such a GPU, where anything was.
+
+    Times of launches come from the recording of the case, those of whole strategies else from the block benchmark.
+    Where the program has changed since, the whole's time stays, and a note says so.
+    """
+    recorded = dict(_benchmarked(preset, shape, mode, device_kind))
+    file = RECORDINGS / _slug(device_kind) / f"{preset}-{shape}-{mode}.json"
+    if file.is_file():
+        recorded |= load(file).strategies
+    made: dict[str, Analysis] = {}
+    for name, analysis in _analysed(comparison):
+        if (measured := recorded.get(name)) is not None and analysis.measured is None:
+            try:
+                made[name] = with_measured(analysis, measured)
+            except ProfileMismatchError as error:
+                notes = (*measured.notes, f"Recorded before the program of {name} changed: {error}.")
+                made[name] = with_measured(analysis, replace(measured, launches=(), notes=notes))
+    return _replaced(comparison, made)
+
+
+def _benchmarked(preset: str, shape: str, mode: str, device_kind: str) -> Iterator[tuple[str, Measured]]:
+    """Whole strategies, from the files of `xlafuse bench block`."""
+    from xlafuse.bench.results import load as load_results
+
+    for folder in (RECORDINGS, _BLOCK_RESULTS):
+        for file in sorted(folder.glob("block-*.json")):
+            for run in load_results(file).runs:
+                if run.environment.device_kind != device_kind:
+                    continue
+                for case in run.shapes:
+                    if (case.op, case.spec, case.phase) == (preset, shape, mode):
+                        for each in case.of_kind("strategy"):
+                            yield (
+                                each.name,
+                                Measured(
+                                    device=device_kind,
+                                    source="xlafuse bench block",
+                                    created=run.started,
+                                    calls=each.timing.samples,
+                                    kernel_us=each.timing.median_us,
+                                    wall_us=each.timing.wall_us,
+                                    environment=tuple({**run.environment.packages, **run.environment.gpu}.items()),
+                                ),
+                            )
+
+
+def _analysed(comparison: Comparison) -> list[tuple[str, Analysis]]:
+    return [(each.name, each.analysis) for each in comparison.strategies if each.analysis is not None]
+
+
+def _replaced(comparison: Comparison, analyses: Mapping[str, Analysis]) -> Comparison:
+    strategies = (replace(each, analysis=analyses.get(each.name, each.analysis)) for each in comparison.strategies)
+    return replace(comparison, strategies=tuple(strategies))
+
+
+def _slug(device_kind: str) -> str:
+    return device_kind.lower().replace(" ", "-")
