@@ -15,7 +15,6 @@ from draws import normal
 
 from pallas_kernels.ops.attention import reference, specs
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.forward import schedule as scheduling
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.schedule import Schedule
@@ -194,42 +193,6 @@ def operands(seed, batch=1, queries=16, keys=16, heads=2, key_heads=1, size=64, 
     shape = (batch, keys, key_heads, size)
     shapes = ((batch, queries, heads, size), shape, shape)
     return tuple(normal(own, shape, dtype) for own, shape in zip(seeds_of(seed, 3), shapes, strict=True))
-
-
-def test_tiles_taken_in_parts_are_added_up(interpreter, seed, monkeypatch):
-    monkeypatch.setattr(scheduling, "LEAST_SPARED", 1)
-    query, key, value = operands(seed, queries=120, keys=136, heads=3)
-    problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
-    config = ForwardConfig(own_output=True, queries_in_registers=True, splits_rest=True)
-    assert Schedule.of(problem, 128, 128, 2, splits_rest=True).rest == 1
-    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
-    want, want_lse = attention_reference(query, key, value, return_residuals=True)
-    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
-    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
-
-
-@pytest.mark.parametrize("key_heads", [12, 6])
-def test_parts_are_put_where_the_last_rounds_tiles_are(key_heads):
-    query, key = (
-        jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for length, heads in ((384, 12), (2048, key_heads))
-    )
-    problem, _ = problem_of(query, key, is_causal=False, **NOTHING)  # pyright: ignore[reportArgumentType]
-    schedule = Schedule.of(problem, 128, 128, 26, splits_rest=True)
-    assert schedule.rest == 36 - 26 > schedule.section * schedule.tiles
-    places = [schedule.place(jnp.int32(index)) for index in range(26, 36)]
-    assert schedule.rest_places == [(int(head), int(tile)) for head, tile in places]
-
-
-@pytest.mark.parametrize(
-    ("shape", "keys", "parts"),
-    [((1, 1216, 16), 2048, 4), ((1, 1216, 16), 1024, 4), ((1, 1216, 16), 512, 1), ((2, 1024, 12), 1024, 1),
-     ((1, 2048, 20), 2048, 2), ((8, 256, 12), 256, 1)],
-)  # fmt: skip
-def test_tiles_are_taken_in_parts_where_that_was_measured(shape, keys, parts):
-    batch, queries, heads = shape
-    query, key = (jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16) for length in (queries, keys))
-    problem, _ = problem_of(query, key, is_causal=False, **NOTHING)  # pyright: ignore[reportArgumentType]
-    assert Schedule.of(problem, 128, 128, 132, splits_rest=True).parts == parts
 
 
 @pytest.mark.parametrize(("keys", "size"), [(168, 64), (102, 128)])

@@ -88,7 +88,6 @@ ARG_SPECS = (
     _call(1, 2048, 2176, 8, 2, 64, tags=_GPU),
     _call(2, 2048, 2048, 8, 2, 64, is_causal=True, tags=_GPU),
     _call(1, 2176, 1024, 8, 2, 128, tags=_GPU),  # 136 tiles: four more than an H200 has multiprocessors
-    _call(1, 1216, 2048, 16, 16, 128, tags=_GPU),  # 28 tiles more, of three heads, which are taken in parts
     _call(1, 1, 4097, 4, 4, 128, tags=_GPU),
     _call(2, 127, 1000, 4, 2, 128, is_causal=True, tags=_GPU),
     _call(1, 1000, 127, 4, 2, 64, is_causal=True, dtype="float16", tags=_GPU),

@@ -33,8 +33,6 @@ class ForwardConfig:
     own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
     output_parts: so many parts of its columns leave one after the other through the same shared memory, which is all
         that large heads leave for an output of its own.
-    splits_rest: the tiles that are left over when all blocks have as many are shared by blocks, that take some keys
-        each. Where all tiles have the same work.
     packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
     deals_windows: blocks take tiles of queries by a table, as they do under a causal mask, also where a window bounds
         what is seen.
@@ -52,7 +50,6 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = False
     output_parts: int = 1
-    splits_rest: bool = False
     packs_dropout: bool = False
     deals_windows: bool = False
     short_masks: bool = False
@@ -90,7 +87,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
 
 def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
     """With that which brings operands it has more registers than two have."""
-    return replace(config, warpgroups=1, ping_pong=False, splits_rest=False, compute_registers=240)
+    return replace(config, warpgroups=1, ping_pong=False, compute_registers=240)
 
 
 def _of_many_blocks(problem: Problem) -> ForwardConfig:
@@ -114,7 +111,7 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
         if masking.keys % columns or columns != config.columns or size == 64:
             return replace(config, columns=columns)
         takes_turns = masking.keys <= _KEYS_OF_TURNS
-        return replace(config, queries_in_registers=True, ping_pong=takes_turns, splits_rest=size == 128)
+        return replace(config, queries_in_registers=True, ping_pong=takes_turns)
     if masking.is_causal and size in (64, 96):
         is_short = size == 64 and masking.keys <= _SHORT
         # With two tiles of keys in panels of 32 columns ptxas has no registers for turns.
@@ -194,16 +191,15 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "other grid": replace(base, is_persistent=not base.is_persistent),
         "other output": replace(base, own_output=not base.own_output, output_parts=1),
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
-        "rest split or not": replace(base, splits_rest=not base.splits_rest),
     }
     if not _further(problem):
         candidates |= {
             "one warpgroup": _of_one_warpgroup(base),
-            "two warpgroups": replace(_of_many_blocks(problem), splits_rest=False),
+            "two warpgroups": _of_many_blocks(problem),
             "fewer keys a tile": replace(base, columns=64),
         }
         if not problem.masking.has_band and problem.head_size <= 128:
-            candidates["96 keys a tile"] = replace(base, columns=96, splits_rest=False)
+            candidates["96 keys a tile"] = replace(base, columns=96)
         if problem.head_size == 64:
             small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
             candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)

@@ -40,14 +40,14 @@ class Computing:
             # The first one's first turn.
             plgpu.barrier_arrive(self.block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
 
-        def tile_of_queries(head, tile, count, part, before):
+        def tile_of_queries(head, tile, count, before):
             del count
             accumulators = (
                 plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.head_size, config.columns)
             )
-            run = partial(self._tile, scores, head, tile, part, before)
+            run = partial(self._tile, scores, head, tile, before)
             out, total, maximum, steps = pl.run_scoped(run, *accumulators)
-            self._store(head, tile, part, out, total, maximum, results)
+            self._store(head, tile, out, total, maximum, results)
             return before + steps
 
         self.block.schedule.for_each(self.block.index, self.block.extras.get("table"), tile_of_queries, jnp.int32(0))
@@ -70,7 +70,7 @@ class Computing:
             short_masks=config.short_masks,
         )
 
-    def _tile(self, scores: Scores, head, tile, part, before, o_ref, s_ref):
+    def _tile(self, scores: Scores, head, tile, before, o_ref, s_ref):
         """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
         config, problem, barriers, buffers = (
             self.block.config,
@@ -81,7 +81,7 @@ class Computing:
         warpgroup = self.warpgroup
         batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
-        first, full_first, full_last, last = self.block.key_tiles(batch, tile, part)
+        first, full_first, full_last, last = self.block.key_tiles(batch, tile)
         zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
 
         def start_scores(index) -> jax.Array:
@@ -198,7 +198,7 @@ class Computing:
             return False
         return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
 
-    def _store(self, head, tile, part, out, total, maximum, results) -> None:
+    def _store(self, head, tile, out, total, maximum, results) -> None:
         config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
         warpgroup = self.warpgroup
         batch, q_head = divmod_of(head, problem.heads)
@@ -211,11 +211,8 @@ class Computing:
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
         buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
-        rows, own_rows = pl.ds(row, ROWS), pl.ds(warpgroup * ROWS, ROWS)
-        places = [(results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows])]
-        if self.block.schedule.rest:
-            of_part = jnp.maximum(part, 0)
-            places.append((results[2].at[of_part, own_rows], results[3].at[of_part, own_rows]))
+        rows = pl.ds(row, ROWS)
+        out_place, lse_place = results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows]
         width = problem.head_size // config.output_parts
         for start in range(0, problem.head_size, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -223,17 +220,9 @@ class Computing:
             if start == 0:
                 buffers["lse"].at[warpgroup][...] = lse
             plgpu.commit_smem()
-            for (out_place, lse_place), is_here in zip(places, (part < 0, part >= 0), strict=False):
-
-                def send(start=start, out_place=out_place, lse_place=lse_place):
-                    buffer.send(out_place if width == problem.head_size else out_place.at[:, pl.ds(start, width)])
-                    if start == 0:
-                        plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
-
-                if self.block.schedule.rest:
-                    pl.when(is_here)(send)
-                else:
-                    send()
+            buffer.send(out_place if width == problem.head_size else out_place.at[:, pl.ds(start, width)])
+            if start == 0:
+                plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
         if not config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.block.barriers["q_empty"].at[warpgroup])

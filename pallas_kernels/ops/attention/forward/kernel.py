@@ -16,20 +16,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward.consumer import Computing
 from pallas_kernels.ops.attention.forward.producer import Block, bring_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
+from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 
@@ -55,20 +53,11 @@ def attention_forward(
     queries = problem.masking.queries
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
-    schedule = Schedule.of(
-        problem,
-        config.rows,
-        config.columns,
-        blocks,
-        splits_rest=config.splits_rest,
-        deals_windows=config.deals_windows,
-    )
+    schedule = Schedule.of(problem, config.rows, config.columns, blocks, deals_windows=config.deals_windows)
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)
-    out, lse, *parts = _launch(problem, config, schedule, (query, key, value), arrays, lse_of_nothing)
-    if schedule.rest:
-        out, lse = with_parts(out, lse, *parts, problem=problem, schedule=schedule, rows=config.rows)
+    out, lse = _launch(problem, config, schedule, (query, key, value), arrays, lse_of_nothing)
     everything = (query, key, value, *arrays.values())
     lse = lse if pads_lse else lse[:, :, :queries]
     return varying_like(out, *everything), varying_like(lse, *everything)
@@ -91,11 +80,6 @@ def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> di
     if extras.words is not None:
         arrays["words"] = extras.words
     return arrays
-
-
-def compiler_params() -> plgpu.CompilerParams:
-    """No automatic barriers: shared memory is read by TMA and tensor cores alone. No sums across warps, either."""
-    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 
 def _launch(
@@ -127,16 +111,14 @@ def _launch(
             buffers=buffers,
             barriers=barriers,
         )
-
-        @pl.when(warpgroup == warpgroups)
-        def _():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
-            bring_operands(block, q_ref, k_ref, v_ref)
-
-        @pl.when(warpgroup < warpgroups)
-        def _():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-            Computing(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing).run(results)
+        consumer = Computing(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing)
+        run_roles(
+            warpgroup,
+            warpgroups,
+            lambda: bring_operands(block, q_ref, k_ref, v_ref),
+            lambda: consumer.run(results),
+            (config.memory_registers, config.compute_registers),
+        )
 
     buffers = {
         "q": form.scratch(warpgroups, ROWS),
@@ -163,44 +145,15 @@ def _launch(
         jax.ShapeDtypeStruct((problem.batch, problem.masking.queries, problem.heads, size), dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
-    if schedule.rest:
-        shape = (schedule.rest * schedule.parts, config.rows)
-        out_type += [jax.ShapeDtypeStruct((*shape, size), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)]
-    return settings.kernel(
+    kernel = block_kernel(
         attention,
         out_type=out_type,
-        grid=(schedule.blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=(buffers, barriers),
-        compiler_params=compiler_params(),
+        blocks=schedule.blocks,
+        consumers=warpgroups,
+        scratch=(buffers, barriers),
         products=problem.product and problem.product.times(2),
-    )(*operands, arrays)
-
-
-def with_parts(
-    out: jax.Array,
-    lse: jax.Array,
-    part_out: jax.Array,
-    part_lse: jax.Array,
-    *,
-    problem: Problem,
-    schedule: Schedule,
-    rows: int,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse with the tiles that were taken in parts filled in.
-
-    part_out: (tiles * parts, rows, head size), normalised. part_lse: (tiles * parts, rows). Every part sees keys.
-    """
-    shape = (schedule.rest, schedule.parts, rows)
-    part_lse = part_lse.reshape(shape)
-    total = jax.nn.logsumexp(part_lse, axis=1)
-    weights = jnp.exp(part_lse - total[:, None])
-    whole = jnp.sum(part_out.reshape(*shape, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
-    heads, tiles = np.array(schedule.rest_places).T[..., None]
-    batch, head = np.divmod(heads, problem.heads)
-    row = tiles * rows + np.arange(rows)
-    # Rows beyond the last query are dropped.
-    out = out.at[batch, row, head].set(whole, mode="drop", unique_indices=True)
-    return out, lse.at[batch, head, row].set(total, mode="drop", unique_indices=True)
+        # Shared memory is read by TMA and tensor cores alone, and there are no sums across warps.
+        automatic_barriers=False,
+        reduction_scratch_bytes=0,
+    )
+    return kernel(*operands, arrays)

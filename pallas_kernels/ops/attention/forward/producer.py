@@ -19,6 +19,7 @@ from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, r
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
+from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.platform import is_interpreted
 
 
@@ -48,7 +49,7 @@ class Block:
         has_two = -(-masking.keys // config.columns) == 2
         return (is_ragged(masking) and has_two) or (has_large_heads and (has_two or not masking.has_band))
 
-    def key_tiles(self, batch: jax.Array, tile: jax.Array, part: jax.Array) -> TileRange:
+    def key_tiles(self, batch: jax.Array, tile: jax.Array) -> TileRange:
         """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""
         masking, config = self.problem.masking, self.config
         if masking.has_segments:
@@ -57,11 +58,6 @@ class Block:
             bounds = masking.key_tiles(tile * config.rows, config.rows, config.columns)
         first, full_first, full_last, last = (jnp.asarray(bound, jnp.int32) for bound in bounds)
         tiles = -(-masking.keys // config.columns)
-        if self.schedule.rest:  # nothing else bounds what is seen
-            parts = self.schedule.parts
-            start = rem_of(part, parts)
-            first = jnp.where(part < 0, 0, divmod_of(start * tiles, parts)[0])
-            last = jnp.where(part < 0, tiles, divmod_of((start + 1) * tiles, parts)[0])
         first = jnp.minimum(first, tiles - 1)
         return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
 
@@ -83,10 +79,10 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
             numbers = block.extras["key_segments"].at[place[0], place[1]]
             plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
 
-    def tile_of_queries(head, tile, count, part, before):
+    def tile_of_queries(head, tile, count, before):
         batch, q_head = divmod_of(head, problem.heads)
         k_head = divmod_of(q_head, problem.group)[0]
-        first, _, _, last = block.key_tiles(batch, tile, part)
+        first, _, _, last = block.key_tiles(batch, tile)
 
         def step(i, _):
             place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
@@ -113,14 +109,8 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
         return before + steps
 
     total = block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
-
-    # No barrier may be left with an arrival that nobody has seen.
-    for name, stages in (("k", config.key_stages), ("v", config.value_stages)):
-
-        def drain(i, _, name=name, stages=stages):
-            plgpu.barrier_wait(barriers[f"{name}_empty"].at[rem_of(i, stages)])
-
-        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+    drain(barriers["k_empty"], config.key_stages, total)
+    drain(barriers["v_empty"], config.value_stages, total)
     for warpgroup in range(config.warpgroups):
         plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
 

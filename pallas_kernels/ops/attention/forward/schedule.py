@@ -20,9 +20,6 @@ L2_BYTES = 24 * 1024 * 1024
 TILE_COST = 1
 """What a tile of queries costs beside its tiles of keys, in tiles of keys."""
 
-LEAST_SPARED = 6
-"""Tiles of keys of which the last round is shorter where it is worth the kernels that add up parts."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -35,8 +32,6 @@ class Schedule:
     tiles: of queries, in a head. heads: all of them, batch by batch. section: so many heads, which divides `heads`.
     blocks: that share the work. costs: of a tile by its number, where they differ; blocks then take tiles as hardware
     would deal them out, always the one that is done first, by a table; else block b takes places b, b + blocks...
-    parts: the tiles of the last round, which would keep few blocks busy, are each taken by so many blocks, that share
-        the keys; what they find is added up afterwards. 1: they are not.
     """
 
     tiles: int
@@ -44,7 +39,6 @@ class Schedule:
     section: int
     blocks: int
     costs: tuple[int, ...] | None = None
-    parts: int = 1
 
     @classmethod
     def of(
@@ -54,10 +48,9 @@ class Schedule:
         columns: int,
         blocks: int | None,
         *,
-        splits_rest: bool = False,
         deals_windows: bool = False,
     ) -> Schedule:
-        """That of a problem; blocks: None for one a tile. splits_rest: whether there may be `parts`.
+        """That of a problem; blocks: None for one a tile.
 
         deals_windows: whether tiles have `costs` also where a window bounds the keys before a query.
         """
@@ -76,30 +69,7 @@ class Schedule:
             costs = tuple(max(1, bound.last - bound.first) + TILE_COST for bound in bounds)
         total = tiles * heads
         blocks = total if blocks is None else min(blocks, total)
-        parts = 1
-        if splits_rest and total % blocks and not masking.has_band and not masking.has_segments:
-            of_keys = -(-masking.keys // columns)
-            parts = min(blocks // (total % blocks), of_keys)
-            if of_keys - -(-of_keys // parts) < LEAST_SPARED:
-                parts = 1
-        return cls(tiles=tiles, heads=heads, section=section, blocks=blocks, costs=costs, parts=parts)
-
-    @property
-    def rest(self) -> int:
-        """Tiles of the last round that are taken in parts."""
-        return self.tiles * self.heads % self.blocks if self.parts > 1 else 0
-
-    @property
-    def rest_places(self) -> list[tuple[int, int]]:
-        """(head among all, tile) of those."""
-        total = self.tiles * self.heads
-
-        def place(index: int) -> tuple[int, int]:
-            section, index = divmod(index, self.section * self.tiles)
-            tile, head = divmod(index, self.section)
-            return section * self.section + head, tile
-
-        return [place(index) for index in range(total - self.rest, total)]
+        return cls(tiles=tiles, heads=heads, section=section, blocks=blocks, costs=costs)
 
     @property
     def table(self) -> np.ndarray | None:
@@ -128,31 +98,19 @@ class Schedule:
         return section * self.section + head, tile
 
     def for_each(self, block: jax.Array, table: Any, work: Callable[..., jax.Array], carry: jax.Array) -> jax.Array:
-        """carry = work(head among all, tile, count of the block's tiles before, part, carry) for each of its tiles.
+        """carry = work(head among all, tile, count of the block's tiles before, carry) for each of its tiles.
 
-        table: a reference to `table`, or None where there is none. part: of a tile taken in parts, counted through all
-        of them; else -1.
+        table: a reference to `table`, or None where there is none.
         """
         total = self.tiles * self.heads
-        whole = jnp.int32(-1)
         if self.blocks == total:
-            return work(*self.place(block), jnp.int32(0), whole, carry)
-        if self.parts > 1:
-            rounds = total // self.blocks
-            count = rounds + (block < self.rest * self.parts).astype(jnp.int32)
-
-            def partly(i, carry):
-                is_last = i == rounds
-                index = i * self.blocks + jnp.where(is_last, divmod_of(block, self.parts)[0], block)
-                return work(*self.place(index), i, jnp.where(is_last, block, whole), carry)
-
-            return lax.fori_loop(jnp.int32(0), count, partly, carry)
+            return work(*self.place(block), jnp.int32(0), carry)
         if table is None:
             rounds, rest = divmod(total, self.blocks)
             count = rounds + (block < rest).astype(jnp.int32)
 
             def one(i, carry):
-                return work(*self.place(i * self.blocks + block), i, whole, carry)
+                return work(*self.place(i * self.blocks + block), i, carry)
 
             return lax.fori_loop(jnp.int32(0), count, one, carry)
         count, longest = table[block, 0], table.shape[1] - 2
@@ -161,7 +119,7 @@ class Schedule:
             index, carry = carry
             # The next place is read while this one's work is done.
             following = table[block, 1 + jnp.minimum(i + 1, longest)]
-            return following, work(*self.place(index), i, whole, carry)
+            return following, work(*self.place(index), i, carry)
 
         return lax.fori_loop(jnp.int32(0), count, listed, (table[block, 1], carry))[1]
 
