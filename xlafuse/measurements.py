@@ -117,7 +117,7 @@ def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, 
     Where the program has changed since, the whole's time stays, and a note says so.
     """
     recorded = dict(_benchmarked(preset, shape, mode, device_kind))
-    file = RECORDINGS / _slug(device_kind) / f"{preset}-{shape}-{mode}.json"
+    file = RECORDINGS / file_name(preset, shape, mode, device_kind)
     if file.is_file():
         recorded |= load(file).strategies
     made: dict[str, Analysis] = {}
@@ -129,6 +129,11 @@ def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, 
                 notes = (*measured.notes, f"Recorded before the program of {name} changed: {error}.")
                 made[name] = with_measured(analysis, replace(measured, launches=(), notes=notes))
     return _replaced(comparison, made)
+
+
+def file_name(preset: str, shape: str, mode: str, device_kind: str) -> str:
+    """Where a case's recording is in the folder of recordings."""
+    return f"{device_kind.lower().replace(' ', '-')}/{preset}-{shape}-{mode}.json"
 
 
 def _benchmarked(preset: str, shape: str, mode: str, device_kind: str) -> Iterator[tuple[str, Measured]]:
@@ -164,7 +169,3 @@ def _analysed(comparison: Comparison) -> list[tuple[str, Analysis]]:
 def _replaced(comparison: Comparison, analyses: Mapping[str, Analysis]) -> Comparison:
     strategies = (replace(each, analysis=analyses.get(each.name, each.analysis)) for each in comparison.strategies)
     return replace(comparison, strategies=tuple(strategies))
-
-
-def _slug(device_kind: str) -> str:
-    return device_kind.lower().replace(" ", "-")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
+from jax.profiler import ProfileData
+
+from hlo_analysis import Capture
 from hlo_analysis.measured import KernelEvent, Profile
 from hlo_analysis.records import Analysis, Device, Launch, LaunchKind, Memory, Provenance, Traffic
 
@@ -80,3 +86,17 @@ def xspace(events: Sequence[KernelEvent]) -> str:
         f"lines {{ name: 'XLA Ops' events {{ metadata_id: 1 offset_ps: 0 duration_ps: 9 }} }}\n"
         f"{metadata}{stats}stats {{ metadata_id: 3 str_value: 'NVIDIA H200' }} }}\n"
     )
+
+
+def as_run(compiled: Capture, run: dict[str, Any], kernels: list[str] | None = None) -> Capture:
+    """A capture as if its program had run on a GPU: `run` is what the runner returns, `kernels` the profile."""
+    files = compiled.manifest.files | {"run": "run.json"}
+    (compiled.path / "run.json").write_text(json.dumps(run))
+    if kernels is not None:
+        data = ProfileData.text_proto_to_serialized_xspace(xspace(profile(kernels, gap=0.5).events))
+        (compiled.path / "profile.xplane.pb").write_bytes(data)
+        files["profile"] = "profile.xplane.pb"
+    return Capture(compiled.path, replace(compiled.manifest, files=files))
+
+
+RUN = {"device": "NVIDIA H200", "walls_us": [33.0] * 9, "peak_bytes": 1 << 20, "compile_seconds": 2.0, "gpu": {}}

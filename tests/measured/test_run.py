@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.profiler import ProfileData
-from profiles import profile, xspace
+from profiles import RUN, as_run
 
 from hlo_analysis import Capture, CaptureError, analyze, capture
 
@@ -49,24 +44,12 @@ def compiled(shapes, tmp_path_factory: pytest.TempPathFactory) -> Capture:
     return capture(sums, *shapes, keep=tmp_path_factory.mktemp("measured") / "capture")
 
 
-def _run(compiled: Capture, run: dict, kernels: list[str] | None = None) -> Capture:
-    """The capture as if its program had run, on a GPU that this machine lacks."""
-    files = compiled.manifest.files | {"run": "run.json"}
-    (compiled.path / "run.json").write_text(json.dumps(run))
-    if kernels is not None:
-        data = ProfileData.text_proto_to_serialized_xspace(xspace(profile(kernels, gap=0.5).events))
-        Path(compiled.path / "profile.xplane.pb").write_bytes(data)
-        files["profile"] = "profile.xplane.pb"
-    return Capture(compiled.path, replace(compiled.manifest, files=files))
-
-
-RUN = {"device": "NVIDIA H200", "walls_us": [33.0] * 9, "peak_bytes": 1 << 20, "compile_seconds": 2.0, "gpu": {}}
 SLOW = {"sm_clock_mhz": "1200", "max_sm_clock_mhz": "1980", "power_watts": "300", "power_limit_watts": "700"}
 
 
 def test_the_profile_of_a_run_is_joined(compiled: Capture):
     kernels = [launch.kernel or "nvjet" for launch in analyze(compiled).launches]
-    analysis = analyze(_run(compiled, RUN | {"gpu": SLOW, "walls_us": [30.0, 33.0, 50.0]}, kernels * 10))
+    analysis = analyze(as_run(compiled, RUN | {"gpu": SLOW, "walls_us": [30.0, 33.0, 50.0]}, kernels * 10))
     assert analysis.measured is not None
     assert (analysis.measured.calls, analysis.measured.kernel_us) == (10, pytest.approx(5 * len(kernels), abs=0.1))
     assert [launch.measured_us for launch in analysis.launches] == pytest.approx([5.0] * len(kernels), abs=0.1)
@@ -76,9 +59,9 @@ def test_the_profile_of_a_run_is_joined(compiled: Capture):
 
 
 def test_a_run_that_failed_leaves_the_analysis(compiled: Capture):
-    analysis = analyze(_run(compiled, {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED"}))
+    analysis = analyze(as_run(compiled, {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED"}))
     assert analysis.measured is None
     assert "failed as it ran: XlaRuntimeError: RESOURCE_EXHAUSTED" in analysis.provenance.notes[-1]
-    other = analyze(_run(compiled, RUN, ["something_else"] * 5)).measured
+    other = analyze(as_run(compiled, RUN, ["something_else"] * 5)).measured
     assert other is not None
     assert "the profile is of another program" in other.notes[0]

@@ -67,8 +67,8 @@ def run(request: Request) -> None:
         InputError: and the other errors of `xlafuse` and `hlo_analysis`, which `cli_errors` turns into a message.
     """
     use_cpu_without_gpu()
-    if request.measure:  # the GPU's memory is the measured program's
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if request.measure:  # another process runs the program; tracing it would take of the GPU's memory
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # A program of 200 layers is millions of objects, hardly any of them in cycles: a quarter of the time less.
     gc.set_threshold(100_000, 20, 100)
     _check(request)
