@@ -1,4 +1,4 @@
-"""`xlafuse bench kernels|block|choice` and `xlafuse tune`: checks the options, measures, prints a summary."""
+"""`xlafuse bench kernels|block|choice|compare` and `xlafuse tune`: checks the options, measures, prints a summary."""
 
 from __future__ import annotations
 
@@ -179,6 +179,25 @@ def choice(
         calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
         results = _measured("choice", calls, settings, output, choice_summary)
     raise typer.Exit(0 if is_kept(results) else 1)
+
+
+@bench.command()
+def compare(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A file of results.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later one, of the same GPU.")],
+) -> None:
+    """Show what moved between two files of results: medians apart by more than noise (p20 to p80) and 2 %.
+
+    Needs no GPU. Exits with 0 when nothing of ours is slower, 1 when something is, 2 on files that cannot be compared.
+    """
+    with cli_errors():
+        from xlafuse.bench.moves import lines, moves
+        from xlafuse.bench.results import load
+
+        found, compared = moves(load(old), load(new))
+        for line in lines(found, compared):
+            typer.echo(line)
+    raise typer.Exit(1 if any(move.is_regression for move in found) else 0)
 
 
 def tune(
