@@ -113,6 +113,9 @@ def capture(
                     f"compiles for, not {goal.name}"
                 )
             options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
+            if measure and goal.kind == "attached":
+                # Else XLA launches one by one while it is profiled, with gaps that no run has.
+                options = {"xla_enable_command_buffers_during_profiling": True} | options
             result = worker.ask(_request(goal, program, options, folder) | {"measure": measure}, timeout)
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):

@@ -77,6 +77,7 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     stats = executable.get_compiled_memory_stats()
     run = None
     if runner:
+        close_log(folder)
         try:
             run = runner.run(executable, arguments, device, folder) | {"compile_seconds": compiled}
         except Exception as error:  # what was compiled can be analysed all the same
@@ -91,6 +92,14 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
             "peak_bytes": getattr(stats, "peak_memory_in_bytes", 0),
         },
     }
+
+
+def close_log(folder: Path) -> None:
+    """Sends what is said from now on to run.log: the worker's log is read for what XLA did with the program alone."""
+    print("The program has compiled. It is run now.", file=sys.stderr, flush=True)
+    log = os.open(folder / "run.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
 
 
 def load_runner() -> ModuleType:

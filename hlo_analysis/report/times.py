@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hlo_analysis.records import Analysis, Comparison, Launch
-from hlo_analysis.report.formats import format_us
+from hlo_analysis.report.formats import format_bytes, format_us
 
 FAR_OFF = 2.0
 """A model's time that is so many times too small or too large is named."""
@@ -20,7 +20,8 @@ def measured_sentences(comparison: Comparison) -> list[tuple[tuple[str, ...], st
             for sentence in (_origin(analysis), *analysis.measured.notes):
                 found.setdefault(sentence, []).append(name)
     sentences = [(() if len(names) == len(done) else tuple(names), text) for text, names in found.items()]
-    return sentences + [((name,), f"{name}: {text}") for name, analysis in done for text in _far_off(analysis)]
+    about = [(name, text) for name, analysis in done for text in (*_beside(analysis), *_far_off(analysis))]
+    return sentences + [((name,), f"{name}: {text}") for name, text in about]
 
 
 def _origin(analysis: Analysis) -> str:
@@ -29,6 +30,22 @@ def _origin(analysis: Analysis) -> str:
     said = ", ".join(filter(None, (measured.source, measured.created[:10])))
     wall = ", and wall clock of a call" if measured.wall_us is not None else ""
     return f"Measured on an {measured.device} ({said}): GPU time of all kernels{wall}."
+
+
+def _beside(analysis: Analysis) -> list[str]:
+    """What was measured beside the times: gaps, compile time and memory."""
+    measured = analysis.measured
+    if measured is None:
+        return []
+    said = []
+    if measured.gap_us is not None:
+        each = measured.gap_us / max(1, analysis.launch_count - 1)
+        said.append(f"{format_us(measured.gap_us)} of gaps between its launches, {each:.1f} µs each")
+    if measured.compile_seconds is not None:
+        said.append(f"compiled in {measured.compile_seconds:.1f} s")
+    if measured.peak_bytes is not None:
+        said.append(f"{format_bytes(measured.peak_bytes)} at most in memory")
+    return [f"{', '.join(said)}."] if said else []
 
 
 def _far_off(analysis: Analysis) -> list[str]:

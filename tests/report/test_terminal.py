@@ -50,6 +50,7 @@ def test_what_was_measured_stands_beside_the_estimates(comparison: Comparison):
     head = next(line for line in text.splitlines() if line.strip().startswith("strategy"))
     assert head.split()[-3:] == ["counted", "measured", "measured"]
     assert "Measured on an NVIDIA H200 (bench, 2026-11-22): GPU time of all kernels, and wall clock of a call." in text
+    assert "xla: 24 µs of gaps between its launches, 2.0 µs each, compiled in 2.0 s." in text
     assert "xla: the roofline of 2 of 13 launches is more than 2× off" in text
 
 
