@@ -72,7 +72,7 @@ def test_gains_agree_with_what_the_pass_did(captured: Callable[..., Capture], mo
     folded = fold(dump.steps)
     gains = [edge.gain_us for edge in folded.edges if edge.gain_us is not None]
     assert len(gains) > 20
-    assert min(gains) >= 0
+    assert min(gains) > -0.01  # jaxlib 0.12 prints six digits of a time, or more
     gone = {edge.producer for edge in folded.edges} | {e.consumer for e in folded.edges if e.consumer != e.fusion}
     left = [word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone]
     assert left or mode == "forward"

@@ -37,11 +37,18 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A candidate on a shape. kind: see `timing.Candidate`."""
+    """A candidate on a shape. kind: see `timing.Candidate`.
+
+    lower_seconds, compile_seconds: until the first call of a whole model can run, tracing and XLA's part. peak_bytes:
+    the device memory of that program, arguments included.
+    """
 
     name: str
     kind: Literal["implementation", "default", "variant", "peer", "ceiling", "strategy"]
     timing: Timing
+    lower_seconds: float | None = None
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,12 @@ def run(
     """Measures operations and writes `output` after every shape.
 
     Args:
-        operations: names in `pallas_kernels.REGISTRY`; of the block benchmark shapes, as "2x4096", of the choice
-            calls, as "attention 7".
-        settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings` or `.choice.ChoiceSettings`.
+        operations: names in `pallas_kernels.REGISTRY`; of the block and model benchmarks shapes, as "2x4096", of the
+            choice calls, as "attention 7".
+        settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings`, `.choice.ChoiceSettings` or
+            `.model.ModelSettings`.
         output: the JSON file.
-        benchmark: "kernels", "block" or "choice".
+        benchmark: "kernels", "block", "choice" or "model".
         stall_seconds: how long a process may go without a new result before it is ended.
         worker: the command, which gets a folder as its last argument.
         kept: called with all results after each write.

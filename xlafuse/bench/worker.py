@@ -24,13 +24,19 @@ from xlafuse.bench.block import BlockSettings, bench_block
 from xlafuse.bench.choice import ChoiceSettings, bench_choice
 from xlafuse.bench.environment import Sampler, environment, sampling
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
+from xlafuse.bench.model import ModelSettings, bench_model, model_lines
 from xlafuse.bench.results import Results, Run, ShapeResult, write
 from xlafuse.bench.text import block_lines, choice_lines, kernel_lines, problem_lines
 from xlafuse.errors import XlafuseError
 
 DONE, REFUSED, GPU_LOST = 0, 2, 3
-AnySettings = Settings | BlockSettings | ChoiceSettings
-_KINDS: Mapping[str, type[AnySettings]] = {"kernels": Settings, "block": BlockSettings, "choice": ChoiceSettings}
+AnySettings = Settings | BlockSettings | ChoiceSettings | ModelSettings
+_KINDS: Mapping[str, type[AnySettings]] = {
+    "kernels": Settings,
+    "block": BlockSettings,
+    "choice": ChoiceSettings,
+    "model": ModelSettings,
+}
 
 
 def main(folder: Path) -> int:
@@ -80,6 +86,8 @@ def _results(name: str, settings: AnySettings, sampler: Sampler | None) -> Itera
             return bench_block(name, settings, sampler)
         case ChoiceSettings():
             return bench_choice(name, settings, sampler)
+        case ModelSettings():
+            return bench_model(name, settings, sampler)
         case Settings():
             return bench_operation(get_op(name), settings, sampler)
 
@@ -90,6 +98,8 @@ def _result_lines(result: ShapeResult, settings: AnySettings) -> list[str]:
             return block_lines(result)
         case ChoiceSettings():
             return choice_lines(result)
+        case ModelSettings():
+            return model_lines(result)
         case Settings():
             return kernel_lines(result)
 

@@ -1,4 +1,4 @@
-"""`xlafuse bench kernels|block|choice|compare` and `xlafuse tune`: checks the options, measures, prints a summary."""
+"""`xlafuse bench kernels|block|model|choice|compare` and `xlafuse tune`: checks options, measures, prints a summary."""
 
 from __future__ import annotations
 
@@ -134,6 +134,58 @@ def block(
         cases = ["x".join(map(str, block_shape((text,)))) for text in names(shapes)]
         results = _measured("block", cases, settings, output, block_summary, stall_seconds=200.0)
     raise typer.Exit(0 if _is_complete(results, chosen) else 1)
+
+
+@bench.command()
+def model(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    preset: Annotated[str, typer.Option(metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = "llama3-8b",
+    shapes: Annotated[
+        str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS, several with commas between.")
+    ] = "8x1024",
+    strategies: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`.")
+    ] = "xla,xla_cudnn,best",
+    phases: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="forward, train, prefill, decode. All by default."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="In place of the model's own number of layers.")
+    ] = None,
+    scan: Annotated[bool, typer.Option("--scan", help="Compile one layer, in a loop over all of them.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="Begin no new phase of a shape after so many seconds.")
+    ] = float("inf"),
+) -> None:
+    """Measure a whole language model under the fusion strategies: wall clock, tokens a second, compile time, memory.
+
+    Decoding appends one token to each sequence, in a cache that is donated. Needs an NVIDIA GPU. Exits with 0 when
+    every strategy was measured, 1 when one failed, 2 on bad input or no GPU.
+    """
+    with cli_errors():
+        from xlafuse.bench.model import PHASES, ModelSettings, model_summary
+        from xlafuse.cli.inputs import block_shape
+        from xlafuse.models.decoder import get_decoder
+        from xlafuse.strategies import get_strategy
+
+        get_decoder(preset)
+        for name in names(strategies):
+            get_strategy(name)
+        _check("phase", names(phases), PHASES)
+        settings = ModelSettings(
+            model=preset,
+            strategies=names(strategies),
+            phases=names(phases) or PHASES,
+            layers=layers,
+            is_scanned=scan,
+            rounds=rounds,
+            seconds=seconds,
+        )
+        cases = ["x".join(map(str, block_shape((text,)))) for text in names(shapes)]
+        results = _measured("model", cases, settings, output, model_summary, stall_seconds=300.0)
+    raise typer.Exit(0 if _is_complete(results, names(strategies)) else 1)
 
 
 @bench.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ class Norm(nnx.Module):
         if bias is not None:
             return layers.layer_norm(x, scale, bias, epsilon=epsilon), x
         return layers.rms_norm(x, scale, epsilon=epsilon), x
+
+
+class KeyValueCache(NamedTuple):
+    """Keys and values of the tokens so far, each (B, S, kv heads, head_dim) of the block's dtype, S a multiple of 8."""
+
+    key: Array
+    value: Array
 
 
 class TransformerBlock(nnx.Module):
@@ -83,32 +90,66 @@ class TransformerBlock(nnx.Module):
         of each site; None leaves all to XLA. Dropout acts only when `dropout_key` is given. Raises
         `InapplicablePlanError` where the plan asks for a kernel that this block cannot use.
         """
+        return self._apply(x, positions, plan, None, None, dropout_key)[0]
+
+    def with_cache(
+        self,
+        x: Array,
+        positions: Array | None,
+        cache: KeyValueCache,
+        filled: Array,
+        *,
+        plan: FusionPlan | None = None,
+    ) -> tuple[Array, KeyValueCache]:
+        """The block with a cache of `filled` (int32, a scalar) tokens, and the cache with those of `x` behind them.
+
+        One token a sequence sees all of the cache; several are the prompt: they see each other, and `filled` is 0.
+        """
+        y, extended = self._apply(x, positions, plan, cache, filled, None)
+        return y, cast(KeyValueCache, extended)
+
+    def _apply(
+        self,
+        x: Array,
+        positions: Array | None,
+        plan: FusionPlan | None,
+        cache: KeyValueCache | None,
+        filled: Array | None,
+        dropout_key: Array | None,
+    ) -> tuple[Array, KeyValueCache | None]:
         config = self.config
         plan = plan or FusionPlan()
         if x.ndim != 3 or x.shape[-1] != config.hidden_size:
             raise ValueError(f"x must have the shape (batch, length, {config.hidden_size}), got {x.shape}.")
         for site, reason in plan.inapplicable(config).items():
             raise InapplicablePlanError(f"{getattr(plan, site)!r} cannot serve the site {site!r}: {reason}.")
+        cached_attention = plan.attention
         if "best" in plan.fused_sites.values():
             from xlafuse.models.best import settled
 
             plan = settled(plan, config, (x.shape[0], x.shape[1]), arrays=(x, *jax.tree.leaves(nnx.state(self))))
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
-            mixed, x = self._attend(x, positions, plan)
+            (query, key, value), x = self._normed_heads(x, positions, plan)
+            with jax.named_scope("attention"):
+                if cache is not None:
+                    cache = KeyValueCache(
+                        *(
+                            jax.lax.dynamic_update_slice_in_dim(old, new, cast(Array, filled), axis=1)
+                            for old, new in zip(cache, (key, value), strict=True)
+                        )
+                    )
+                if cache is None or x.shape[1] > 1:
+                    mixed = self._mix(query, key, value, plan.attention)
+                else:
+                    mixed = self._mix_cached(query, cache, cast(Array, filled) + 1, cached_attention)
+                mixed = mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)
             x = self._add_projected(
                 x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
             )
             hidden, x = self._expand(x, plan)
-            return self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
-
-    def _attend(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array]:
-        """From the tokens (B, T, hidden) to what the heads found, (B, T, heads * head_dim), and the residual stream."""
-        config = self.config
-        (query, key, value), stream = self._normed_heads(x, positions, plan)
-        with jax.named_scope("attention"):
-            mixed = self._mix(query, key, value, plan.attention)
-            return mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim), stream
+            y = self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
+            return y, cache
 
     def _takes_norm(self, norm: str, site: str, x: Array, plan: FusionPlan) -> bool:
         """Whether the product at `site` is to do the norm before it."""
@@ -139,6 +180,16 @@ class TransformerBlock(nnx.Module):
             return kernels.attend(query, key, value, is_causal=self.config.is_causal)
         attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
         return attention(query, key, value, is_causal=self.config.is_causal)
+
+    def _mix_cached(self, query: Array, cache: KeyValueCache, length: Array, implementation: str) -> Array:
+        lengths = jnp.broadcast_to(length, query.shape[:1])
+        if implementation in ("mosaic", "best"):
+            from xlafuse.models import kernels
+
+            return kernels.attend_cached(query, cache.key, cache.value, lengths)
+        return jax.nn.dot_product_attention(
+            query, *cache, key_value_seq_lengths=lengths, implementation="cudnn" if implementation == "cudnn" else "xla"
+        )
 
     def _heads(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array, Array]:
         """Query, key and value of the normed tokens, (B, T, heads, head_dim), the first two rotated."""

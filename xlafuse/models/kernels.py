@@ -134,6 +134,16 @@ def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
     return cast(Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation="mosaic"))
 
 
+def attend_cached(query: Array, key_cache: Array, value_cache: Array, lengths: Array) -> Array:
+    """Attention of one token a sequence, (B, 1, N, H), over caches (B, S, K, H) of `lengths` (B,) tokens."""
+    return pallas_kernels.decode_attention(query, key_cache, value_cache, lengths, implementation=("mosaic", "xla"))
+
+
+def head_loss(hidden: Array, head: Array, labels: Array) -> Array:
+    """Mean cross-entropy of `labels` (B, T) under `hidden @ head`, without logits in memory where that is faster."""
+    return pallas_kernels.linear_cross_entropy(hidden, head.astype(hidden.dtype), labels, reduction="mean")
+
+
 def attention_order(config: BlockConfig, shape: tuple[int, int]) -> Sequence[str]:
     """Which implementations of attention were measured to be the fastest at `shape` (batch, length), in that order."""
 

@@ -1,0 +1,211 @@
+"""A decoder-only language model of transformer blocks: logits, training steps, prompts and decoding with a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from xlafuse.errors import UnknownNameError
+from xlafuse.models import layers
+from xlafuse.models.block import KeyValueCache, TransformerBlock
+from xlafuse.models.config import BlockConfig, get_preset
+from xlafuse.models.plan import FusionPlan
+
+Params = dict[str, Any]
+"""Weights by name: embedding (vocabulary, hidden), head (hidden, vocabulary), scale (hidden,) of the last norm, bias of
+a last LayerNorm, positions where they are learned, and layers: the weights of each block, in a tuple or stacked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A model: its block, so many `layers` of it, and the vocabulary.
+
+    learned_positions: how many there are; None: the block's own RoPE. is_scanned: one compiled layer in a loop over
+    stacked weights; else every layer is compiled.
+    """
+
+    block: BlockConfig
+    layers: int
+    vocabulary: int
+    learned_positions: int | None = None
+    is_scanned: bool = False
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    # arXiv:2407.21783, table 3; the released configuration of GPT-2 medium, whose head has a table of its own here.
+    "llama3-8b": DecoderConfig(block=get_preset("llama3-8b"), layers=32, vocabulary=128256),
+    "gpt2-medium": DecoderConfig(block=get_preset("gpt2-medium"), layers=24, vocabulary=50304, learned_positions=1024),
+    "tiny": DecoderConfig(block=get_preset("tiny"), layers=2, vocabulary=512),
+}
+"""The models by name. GPT-2's vocabulary of 50257 is padded to a multiple of 128, as its users train it."""
+
+
+def get_decoder(name: str) -> DecoderConfig:
+    """Returns the model called `name`; raises `UnknownNameError` with the nearest names."""
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise UnknownNameError("model", name, PRESETS) from None
+
+
+class Decoder:
+    """Pure functions of a model's weights, to be given to `jax.jit`, under one fusion plan.
+
+    tokens are (B, T) int32, logits (B, T, vocabulary) of the block's dtype.
+    """
+
+    def __init__(self, config: DecoderConfig, plan: FusionPlan | None = None) -> None:
+        self.config = config
+        self.plan = plan or FusionPlan()
+
+    @cached_property
+    def _split(self) -> tuple[Any, Any]:
+        return nnx.split(nnx.eval_shape(lambda: TransformerBlock(self.config.block, rngs=nnx.Rngs(0))))
+
+    def _block(self, layer: Any) -> TransformerBlock:
+        graph, state = self._split
+        return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(layer)))
+
+    def params(self, key: Array) -> Params:
+        """Random weights that keep the size of features; norms' scales are 1."""
+        config, block = self.config, self.config.block
+        dtype = jnp.dtype(block.param_dtype)
+        abstract = nnx.to_pure_dict(self._split[1])
+
+        def weight(key: Array, shape: tuple[int, ...]) -> Array:
+            return (jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5).astype(dtype)
+
+        def layer(key: Array) -> Any:
+            leaves, structure = jax.tree.flatten_with_path(abstract)
+            keys = jax.random.split(key, len(leaves))
+            made = [
+                weight(k, leaf.shape)
+                if len(leaf.shape) == 2
+                else jnp.full(leaf.shape, float("scale" in jax.tree_util.keystr(path)), dtype)
+                for k, (path, leaf) in zip(keys, leaves, strict=True)
+            ]
+            return jax.tree.unflatten(structure, made)
+
+        embedding_key, head_key, position_key, layer_key = jax.random.split(key, 4)
+        keys = jax.random.split(layer_key, config.layers)
+        made: Params = {
+            "embedding": weight(embedding_key, (config.vocabulary, block.hidden_size)) * config.vocabulary**0.5,
+            "head": weight(head_key, (block.hidden_size, config.vocabulary)),
+            "scale": jnp.ones((block.hidden_size,), dtype),
+            "layers": jax.lax.map(layer, keys) if config.is_scanned else tuple(map(layer, keys)),
+        }
+        if block.norm == "layer_norm":
+            made["bias"] = jnp.zeros((block.hidden_size,), dtype)
+        if config.learned_positions is not None:
+            made["positions"] = weight(position_key, (config.learned_positions, block.hidden_size))
+        return made
+
+    def empty_cache(self, batch: int, length: int) -> Any:
+        """Caches of all layers, zeros, for `length` tokens a sequence."""
+        config, block = self.config, self.config.block
+        shape = (batch, length, block.num_kv_heads, block.head_dim)
+        shape = (config.layers, *shape) if config.is_scanned else shape
+
+        def one() -> KeyValueCache:
+            return KeyValueCache(*(jnp.zeros(shape, jnp.dtype(block.dtype)) for _ in range(2)))
+
+        return one() if config.is_scanned else tuple(one() for _ in range(config.layers))
+
+    def logits(self, params: Params, tokens: Array) -> Array:
+        """Scores of the next token at each position."""
+        return self._hidden(params, tokens, remat=False) @ params["head"]
+
+    def loss(self, params: Params, tokens: Array, *, remat: bool = True) -> Array:
+        """Mean cross-entropy of each next token, (B, T + 1) tokens given; `remat` keeps only the layers' inputs."""
+        hidden = self._hidden(params, tokens[:, :-1], remat=remat)
+        with jax.named_scope("loss"):
+            if self.plan.fused_sites and self.plan.up_projection != "xla":
+                from xlafuse.models import kernels
+
+                return kernels.head_loss(hidden, params["head"], tokens[:, 1:])
+            logits = (hidden @ params["head"]).astype(jnp.float32)
+            at_label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
+
+    def train_step(self, optimizer: Any, params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
+        """One step of an optax `optimizer`: new weights, its new state, and the loss."""
+        loss, gradients = jax.value_and_grad(self.loss)(params, tokens)
+        updates, state = optimizer.update(gradients, state, params)
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state, loss
+
+    def step(self, params: Params, tokens: Array, cache: Any, filled: Array) -> tuple[Array, Any, Array]:
+        """The likeliest next token of each sequence, (B, 1); the cache with `tokens` in it, and how many that are.
+
+        tokens: the prompts, (B, T), into an empty cache (`filled` 0); or the last token of each, (B, 1).
+        """
+        config, length = self.config, tokens.shape[1]
+        x = self._embed(params, tokens, filled)
+        positions = None if config.learned_positions is not None else filled + self._positions(tokens)
+
+        def layer(x: Array, each: tuple[Any, KeyValueCache]) -> tuple[Array, KeyValueCache]:
+            weights, cache = each
+            return self._block(weights).with_cache(x, positions, cache, filled, plan=self.plan)
+
+        if config.is_scanned:
+            x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
+        else:
+            caches = []
+            for each in zip(params["layers"], cache, strict=True):
+                x, new = layer(x, each)
+                caches.append(new)
+            cache = tuple(caches)
+        logits = self._norm(params, x[:, -1:]) @ params["head"]
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, filled + length
+
+    def _hidden(self, params: Params, tokens: Array, *, remat: bool) -> Array:
+        positions = None if self.config.learned_positions is not None else self._positions(tokens)
+
+        def layer(x: Array, weights: Any) -> tuple[Array, None]:
+            return self._block(weights)(x, positions, plan=self.plan), None
+
+        layer = jax.checkpoint(layer) if remat else layer
+        x = self._embed(params, tokens, jnp.int32(0))
+        if self.config.is_scanned:
+            x, _ = jax.lax.scan(layer, x, params["layers"])
+        else:
+            for weights in params["layers"]:
+                x, _ = layer(x, weights)
+        return self._norm(params, x)
+
+    def _positions(self, tokens: Array) -> Array:
+        return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+    def _embed(self, params: Params, tokens: Array, filled: Array) -> Array:
+        with jax.named_scope("embedding"):
+            x = params["embedding"][tokens].astype(self.config.block.dtype)
+            if self.config.learned_positions is None:
+                return x
+            return x + jax.lax.dynamic_slice_in_dim(params["positions"], filled, tokens.shape[1], axis=0)
+
+    def _norm(self, params: Params, x: Array) -> Array:
+        config, bias = self.config.block, params.get("bias")
+        with jax.named_scope("final_norm"):
+            if self.plan.mlp_norm in ("mosaic", "best"):
+                from xlafuse.models import kernels
+
+                return kernels.normalise(config, x, params["scale"], bias)[0]
+            if bias is not None:
+                return layers.layer_norm(x, params["scale"], bias, epsilon=config.epsilon)
+            return layers.rms_norm(x, params["scale"], epsilon=config.epsilon)
+
+
+def generate(decoder: Decoder, params: Params, prompts: Array, count: int, *, length: int) -> Array:
+    """The likeliest `count` tokens behind each prompt (B, T), by a cache for `length` tokens a sequence; (B, count)."""
+    step = jax.jit(partial(Decoder.step, decoder), donate_argnums=2)
+    token, cache, filled = step(params, prompts, decoder.empty_cache(len(prompts), length), jnp.int32(0))
+    tokens = [token]
+    for _ in range(count - 1):
+        token, cache, filled = step(params, token, cache, filled)
+        tokens.append(token)
+    return jnp.concatenate(tokens, axis=1)
