@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 RECORDINGS = Path(__file__).with_name("recordings")
 """A file of `Measurements` a case: <GPU>/<preset>-<shape>-<mode>.json, which `scripts/record_measured.py` writes."""
 _BLOCK_RESULTS = Path(__file__).parents[1] / "notebooks" / "results"
-"""Of `xlafuse bench block`, which times whole strategies; a wheel has them among the recordings."""
+"""Of `xlafuse bench block`, which times whole strategies; a wheel has none of them."""
 
 
 class MeasurementsError(XlafuseError, ValueError):
@@ -140,26 +140,22 @@ def _benchmarked(preset: str, shape: str, mode: str, device_kind: str) -> Iterat
     """Whole strategies, from the files of `xlafuse bench block`."""
     from xlafuse.bench.results import load as load_results
 
-    for folder in (RECORDINGS, _BLOCK_RESULTS):
-        for file in sorted(folder.glob("block-*.json")):
-            for run in load_results(file).runs:
-                if run.environment.device_kind != device_kind:
-                    continue
-                for case in run.shapes:
-                    if (case.op, case.spec, case.phase) == (preset, shape, mode):
-                        for each in case.of_kind("strategy"):
-                            yield (
-                                each.name,
-                                Measured(
-                                    device=device_kind,
-                                    source="xlafuse bench block",
-                                    created=run.started,
-                                    calls=each.timing.samples,
-                                    kernel_us=each.timing.median_us,
-                                    wall_us=each.timing.wall_us,
-                                    environment=tuple({**run.environment.packages, **run.environment.gpu}.items()),
-                                ),
-                            )
+    runs = [run for file in sorted(_BLOCK_RESULTS.glob("block-*.json")) for run in load_results(file).runs]
+    cases = [(run, case) for run in runs for case in run.shapes if run.environment.device_kind == device_kind]
+    for run, case in cases:
+        for each in case.of_kind("strategy") if (case.op, case.spec, case.phase) == (preset, shape, mode) else ():
+            yield (
+                each.name,
+                Measured(
+                    device=device_kind,
+                    source="xlafuse bench block",
+                    created=run.started,
+                    calls=each.timing.samples,
+                    kernel_us=each.timing.median_us,
+                    wall_us=each.timing.wall_us,
+                    environment=tuple({**run.environment.packages, **run.environment.gpu}.items()),
+                ),
+            )
 
 
 def _analysed(comparison: Comparison) -> list[tuple[str, Analysis]]:

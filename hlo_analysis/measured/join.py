@@ -19,6 +19,8 @@ _ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "
 """Launches without a kernel's name that run at least one kernel; a custom call may run none."""
 _MOST_KERNELS = 8
 """Of one library call; more of unknown names are another program's."""
+_OPEN = ("A loop's trip count is not known", "A conditional runs one")
+"""Notes on programs of which a launch table cannot say what a call launches."""
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
@@ -64,7 +66,12 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
     if not slots:
         raise ProfileMismatchError(f"{analysis.label} launches nothing that a profile could show")
     operations = frozenset(launch.name for launch in analysis.launches)
-    calls = list(_calls(slots, _own_events(analysis, profile), operations))
+    try:
+        calls = list(_calls(slots, _own_events(analysis, profile), operations))
+    except ProfileMismatchError as error:
+        if any(note.startswith(_OPEN) for note in analysis.provenance.notes):
+            raise ProfileMismatchError(f"{error} (what its loops and branches run depends on data)") from None
+        raise
     samples: dict[int, list[float]] = {}
     kernels: dict[int, tuple[str, ...]] = {}
     totals: list[float] = []

@@ -24,6 +24,7 @@ def render_notebook(comparison: Comparison) -> str:
         comparison=comparison,
         base=base,
         formats=formats,
+        has_measured=any(result.measured_us is not None for result in comparison.strategies),
         sentences=sentences,
         units=units_of(comparison),
         verdict=sentences.verdict(comparison),

@@ -80,6 +80,13 @@ def test_a_profile_of_another_program_says_where_it_differs_first(names, words):
         join(MLP, profile(names))
 
 
+def test_a_program_whose_launches_depend_on_data_says_so():
+    note = "A loop's trip count is not known before it runs: its body and condition are counted once."
+    loop = replace(MLP, provenance=replace(MLP.provenance, notes=(note,)))
+    with pytest.raises(ProfileMismatchError, match="what its loops and branches run depends on data"):
+        join(loop, profile(["norm_1", "gelu"]))
+
+
 def test_measured_of_another_program():
     measured = join(MLP, profile(CALL))
     other = replace(MLP, launches=(*MLP.launches[:2], launch(2, "tanh"), MLP.launches[3]))

@@ -77,6 +77,8 @@ def test_measured_times_stand_on_the_page(comparison: Comparison):
     assert "Wall clock, ms" in page
     assert "Measured on an NVIDIA H200 (bench, 2026-11-22)" in page
     assert "Wall clock" not in render_html(comparison)
+    assert "measured" in render_notebook(with_times(comparison))
+    assert "measured" not in render_notebook(comparison)
 
 
 @given(st.text())
