@@ -2,7 +2,8 @@
 
 One JSON file for each part of an operation: the versions that compiled it, and its kernels by a digest of what Pallas
 is given (`digest_of`). A test that compiles another kernel rewrites its file, to be committed with the change: the
-difference shows what it does to registers and spills. XLAFUSE_COMPILE_ALL=1 compiles all of them again.
+difference shows what it does to registers and spills. XLAFUSE_COMPILE_ALL=1 compiles all of them again. Other versions
+neither use nor change a file; remove the folder to record them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ def read(name: str) -> dict[str, dict[str, Any]]:
 
 
 def write(name: str, kernels: dict[str, dict[str, Any]]) -> None:
-    """Replaces the file, one kernel a line, unless it says the same already."""
+    """Replaces the file, one kernel a line, unless it says the same already or is of other versions."""
     lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(kernels[each])}" for each in sorted(kernels))
     text = f'{{"versions": {json.dumps(versions())}, "kernels": {{\n{lines}\n}}}}\n'
     path = FOLDER / f"{name}.json"
-    if not path.exists() or path.read_text() != text:
+    old = path.read_text() if path.exists() else None
+    if old is None or (old != text and json.loads(old)["versions"] == versions()):
         FOLDER.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
