@@ -44,7 +44,7 @@ def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devi
 
     jax.config.update("jax_enable_x64", True)
     with jax.default_device(device):
-        first = [_draw(jax.random.key(i), *each) for i, each in enumerate(argument_types)]
+        first = jax.jit(lambda: [_draw(jax.random.key(i), *each) for i, each in enumerate(argument_types)])()
     jax.block_until_ready(first)
     size = sum(each.nbytes for each in first)
     before = _peak_bytes(device)
@@ -60,20 +60,18 @@ def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devi
         return _call(executable, sets[at])
 
     walls, gpu = _time(call)
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    with jax.profiler.trace(folder / "profile", profiler_options=options):
-        for _ in range(_PROFILED_CALLS):
-            jax.block_until_ready(call())
-    for file in (folder / "profile").rglob("*.xplane.pb"):
-        file.replace(folder / PROFILE)
-    shutil.rmtree(folder / "profile")
+    try:
+        _profile(call, folder)
+        problem = None
+    except Exception as error:  # the wall clock is known
+        problem = f"{type(error).__name__}: {error}"
     # A peak that was there before is that of autotuning.
     return {
         "device": device.device_kind,
         "walls_us": walls,
         "peak_bytes": peak if peak > before else None,
         "gpu": gpu,
+        "profile_error": problem,
     }
 
 
@@ -114,6 +112,19 @@ def _call(executable: Any, arguments: list[Any]) -> list[Any]:
             place = next(j for j, each in enumerate(unused) if (each.shape, each.dtype) == kind)
             arguments[i] = unused.pop(place)
     return results
+
+
+def _profile(call: Callable[[], Any], folder: Path) -> None:
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with jax.profiler.trace(folder / "profile", profiler_options=options):
+        for _ in range(_PROFILED_CALLS):
+            jax.block_until_ready(call())
+    for file in (folder / "profile").rglob("*.xplane.pb"):
+        file.replace(folder / PROFILE)
+    shutil.rmtree(folder / "profile")
 
 
 def _time(call: Callable[[], Any]) -> tuple[list[float], dict[str, str]]:

@@ -214,9 +214,9 @@ def _difference(slots: Sequence[_Slot], failure: _Failure) -> str:
     expected = f"launch {launch.index}, {launch.name} ({launch.kernel or launch.kind})"
     if failure.event is None:
         return f"the profile shows no whole call of the program: it ends before {expected}"
-    shown = failure.event.operation or failure.event.name
-    if shown != failure.event.name:
-        shown += f" ({failure.event.name})"
+    shown = failure.event.name
+    if failure.event.operation:
+        shown += f" ({failure.event.operation})"
     return f"the profile is of another program: where this one has {expected}, the profile shows {shown}"
 
 

@@ -39,7 +39,7 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Reads the newest profile in a folder, or one `.xplane.pb` file: the first GPU in it that ran something.
+    """Reads the newest profile in a folder, or one `.xplane.pb` file: of the GPUs in it the one that ran the most.
 
     Raises:
       DumpError: no profile there, one that was cut off, or one without a GPU.
@@ -56,12 +56,12 @@ def read_profile(path: str | Path) -> Profile:
             raise DumpError(f"{file} is no profile of jax.profiler, or it was cut off: {error}") from error
         planes = [plane for plane in data.planes if plane.name.startswith(_GPU_PLANE)]
         found = [Profile(device=_device(plane), events=_events(plane)) for plane in planes]
-    for profile in found:
-        if profile.events:
-            return profile
-    raise DumpError(
-        f"{file} shows no kernel of a GPU; expected a profile of a run on one, as jax.profiler.trace writes it"
-    )
+    profile = max(found, key=lambda profile: len(profile.events), default=None)
+    if profile is None or not profile.events:
+        raise DumpError(
+            f"{file} shows no kernel of a GPU; expected a profile of a run on one, as jax.profiler.trace writes it"
+        )
+    return profile
 
 
 def _profile_file(path: Path) -> Path:
@@ -76,7 +76,7 @@ def _profile_file(path: Path) -> Path:
 
 
 def _device(plane: Any) -> str:
-    return str(dict(plane.stats).get("gpu_device_name", ""))
+    return str(dict(plane.stats).get("gpu_device_name", "NVIDIA GPU"))  # older profiles have no name
 
 
 def _events(plane: Any) -> tuple[KernelEvent, ...]:

@@ -43,7 +43,7 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
     profile = capture.file("profile")
     try:
         if profile is None:
-            raise DumpError("the profiler wrote nothing")
+            raise DumpError(run.get("profile_error") or "the profiler wrote nothing")
         joined = join(analysis, read_profile(profile))
         measured = replace(
             measured,
