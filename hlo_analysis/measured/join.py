@@ -7,7 +7,7 @@ lies between two such launches belongs to the library calls between them, which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -19,8 +19,6 @@ _ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "
 """Launches without a kernel's name that run at least one kernel; a custom call may run none."""
 _MOST_KERNELS = 8
 """Of one library call; more of unknown names are another program's."""
-_OPEN = ("A loop's trip count is not known", "A conditional runs one")
-"""Notes on programs of which a launch table cannot say what a call launches."""
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
@@ -42,14 +40,8 @@ class _Slot:
         return not self.is_named or event.name == self.launches[0].kernel
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """How far into the program an attempt to read one call came, and what stood there instead."""
-
-    slot: int
-    event: KernelEvent | None
-
-
+_Failure = tuple[int, KernelEvent | None]
+"""How many slots an attempt to read one call came, and what stood there instead of the next."""
 _Call = list[tuple[Launch, tuple[KernelEvent, ...] | None]]
 """A call's launches with their events; None where they cannot be told from those of the launch beside."""
 
@@ -66,12 +58,7 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
     if not slots:
         raise ProfileMismatchError(f"{analysis.label} launches nothing that a profile could show")
     operations = frozenset(launch.name for launch in analysis.launches)
-    try:
-        calls = list(_calls(slots, _own_events(analysis, profile), operations))
-    except ProfileMismatchError as error:
-        if any(note.startswith(_OPEN) for note in analysis.provenance.notes):
-            raise ProfileMismatchError(f"{error} (what its loops and branches run depends on data)") from None
-        raise
+    calls = _calls(slots, _own_events(analysis, profile), operations)
     samples: dict[int, list[float]] = {}
     kernels: dict[int, tuple[str, ...]] = {}
     totals: list[float] = []
@@ -190,57 +177,52 @@ def _own_events(analysis: Analysis, profile: Profile) -> list[KernelEvent]:
 
 def _calls(
     slots: Sequence[_Slot], events: Sequence[KernelEvent], operations: frozenset[str]
-) -> Iterator[tuple[_Call, Sequence[KernelEvent]]]:
-    """Each whole call, with all its events."""
-    furthest = _Failure(slot=-1, event=None)
-    found = False
+) -> list[tuple[_Call, Sequence[KernelEvent]]]:
+    """Each whole call, with all its events; at least one."""
+    furthest: _Failure = (-1, None)
+    found: list[tuple[_Call, Sequence[KernelEvent]]] = []
     at = 0
     while at < len(events):
-        read = _read_call(slots, events, at, operations)
-        if isinstance(read, _Failure):
-            furthest = max(furthest, read, key=lambda failure: failure.slot)
+        call, end, failure = _read_call(slots, events, at, operations)
+        if failure is None:
+            found.append((call, events[at:end]))
+            at = end
+        else:
+            furthest = max(furthest, failure, key=lambda each: each[0])
             at += 1
-            continue
-        call, end = read
-        found = True
-        yield call, events[at:end]
-        at = end
     if not found:
-        raise ProfileMismatchError(_difference(slots, furthest))
+        raise ProfileMismatchError(_difference(slots, *furthest))
+    return found
 
 
-def _difference(slots: Sequence[_Slot], failure: _Failure) -> str:
-    launch = slots[max(0, failure.slot)].launches[0]
+def _difference(slots: Sequence[_Slot], slot: int, event: KernelEvent | None) -> str:
+    launch = slots[max(0, slot)].launches[0]
     expected = f"launch {launch.index}, {launch.name} ({launch.kernel or launch.kind})"
-    if failure.event is None:
+    if event is None:
         return f"the profile shows no whole call of the program: it ends before {expected}"
-    shown = failure.event.name
-    if failure.event.operation:
-        shown += f" ({failure.event.operation})"
+    shown = f"{event.name} ({event.operation})" if event.operation else event.name
     return f"the profile is of another program: where this one has {expected}, the profile shows {shown}"
 
 
 def _read_call(
     slots: Sequence[_Slot], events: Sequence[KernelEvent], at: int, operations: frozenset[str]
-) -> tuple[_Call, int] | _Failure:
+) -> tuple[_Call, int, _Failure | None]:
     """The launches of the call that begins at an event, and where it ends; or how far it is one."""
     call: _Call = []
-    first_unlike = at  # had each library call run one kernel
+    usual = at  # where the next slot begins if each library call ran one kernel
     for number, slot in enumerate(slots):
-        if slot.is_named:
-            end = at + 1
-            is_there = at < len(events) and slot.begins(events[at], operations)
-        else:
+        if not slot.is_named:
             end = _library_end(slots, number, events, at, operations)
-            is_there = True
-        shared = _share(slot.launches, events[at:end]) if is_there else None
+        else:
+            end = at + (at < len(events) and slot.begins(events[at], operations))
+        shared = _share(slot.launches, events[at:end])
         if shared is None:
-            place = min(at, first_unlike)
-            return _Failure(slot=number, event=events[place] if place < len(events) else None)
+            place = min(at, usual)
+            return call, at, (number, events[place] if place < len(events) else None)
         call += shared
-        first_unlike = at + len(slot.launches)
+        usual = at + len(slot.launches)
         at = end
-    return call, at
+    return call, at, None
 
 
 def _library_end(
@@ -261,35 +243,16 @@ def _library_end(
 
 def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call | None:
     """Events in a row to the launches that ran them; None where there are too few for all launches."""
-    if len(launches) == 1 and (events or launches[0].kind not in _ALWAYS_RUN):
+    running = [launch for launch in launches if launch.kernel is not None or launch.kind in _ALWAYS_RUN]
+    if len(events) < len(running):
+        return None
+    if len(launches) == 1:
         return [(launches[0], tuple(events))]
     names = [launch.name for launch in launches]
-    if events and len(set(names)) == len(names) and all(event.operation in names for event in events):
-        groups = [tuple(event for event in events if event.operation == name) for name in names]
-        return list(zip(launches, groups, strict=True))
-    running = [launch for launch in launches if launch.kind in _ALWAYS_RUN]
-    heads = _grouped(events, has_memset=any(launch.kind in ("memset", "copy") for launch in launches))
-    if len(heads) < len(running):
-        return None
-    if len(heads) not in (len(launches), len(running)):
+    if len(set(names)) == len(names) and all(event.operation in names for event in events):
+        return [(each, tuple(event for event in events if event.operation == each.name)) for each in launches]
+    told = launches if len(events) == len(launches) else running
+    if len(events) != len(told):  # some ran several kernels, and nobody knows which
         return [(launch, None) for launch in launches]
-    told = iter(heads)
-    return [(launch, next(told) if len(heads) == len(launches) or launch in running else ()) for launch in launches]
-
-
-def _grouped(events: Sequence[KernelEvent], *, has_memset: bool) -> list[tuple[KernelEvent, ...]]:
-    """Events of library calls, one group a call: cuBLAS clears its workspace before and adds up split sums after."""
-    groups: list[tuple[KernelEvent, ...]] = []
-    before: tuple[KernelEvent, ...] = ()
-    for event in events:
-        if not has_memset and event.name.startswith("Mem"):
-            before = (*before, event)
-        elif groups and "splitk" in event.name.lower() and "reduce" in event.name.lower():
-            groups[-1] = (*groups[-1], *before, event)
-            before = ()
-        else:
-            groups.append((*before, event))
-            before = ()
-    if before and groups:
-        groups[-1] = (*groups[-1], *before)
-    return groups
+    own = {launch.index: (event,) for launch, event in zip(told, events, strict=True)}
+    return [(launch, own.get(launch.index, ())) for launch in launches]

@@ -45,14 +45,7 @@ def _program(analysis: Analysis, process: int) -> list[dict[str, Any]]:
                 "tid": 0,
                 "ts": round(now, 3),
                 "dur": round(launch.measured_us, 3),
-                "args": {
-                    "launch": launch.index,
-                    "instruction": launch.name,
-                    "scope": launch.scope,
-                    "roofline_us": round(launch.roofline_us, 3),
-                    "bytes": launch.bytes_read + launch.bytes_written,
-                    "flops": launch.flops,
-                },
+                "args": {"launch": launch.index, "scope": launch.scope, "roofline_us": round(launch.roofline_us, 3)},
             }
         )
         now += launch.measured_us + gap

@@ -47,8 +47,7 @@ def test_a_library_call_of_several_kernels():
     names = ["norm_1", "Memset", "nvjet_a", "splitKreduce_kernel", "gelu", "convert", "cudnn"]
     assert medians(join(MLP, profile(names * 2))) == {0: 5, 1: 15, 2: 5, 3: 10}
     together = program(launch(0, "a"), launch(1, "dot.1", "cublas"), launch(2, "dot.2", "cublas"), launch(3, "b"))
-    split = profile(["a", "Memset", "gemm", "splitKreduce", "gemm", "b"])
-    assert medians(join(together, split)) == {0: 5, 1: 15, 2: 5, 3: 5}
+    assert medians(join(together, profile(["a", "gemm", "gemm", "b"], [1, 2, 3, 4]))) == {0: 1, 1: 2, 2: 3, 3: 4}
     # Three kernels of two calls cannot be told apart, unless the profile has their instructions.
     assert medians(join(together, profile(["a", "gemm", "more", "gemm", "b"]))) == {0: 5, 1: None, 2: None, 3: 5}
     named = profile(["a@a", "gemm@dot.1", "more@dot.2", "gemm@dot.2", "b@b"])
@@ -78,13 +77,6 @@ def test_loops_run_their_body_again_and_again():
 def test_a_profile_of_another_program_says_where_it_differs_first(names, words):
     with pytest.raises(ProfileMismatchError, match=words):
         join(MLP, profile(names))
-
-
-def test_a_program_whose_launches_depend_on_data_says_so():
-    note = "A loop's trip count is not known before it runs: its body and condition are counted once."
-    loop = replace(MLP, provenance=replace(MLP.provenance, notes=(note,)))
-    with pytest.raises(ProfileMismatchError, match="what its loops and branches run depends on data"):
-        join(loop, profile(["norm_1", "gelu"]))
 
 
 def test_measured_of_another_program():
