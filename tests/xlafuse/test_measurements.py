@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
+from hlo_analysis.measured import join
 from hlo_analysis.records import Comparison
 from tests.measured.profiles import profile, xspace
 from tests.report.examples import llama_comparison, with_times
-from xlafuse import measurements
+from xlafuse import compare, measurements
+from xlafuse.bench.results import load as load_results
 from xlafuse.measurements import MeasurementsError, load, with_measurements, with_profile, with_recordings
 
 
@@ -87,3 +89,16 @@ def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path
     assert xla.measured is not None
     assert not xla.measured.launches
     assert "Recorded before the program of xla changed: measured of another program" in xla.measured.notes[-1]
+
+
+@pytest.mark.parametrize(("shape", "strategy"), [((1, 512), "xla_cudnn"), ((1, 512), "best")])
+def test_the_launches_are_the_kernels_that_an_h200_ran(shape: tuple[int, int], strategy: str):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    analysis = compare("llama3-8b", shape, strategies=[strategy], baseline=strategy, numerics=False)[strategy].analysis
+    assert analysis is not None
+    shapes = load_results(measurements._BLOCK_RESULTS / "block-h200.json").shapes
+    (case,) = (each for each in shapes if each.key == ("llama3-8b", "1x512", "forward"))
+    ran = next(each.timing.kernels for each in case.candidates if each.name == strategy)
+    measured = join(analysis, profile(ran * 3))
+    assert measured.calls == 3
+    assert all(time.median_us for time in measured.launches)
