@@ -4,7 +4,7 @@ A block works as in `keys`, and multiplies its score gradients by its keys besid
 share of dquery, which the warpgroup that brings queries adds to a float32 array in device memory, by TMA. The blocks
 that share queries do so in the order of their keys, each one waiting for the one before it: sums come out the same
 whatever the order in which blocks run. The first one stores its share, so that nothing need be set to zero before; the
-last one stores no sum, but dquery, or other blocks make it of the sums (`finish`). A block goes over queries
+last one stores no sum, but dquery, or other blocks make it of the sums (`Finisher`). A block goes over queries
 from the last one down, as do those that it waits for, which were all launched before it: so the first of the running
 blocks never waits, and none waits for ever.
 
@@ -16,22 +16,25 @@ https://arxiv.org/abs/2601.21824
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import WARPGROUPS
+from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, WARPGROUPS
 from pallas_kernels.ops.attention.backward.fused_consumer import Computing
-from pallas_kernels.ops.attention.backward.fused_launch import Block, Launch, Outputs
+from pallas_kernels.ops.attention.backward.fused_launch import FINISHED_TILES, SHARES, Block, Launch, Outputs
 from pallas_kernels.ops.attention.backward.fused_producer import Adding
 from pallas_kernels.ops.attention.backward.tiles import Inputs, added
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm
+from pallas_kernels.primitives.gemm.pipeline import drain
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -100,19 +103,26 @@ def _run(problem: Problem, operands: tuple[jax.Array, ...], *, form: TileForm, p
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
         block = Block.of(launch, inputs, outputs, scratch, number, length=query.shape[1])
 
+        def either(add, finish):
+            if not launch.has_finishers:
+                add()
+                return
+            pl.when(number < launch.adders)(add)
+            pl.when(number >= launch.adders)(lambda: finish(Finisher(block, number - launch.adders)))
+
         def produce():
-            _either(launch, number, Adding(block).run, lambda finish: _fetch(launch, block, finish, number))
+            either(Adding(block).run, lambda finisher: finisher.produce())
 
         def consume():
             computing = Computing(block=block, warpgroup=warpgroup)
-            _either(launch, number, computing.run, lambda finish: _finish(launch, block, finish, number, warpgroup))
+            either(computing.run, lambda finisher: finisher.consume(warpgroup))
 
         run_roles(warpgroup, WARPGROUPS, produce, consume, launch.registers, consumers_first=launch.warps_apart)
 
     kernel = block_kernel(
         attention_backward_fused,
         out_type=launch.results(query, key, value),
-        blocks=launch.adders + (launch.finishers.blocks if launch.finishers else 0),
+        blocks=launch.adders + launch.finishers,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
         products=problem.product and problem.product.times(5),
@@ -123,38 +133,65 @@ def _run(problem: Problem, operands: tuple[jax.Array, ...], *, form: TileForm, p
     return dquery, dkey, dvalue
 
 
-def _either(launch: Launch, number: jax.Array, adds, finishes) -> None:
-    """What a block does: the last ones finish, if there are such."""
-    if launch.finishers is None:
-        adds()
-        return
-    pl.when(number < launch.adders)(adds)
-    pl.when(number >= launch.adders)(partial(finishes, launch.finishers))
+@dataclass(frozen=True)
+class Finisher:
+    """A block that makes dquery of what the other blocks of a launch summed, by its number among such blocks.
 
+    They come last, so that they run where the last round of the others leaves multiprocessors free: of 1024 blocks of
+    as much work each, 132 at a time, the last 100 leave 32 multiprocessors free for an eighth of the launch. A kernel
+    of its own behind all of them takes its time in addition.
+    """
 
-def _fetch(launch: Launch, block: Block, finishers, number: jax.Array) -> None:
-    scratch = block.scratch
-    finishers.bring(
-        number - launch.adders,
-        launch.part_of,
-        block.outputs.sums,
-        scratch.share,
-        block.turns,
-        scratch.fetched,
-        scratch.made,
-    )
+    block: Block
+    number: Any
 
+    def places(self) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
+        """How many tiles the block takes, and from n to the n-th one's (batch, head, tile).
 
-def _finish(launch: Launch, block: Block, finishers, number: jax.Array, warpgroup: jax.Array) -> None:
-    scratch = block.scratch
-    finishers.finish(
-        number - launch.adders,
-        launch.part_of,
-        block.outputs.dquery,
-        scratch.share,
-        scratch.done,
-        scratch.fetched,
-        scratch.made,
-        warpgroup=warpgroup,
-        scale=launch.problem.scale,
-    )
+        Blocks come in the order of heads, and tiles from a head's last one down, as they are ready.
+        """
+        tiles, heads = self.block.launch.query_tiles, self.block.launch.problem.heads
+        of_a_head = pl.cdiv(tiles, FINISHED_TILES)
+        place, i = lax.div(self.number, of_a_head), lax.rem(self.number, of_a_head)
+        first = (of_a_head - 1 - i) * FINISHED_TILES
+        count = jnp.minimum(tiles - first, FINISHED_TILES)
+        b, head = lax.div(place, heads), lax.rem(place, heads)
+        return count, lambda n: (b, head, first + count - 1 - n)
+
+    def produce(self) -> None:
+        """Loads sums to shared memory, once all blocks have added."""
+        block, launch, scratch = self.block, self.block.launch, self.block.scratch
+        count, at = self.places()
+
+        def step(n, _):
+            slot = lax.rem(n, SHARES)
+            pl.when(n >= SHARES)(lambda: plgpu.barrier_wait(scratch.made.at[slot]))
+            b, head, tile = at(n)
+            adders = launch.masking.key_tiles(tile * launch.rows, launch.rows, FUSED_KEYS).last
+            place = (b * launch.problem.heads + head) * launch.query_tiles + tile
+            plgpu.semaphore_wait(block.turns.at[place], adders, decrement=False, memory_scope="gpu")
+            for i in range(WARPGROUPS):
+                part = launch.part_of(block.outputs.sums, b, head, tile, i)
+                plgpu.copy_gmem_to_smem(part, scratch.share.at[slot, i], scratch.fetched.at[slot])
+
+        lax.fori_loop(0, count, step, None)
+        drain(scratch.made, SHARES, count)
+
+    def consume(self, warpgroup: Any) -> None:
+        """Scales, rounds and stores a warpgroup's parts."""
+        launch, scratch, dquery = self.block.launch, self.block.scratch, self.block.outputs.dquery
+        count, at = self.places()
+
+        def step(n, _):
+            slot = lax.rem(n, SHARES)
+            plgpu.barrier_wait(scratch.fetched.at[slot])
+            total = scratch.share.at[slot, warpgroup][...]
+            made = (total * launch.problem.scale).astype(dquery.dtype)
+            plgpu.commit_smem()  # all have read
+            scratch.done.store(slot, warpgroup, made)
+            plgpu.commit_smem()
+            scratch.done.send(slot, warpgroup, launch.part_of(dquery, *at(n), warpgroup))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch.made.at[slot])
+
+        lax.fori_loop(0, count, step, None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS, WAVES
-from pallas_kernels.ops.attention.backward.fused_finish import Done, Finishers
 from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, lane_place
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
@@ -29,6 +29,44 @@ SHARES = 2
 PART = 64
 """Rows and columns of what one warpgroup makes of a step's dquery: half the rows, or half the columns. Of 96 columns,
 which lie in shared memory by 32, each makes 64 and hands on 48."""
+
+FINISHED_TILES = 16
+"""Tiles of queries of a block that finishes: few, so that the last ones to be ready are shared among many blocks."""
+_SWIZZLE = 128
+"""Bytes, at most."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Where parts of dquery lie on their way to device memory, as TMA takes rows that are no whole groups.
+
+    ref: to (slots, warpgroups, panels, rows, columns of a panel).
+    """
+
+    ref: Any
+
+    @staticmethod
+    def scratch(slots: int, warpgroups: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
+        """The scratch type; columns: of a part. As many bytes as the part's sum has, which begins at the same place."""
+        width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
+        swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+        room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
+        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=(swizzle,))
+
+    def _panels(self, slot: Any, warpgroup: Any, columns: int) -> Iterator[tuple[Any, Any]]:
+        width = self.ref.shape[-1]
+        for i in range(columns // width):
+            yield pl.ds(i * width, width), self.ref.at[slot, warpgroup, i]
+
+    def store(self, slot: Any, warpgroup: Any, values: jax.Array) -> None:
+        """By the threads of a warpgroup."""
+        for columns, panel in self._panels(slot, warpgroup, values.shape[1]):
+            panel[...] = values[:, columns.start : columns.start + columns.size]
+
+    def send(self, slot: Any, warpgroup: Any, target: Any) -> None:
+        """By TMA."""
+        for columns, panel in self._panels(slot, warpgroup, target.shape[1]):
+            plgpu.copy_smem_to_gmem(panel, target.at[:, columns])
 
 
 class Scratch(NamedTuple):
@@ -79,7 +117,7 @@ class Launch:
 
     @property
     def has_finishers(self) -> bool:
-        """Whether more blocks make dquery of the sums, see `fused_finish`.
+        """Whether more blocks make dquery of the sums, see `Finisher`.
 
         Else the last block that has a share of it does, without storing a sum of its own.
         """
@@ -213,20 +251,11 @@ class Launch:
         """Of what queries' rows need. Numbers of queries, for masks, have no room with a head size of 64."""
         return 2 if self.splits_rows else 3
 
-    @cached_property
-    def finishers(self) -> Finishers | None:
-        """The blocks that make dquery of the sums, if others than those that add do."""
-        if not self.has_finishers:
-            return None
-        return Finishers(
-            masking=self.masking,
-            batch=self.problem.batch,
-            heads=self.problem.heads,
-            rows=self.rows,
-            columns=FUSED_KEYS,
-            warpgroups=WARPGROUPS,
-            slots=SHARES,
-        )
+    @property
+    def finishers(self) -> int:
+        """Blocks that make dquery of the sums."""
+        blocks = self.problem.batch * self.problem.heads * pl.cdiv(self.query_tiles, FINISHED_TILES)
+        return blocks if self.has_finishers else 0
 
     def fetched_of(self, scratch: Scratch, slot: Any) -> Any:
         """The barrier of the sum that is brought to where a share was."""
