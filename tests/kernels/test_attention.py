@@ -166,7 +166,7 @@ def test_tiles_at_one_end_of_a_window_are_cut_by_that_end_alone(queries, keys, l
 def test_windows_are_dealt_out_as_evenly_as_tiles_go(heads):
     query, key, _ = operands(0, queries=2048, keys=2048, heads=heads)
     problem, _ = problem_of(query, key, is_causal=True, **{**NOTHING, "window": (511, 0)})
-    schedule = Schedule.of(problem, 128, 128, 5, deals_windows=True)
+    schedule = Schedule.of(problem, 128, 128, 5)
     table, costs = schedule.table, schedule.costs
     assert table is not None
     assert costs is not None
@@ -174,7 +174,6 @@ def test_windows_are_dealt_out_as_evenly_as_tiles_go(heads):
     assert sorted(tuple(map(int, p)) for t in taken for p in t) == sorted(itertools.product(range(heads), range(16)))
     work = [sum(costs[int(tile)] for _, tile in places) for places in taken]
     assert max(work) <= sum(work) / 5 + min(costs) + 1
-    assert Schedule.of(problem, 128, 128, 5).table is None
 
 
 NOTHING: dict[str, Any] = {
@@ -221,7 +220,7 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
 def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)
     problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
-    config = ForwardConfig(own_output=True, deals_windows=True, short_masks=True)
+    config = ForwardConfig(own_output=True, short_masks=True)
     assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)

@@ -57,7 +57,7 @@ SHORT = {
     "blocks take two tiles of keys, the last one not whole": ((2, 20, 325, 1, 1, 96), {}),
 }
 """Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile
-(`gqa_packing`), and blocks that take several tiles of keys."""
+(`few_queries`), and blocks that take several tiles of keys."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {

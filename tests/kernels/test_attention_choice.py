@@ -19,9 +19,8 @@ from pallas_kernels.ops.attention.backward.config import (
     default_backward,
     two_kernels,
 )
-from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
+from pallas_kernels.ops.attention.few_queries import can_pack, few_queries_forward, has_few_queries, packs_in_place
 from pallas_kernels.ops.attention.forward.config import default_forward, preferred
-from pallas_kernels.ops.attention.gqa_packing import can_pack, packs_in_place
 from pallas_kernels.ops.attention.problem import Problem, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION

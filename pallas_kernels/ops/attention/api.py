@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
-from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries
+from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries, packed_forward, packs_forward
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.gqa_packing import packed_forward, packs_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
     Extras,

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
+from pallas_kernels.ops.attention.few_queries import can_pack, packed
 from pallas_kernels.ops.attention.forward.config import known
-from pallas_kernels.ops.attention.gqa_packing import can_pack, packed
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
@@ -80,7 +80,7 @@ class BackwardConfig:
     """The two kernels' configurations, and whether the fused one takes their place.
 
     fused_parts: blocks of the fused kernel that share a group's heads, as `KeysConfig.parts`; None: two kernels run.
-    packs: whether the queries of a group's heads are rows of one tile, where they can be; see `gqa_packing`.
+    packs: whether the queries of a group's heads are rows of one tile, where they can be; see `few_queries`.
     """
 
     keys: KeysConfig

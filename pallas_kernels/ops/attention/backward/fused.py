@@ -39,43 +39,30 @@ from pallas_kernels.primitives.gemm.pipeline import drain
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def by_batch(launch: Callable[..., Gradients], problem: Problem, operands: tuple[jax.Array, ...]) -> Gradients:
-    """launch(problem, operands), of which copies under `jax.vmap` are one launch.
+def by_batch(launch: Callable[[Problem, Inputs], Gradients], problem: Problem, inputs: Inputs) -> Gradients:
+    """launch(problem, inputs), of which copies under `jax.vmap` are one launch.
 
     The copies that JAX would make of the kernel share its semaphores, so that none knows whose turn it is.
-
-    Args:
-        operands: whose first axis is the batch, as is that of the results.
     """
 
     @jax.custom_batching.custom_vmap
-    def compute(operands):
-        return launch(problem, operands)
+    def compute(inputs):
+        return launch(problem, inputs)
 
     @compute.def_vmap
-    def _mapped(count, is_mapped, operands):
+    def _mapped(count, is_mapped, inputs):
         def flat(array, mapped):
             whole = array if mapped else jnp.broadcast_to(array, (count, *array.shape))
             return whole.reshape(-1, *whole.shape[2:])
 
         batch = problem.batch
-        results = by_batch(launch, replace(problem, batch=count * batch), tuple(map(flat, operands, is_mapped[0])))
+        results = by_batch(launch, replace(problem, batch=count * batch), jax.tree.map(flat, inputs, is_mapped[0]))
         return tuple(array.reshape(count, batch, *array.shape[1:]) for array in results), (True, True, True)
 
-    return compute(operands)
+    return compute(inputs)
 
 
-def fused_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
-    rows: jax.Array,
-    *,
-    problem: Problem,
-    form: TileForm,
-    parts: int,
-) -> Gradients:
+def fused_gradients(inputs: Inputs, *, problem: Problem, form: TileForm, parts: int) -> Gradients:
     """Returns (dquery, dkey, dvalue), like query, key and value.
 
     Copies under `jax.vmap` run as one launch, with which they share no turns. Beside its results a launch takes a
@@ -83,25 +70,23 @@ def fused_gradients(
     dvalues as there are parts.
 
     Args:
-        rows: of `rows_of`.
+        inputs: with no extras.
         problem: with whole tiles of keys.
         form: of tiles of query, key, value and dout.
         parts: blocks that share a group's heads.
     """
-    return by_batch(partial(_run, form=form, parts=parts), problem, (query, key, value, dout, rows))
+    return by_batch(partial(_run, form=form, parts=parts), problem, inputs)
 
 
-def _run(problem: Problem, operands: tuple[jax.Array, ...], *, form: TileForm, parts: int) -> Gradients:
-    query, key, value, *_ = operands
+def _run(problem: Problem, inputs: Inputs, *, form: TileForm, parts: int) -> Gradients:
     launch = Launch(problem=problem, form=form, parts=parts)
 
-    def attention_backward_fused(query_ref, key_ref, value_ref, dout_ref, rows_ref, *others):
-        dquery_ref, *gradients, sums_ref, scratch = others
-        dkey_ref, dvalue_ref = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
-        inputs = Inputs(query=query_ref, key=key_ref, value=value_ref, dout=dout_ref, rows=rows_ref)
-        outputs = Outputs(dquery_ref, dkey_ref, dvalue_ref, sums_ref)
+    def attention_backward_fused(inputs, *others):
+        dquery, *gradients, sums, scratch = others
+        dkey, dvalue = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
+        outputs = Outputs(dquery, dkey, dvalue, sums)
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
-        block = Block.of(launch, inputs, outputs, scratch, number, length=query.shape[1])
+        block = Block.of(launch, inputs, outputs, scratch, number)
 
         def either(add, finish):
             if not launch.has_finishers:
@@ -121,14 +106,14 @@ def _run(problem: Problem, operands: tuple[jax.Array, ...], *, form: TileForm, p
 
     kernel = block_kernel(
         attention_backward_fused,
-        out_type=launch.results(query, key, value),
+        out_type=launch.results(inputs),
         blocks=launch.adders + launch.finishers,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
         products=problem.product and problem.product.times(5),
         automatic_barriers=launch.automatic_barriers,
     )
-    dquery, *gradients, _ = kernel(*operands)
+    dquery, *gradients, _ = kernel(inputs)
     dkey, dvalue = gradients if parts == 1 else map(added, gradients[0])
     return dquery, dkey, dvalue
 

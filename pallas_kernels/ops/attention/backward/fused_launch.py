@@ -266,14 +266,15 @@ class Launch:
         row, column = (i * PART, 0) if self.splits_rows else (0, i * self.width)
         return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
 
-    def results(self, query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    def results(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
         """dquery, dkey and dvalue or their parts in one array, and the sums."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.problem.batch, self.query_tiles * self.rows, self.problem.heads, self.size)
         parts = self.parts
-        shapes = [key.shape, value.shape] if parts == 1 else [(2, parts, *key.shape)]
+        key = inputs.key.shape
+        shapes = [key, key] if parts == 1 else [(2, parts, *key)]
         return [
-            *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (query.shape, *shapes)),
+            *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (inputs.query.shape, *shapes)),
             jax.ShapeDtypeStruct(whole, jnp.float32),
         ]
 
@@ -387,10 +388,8 @@ class Block:
     turns: Any
 
     @classmethod
-    def of(
-        cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any, *, length: int
-    ) -> Block:
-        """The block of that number, called in the kernel. length: of the array of queries."""
+    def of(cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any) -> Block:
+        """The block of that number, called in the kernel."""
         problem = launch.problem
         tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
         share, done = scratch.share
@@ -400,7 +399,7 @@ class Block:
             tiles=launch.key_tiles,
             lanes=launch.lanes,
             # Queries and their cotangents, and the sums in float32.
-            lane_bytes=8 * launch.group * length * launch.size,
+            lane_bytes=8 * launch.group * inputs.query.shape[1] * launch.size,
             section_blocks=launch.section_blocks,
         )
         b, key_head, part = lane_place(lane, problem.key_heads, launch.parts)

@@ -13,8 +13,8 @@ from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, KEY_ROWS, B
 from pallas_kernels.ops.attention.backward.fused import fused_gradients
 from pallas_kernels.ops.attention.backward.keys import key_value_gradients
 from pallas_kernels.ops.attention.backward.queries import query_gradients
-from pallas_kernels.ops.attention.backward.tiles import rows_of
-from pallas_kernels.ops.attention.gqa_packing import pack, packed, packs_in_place, unpack
+from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
+from pallas_kernels.ops.attention.few_queries import pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
@@ -78,7 +78,8 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem,
     whole = replace(masking, keys=pl.cdiv(masking.keys, FUSED_KEYS) * FUSED_KEYS)
     bounds = masking.right is None and whole != masking
     problem = replace(problem, masking=whole, bounds_weights=bounds)
-    return fused_gradients(query, key, value, dout, rows, problem=problem, form=form, parts=parts)
+    inputs = Inputs(query, key, value, dout, rows, {})
+    return fused_gradients(inputs, problem=problem, form=form, parts=parts)
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
@@ -97,18 +98,16 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(problem.masking))
     by_keys, by_queries = _extras(extras, problem, config)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
-    arrays = (query, key, value, dout)
+    inputs = Inputs(query, key, value, dout, rows, by_queries)
     shared = {"problem": problem, "form": form, "packing": packing, "product": product}
     dq, made_rows, dscores = query_gradients(
-        *arrays,
-        rows,
-        by_queries,
+        inputs,
         config=config.queries,
         makes_dbias=problem.dense == "bias",
         period=period,
         **shared,
     )
-    dk, dv = key_value_gradients(*arrays, made_rows, by_keys, config=config.keys, **shared)
+    dk, dv = key_value_gradients(inputs._replace(rows=made_rows, extras=by_keys), config=config.keys, **shared)
     return unpack(dq, group) if moves else dq, dk, dv, dscores
 
 

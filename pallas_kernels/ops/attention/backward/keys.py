@@ -11,7 +11,7 @@ heads, and their sums are added up behind. Source: Dao, "FlashAttention-2", 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from pallas_kernels.ops.attention.backward.tiles import (
     lane_place,
     not_invariant,
 )
-from pallas_kernels.ops.attention.gqa_packing import Packing, row_places
+from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
@@ -75,14 +75,6 @@ class Scratch(NamedTuple):
     empty: Any
     finished: Any
     query_segments: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refs(Inputs):
-    """References to the arguments of `key_value_gradients`, and to its results."""
-
-    dkey: Any
-    dvalue: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +153,9 @@ class Block:
     """
 
     launch: Launch
-    refs: Refs
+    inputs: Inputs
+    dkey: Any
+    dvalue: Any
     scratch: Scratch
     b: Any
     key_head: Any
@@ -172,8 +166,8 @@ class Block:
     before: Any = None
 
     @classmethod
-    def of(cls, launch: Launch, refs: Refs, scratch: Scratch, *, queries: int) -> Block:
-        """The block that runs, called in the kernel. queries: of the array."""
+    def of(cls, launch: Launch, inputs: Inputs, dkey: Any, dvalue: Any, scratch: Scratch) -> Block:
+        """The block that runs, called in the kernel."""
         form, config, problem = launch.form, launch.config, launch.problem
         names = ("k", "v", "q", "do")
         scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in names})
@@ -182,13 +176,13 @@ class Block:
             lax.axis_index("block"),
             tiles=launch.blocks,
             lanes=launch.lanes,
-            lane_bytes=4 * launch.heads * queries * form.size,
+            lane_bytes=4 * launch.heads * inputs.query.shape[1] * form.size,
             section_blocks=WAVES * target_device().core_count,
         )
         b, key_head, part = lane_place(lane, problem.key_heads, config.parts)
         first_key = tile_index * (config.columns * config.tiles)
-        if "tiles" in refs.extras:
-            tiles = TileRange(*(refs.extras["tiles"][b, tile_index, i] for i in range(4)))
+        if "tiles" in inputs.extras:
+            tiles = TileRange(*(inputs.extras["tiles"][b, tile_index, i] for i in range(4)))
         else:
             tiles = problem.masking.query_tiles(first_key, config.columns, KEY_ROWS)
         hides = hides_steps(problem, form, problem.masking.queries, KEY_ROWS)
@@ -198,7 +192,9 @@ class Block:
             first_head = first_head + part * launch.heads
         return cls(
             launch=launch,
-            refs=refs,
+            inputs=inputs,
+            dkey=dkey,
+            dvalue=dvalue,
             scratch=scratch,
             b=b,
             key_head=key_head,
@@ -258,10 +254,10 @@ class Block:
 
     def _bring_tile(self, steps: Any) -> Any:
         """A tile of keys and then the queries that see it, after so many steps; how many there are then."""
-        refs, scratch, visits = self.refs, self.scratch, self.visits
+        inputs, scratch, visits = self.inputs, self.scratch, self.visits
         own = (self.b, pl.ds(self.first_key, self.launch.config.columns), self.key_head)
-        scratch.k.bring(refs.key.at[own], scratch.held)
-        scratch.v.bring(refs.value.at[own], scratch.held)
+        scratch.k.bring(inputs.key.at[own], scratch.held)
+        scratch.v.bring(inputs.value.at[own], scratch.held)
         steps = self._bring_heads(visits.masked, visits.masked_tile, steps)
         return self._bring_heads(visits.full, visits.full_tile, steps)
 
@@ -286,15 +282,15 @@ class Block:
 
     def _bring_queries(self, head: Any, row: Any, stage: Any) -> None:
         """A tile, from row on, and what is known of its queries."""
-        refs, scratch = self.refs, self.scratch
+        inputs, scratch = self.inputs, self.scratch
         full = scratch.full.at[stage]
         for place, own in row_places(self.b, row, head, KEY_ROWS, self.launch.packing):
-            scratch.q.at(stage, rows=own).bring(refs.query.at[place], full)
-            scratch.do.at(stage, rows=own).bring(refs.dout.at[place], full)
-        rows = refs.rows.at[self.b, head, :, pl.ds(row, KEY_ROWS)]
+            scratch.q.at(stage, rows=own).bring(inputs.query.at[place], full)
+            scratch.do.at(stage, rows=own).bring(inputs.dout.at[place], full)
+        rows = inputs.rows.at[self.b, head, :, pl.ds(row, KEY_ROWS)]
         plgpu.copy_gmem_to_smem(rows, scratch.rows.at[stage], full)
         if scratch.query_segments is not None:
-            numbers = refs.extras["query_segments"].at[self.b, pl.ds(row, KEY_ROWS)]
+            numbers = inputs.extras["query_segments"].at[self.b, pl.ds(row, KEY_ROWS)]
             plgpu.copy_gmem_to_smem(numbers, scratch.query_segments.at[stage], full)
 
 
@@ -320,7 +316,7 @@ class Computing:
 
     def run(self) -> None:
         """Computes and stores them."""
-        block, extras = self.block, self.block.refs.extras
+        block, extras = self.block, self.block.inputs.extras
         words = mixed_words(extras["words"]) if "words" in extras else None
         segments = None
         if block.scratch.query_segments is not None:
@@ -405,7 +401,7 @@ class Computing:
             head=head,
             row=query_tile * rows,
             column=block.first_key + self.first,
-            extras=block.refs.extras,
+            extras=block.inputs.extras,
             words=held.words,
             places=block.scratch.rows.at[stage, 2],
             segments=None if numbers is None else (held.segments, numbers.at[stage]),
@@ -432,21 +428,16 @@ class Computing:
             own_v.store(results.pop(0) * kept_scale(problem), width=columns)
         plgpu.commit_smem()
         if self.makes_dkey:
-            own_k.send(block.refs.dkey.at[place])
+            own_k.send(block.dkey.at[place])
         if self.makes_dvalue:
-            own_v.send(block.refs.dvalue.at[place])
+            own_v.send(block.dvalue.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if block.launch.config.tiles > 1:
             plgpu.barrier_arrive(scratch.finished)
 
 
 def key_value_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
-    rows: jax.Array,
-    extras: Mapping[str, jax.Array],
+    inputs: Inputs,
     *,
     problem: Problem,
     form: TileForm,
@@ -457,29 +448,18 @@ def key_value_gradients(
     """Returns (dkey, dvalue), like key and value.
 
     Args:
-        query, key, value, dout: in device memory.
-        rows: of `rows_of`.
-        extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
-            segments: (batch, tiles of keys, 4)), "words", "dense" (its last axes keys, queries).
+        inputs: whose dense array has keys before queries.
         form: of their tiles.
+        packing: how rows of the packed problem lie in query and dout; None: as they are.
+        product: one of the kernel's matrix products, for the FLOPs that the program states.
     """
     launch = Launch(problem=problem, form=form, config=config, packing=packing)
 
-    def attention_backward_keys(query_ref, key_ref, value_ref, dout_ref, rows_ref, extras_refs, *others):
+    def attention_backward_keys(inputs, *others):
         *gradients, scratch = others
-        dkey_ref, dvalue_ref = gradients if config.parts == 1 else (gradients[0].at[0], gradients[0].at[1])
-        refs = Refs(
-            query=query_ref,
-            key=key_ref,
-            value=value_ref,
-            dout=dout_ref,
-            rows=rows_ref,
-            extras=extras_refs,
-            dkey=dkey_ref,
-            dvalue=dvalue_ref,
-        )
+        dkey, dvalue = gradients if config.parts == 1 else (gradients[0].at[0], gradients[0].at[1])
         warpgroup = lax.axis_index("warpgroup")
-        block = Block.of(launch, refs, scratch, queries=query.shape[1])
+        block = Block.of(launch, inputs, dkey, dvalue, scratch)
 
         def compute(own: Block, first: Any, *, makes_dkey: bool = True, makes_dvalue: bool = True) -> None:
             Computing(block=own, makes_dkey=makes_dkey, makes_dvalue=makes_dvalue, first=first).run()
@@ -502,11 +482,11 @@ def key_value_gradients(
 
     kernel = block_kernel(
         attention_backward_keys,
-        out_type=launch.results(key),
+        out_type=launch.results(inputs.key),
         blocks=launch.blocks * launch.lanes,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
         products=product and product.times(4),
     )
-    made = kernel(query, key, value, dout, rows, dict(extras))
+    made = kernel(inputs)
     return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)

@@ -13,7 +13,7 @@ output in the place of the first keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from pallas_kernels.ops.attention.backward.tiles import (
     not_invariant,
     row_sums,
 )
-from pallas_kernels.ops.attention.gqa_packing import Packing, row_places
+from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import Masking, TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
@@ -65,12 +65,11 @@ class Scratch(NamedTuple):
     key_segments: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refs(Inputs):
-    """References to the arguments of `query_gradients`, and to its results; None what it has not."""
+class Outputs(NamedTuple):
+    """References to the results of `query_gradients`; None what it has not."""
 
     dquery: Any
-    made_rows: Any
+    rows: Any
     dbias: Any
 
 
@@ -166,7 +165,8 @@ class Block:
     """
 
     launch: Launch
-    refs: Refs
+    inputs: Inputs
+    outputs: Outputs
     scratch: Scratch
     b: Any
     head: Any
@@ -176,8 +176,8 @@ class Block:
     visits: Visits
 
     @classmethod
-    def of(cls, launch: Launch, refs: Refs, scratch: Scratch, *, keys: int) -> Block:
-        """The block that runs, called in the kernel. keys: of the array."""
+    def of(cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> Block:
+        """The block that runs, called in the kernel."""
         form, config, problem, masking = launch.form, launch.config, launch.problem, launch.masking
         scratch = scratch._replace(q=form.tiles(scratch.q), do=form.tiles(scratch.do), ring=form.tiles(scratch.ring))
         # Where attention is causal, the last queries are those that see the most keys.
@@ -185,14 +185,14 @@ class Block:
             lax.axis_index("block"),
             tiles=launch.blocks,
             lanes=launch.lanes,
-            lane_bytes=-(-4 * keys * form.size // problem.group),
+            lane_bytes=-(-4 * inputs.key.shape[1] * form.size // problem.group),
         )
         tile_index = launch.blocks - 1 - place
         b, head, part = lane_place(lane, problem.heads, config.parts)
         key_head = lax.div(head, problem.group)
         first_query = tile_index * config.rows
-        if "tiles" in refs.extras:
-            tiles = TileRange(*(refs.extras["tiles"][b, tile_index, i] for i in range(4)))
+        if "tiles" in inputs.extras:
+            tiles = TileRange(*(inputs.extras["tiles"][b, tile_index, i] for i in range(4)))
         else:
             tiles = masking.key_tiles(first_query, config.rows, config.columns)
         if part is not None:
@@ -202,7 +202,8 @@ class Block:
         visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
         return cls(
             launch=launch,
-            refs=refs,
+            inputs=inputs,
+            outputs=outputs,
             scratch=scratch,
             b=b,
             head=head,
@@ -229,10 +230,10 @@ class Block:
 
     def _bring_queries(self, i: int) -> None:
         """Those of warpgroup i, with their dout, and their output where rows are made of it."""
-        launch, refs, scratch = self.launch, self.refs, self.scratch
-        tiles = [(refs.query, scratch.q.at(i)), (refs.dout, scratch.do.at(i))]
+        launch, inputs, scratch = self.launch, self.inputs, self.scratch
+        tiles = [(inputs.query, scratch.q.at(i)), (inputs.dout, scratch.do.at(i))]
         if launch.makes_rows:
-            tiles.append((refs.rows[0], self.output_of(i)))
+            tiles.append((inputs.rows[0], self.output_of(i)))
         first = self.first_query + i * WARPGROUP_ROWS
         for place, own in row_places(self.b, first, self.head, WARPGROUP_ROWS, launch.packing):
             for ref, tile in tiles:
@@ -240,11 +241,11 @@ class Block:
 
     def _bringing(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that brings a tile of keys, and then one of values."""
-        config, refs, scratch = self.launch.config, self.refs, self.scratch
+        config, inputs, scratch = self.launch.config, self.inputs, self.scratch
 
         def step(i, n):
             place = (self.b, pl.ds(tile_of(i) * config.columns, config.columns), self.key_head)
-            for ref in (refs.key, refs.value):
+            for ref in (inputs.key, inputs.value):
                 slot = lax.rem(n, config.slots)
 
                 @pl.when(n >= config.slots)
@@ -254,7 +255,7 @@ class Block:
                 scratch.ring.at(slot).bring(ref.at[place], scratch.full.at[slot])
                 if scratch.key_segments is not None:
                     # With values too, since a slot has now keys and now values.
-                    numbers = refs.extras["key_segments"].at[place[0], place[1]]
+                    numbers = inputs.extras["key_segments"].at[place[0], place[1]]
                     plgpu.copy_gmem_to_smem(numbers, scratch.key_segments.at[slot], scratch.full.at[slot])
                 n = n + 1
             return n
@@ -305,7 +306,7 @@ class Computing:
         self._store(pl.run_scoped(lambda dq: self._over_keys(dq, held), sums))
 
     def _hold(self) -> Held:
-        block, extras = self.block, self.block.refs.extras
+        block, extras = self.block, self.block.inputs.extras
         words = mixed_words(extras["words"]) if "words" in extras else None
         lse, delta = self._made_rows() if block.launch.makes_rows else self._given_rows()
         segments = None
@@ -318,7 +319,7 @@ class Computing:
         """lse in base 2 and delta; and the rows are in device memory for the other kernel."""
         block, scratch = self.block, self.block.scratch
         own = pl.ds(self.first, WARPGROUP_ROWS)
-        lse = _row_values(block.refs.rows[1].at[block.b, block.head, own]) * LOG2_E
+        lse = _row_values(block.inputs.rows[1].at[block.b, block.head, own]) * LOG2_E
         plgpu.barrier_wait(scratch.held.at[self.warpgroup])
         delta = row_sums(block.output_of(self.warpgroup), scratch.do.at(self.warpgroup))
         # What TMA writes there next must come after these reads.
@@ -328,7 +329,7 @@ class Computing:
 
         def store():
             for i, line in enumerate((lse, delta, self._numbers().astype(jnp.float32))):
-                block.refs.made_rows.at[block.b, block.head, i, own][...] = line
+                block.outputs.rows.at[block.b, block.head, i, own][...] = line
 
         if block.part is None:
             store()
@@ -338,7 +339,7 @@ class Computing:
 
     def _given_rows(self) -> tuple[jax.Array, jax.Array]:
         block, own = self.block, pl.ds(self.first, WARPGROUP_ROWS)
-        lse, delta = (_row_values(block.refs.rows.at[block.b, block.head, i, own]) for i in (0, 1))
+        lse, delta = (_row_values(block.inputs.rows.at[block.b, block.head, i, own]) for i in (0, 1))
         plgpu.barrier_wait(block.scratch.held.at[self.warpgroup])
         return lse, delta
 
@@ -390,7 +391,7 @@ class Computing:
             dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             plgpu.barrier_arrive(scratch.empty.at[v_slot])
             dscores = tile.score_gradients(weights, dweights, held.delta)
-            if self.block.refs.dbias is not None:
+            if self.block.outputs.dbias is not None:
                 self._store_dbias(dscores, tile.column)
             dscores = dscores if slope is None else dscores * slope
             multiply_down(dq, dscores.astype(launch.problem.dtype), scratch.ring.at(k_slot))
@@ -411,9 +412,9 @@ class Computing:
             head=block.head,
             row=self.first,
             column=column,
-            extras=block.refs.extras,
+            extras=block.inputs.extras,
             words=held.words,
-            places=block.refs.extras["places"].at[pl.ds(column, config.columns)],
+            places=block.inputs.extras["places"].at[pl.ds(column, config.columns)],
             numbers=held.numbers,
             segments=None if numbers is None else (held.segments, numbers.at[k_slot]),
         )
@@ -428,7 +429,7 @@ class Computing:
     def _store_dbias(self, dscores: jax.Array, column: Any) -> None:
         rows, columns = dscores.shape
         place = (self.block.b, self.block.head, pl.ds(self.first, rows), pl.ds(column, columns))
-        compat.store(self.block.refs.dbias.at[place], dscores)
+        compat.store(self.block.outputs.dbias.at[place], dscores)
 
     def _store(self, dq: jax.Array) -> None:
         block, launch = self.block, self.block.launch
@@ -439,7 +440,7 @@ class Computing:
         plgpu.commit_smem()
         for place, rows in row_places(block.b, self.first, block.head, WARPGROUP_ROWS, launch.packing):
             place = place if block.part is None else (block.part, *place)
-            own.part(rows).send(block.refs.dquery.at[place])
+            own.part(rows).send(block.outputs.dquery.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -448,12 +449,7 @@ def _row_values(ref: Any) -> jax.Array:
 
 
 def query_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    dout: jax.Array,
-    rows: jax.Array | tuple[jax.Array, jax.Array],
-    extras: Mapping[str, jax.Array],
+    inputs: Inputs,
     *,
     problem: Problem,
     form: TileForm,
@@ -466,11 +462,8 @@ def query_gradients(
     """Returns dquery, like query; `rows_of`'s rows; and the gradients of all scores where they are asked for.
 
     Args:
-        query, key, value, dout: in device memory.
-        rows: of `rows_of`; or what the kernel makes them of: the output, like query, and the log-sum-exp, (batch,
-            heads, queries padded to whole tiles).
-        extras: those that there are of "query_segments", "key_segments" (padded to whole tiles), "tiles" (with
-            segments: (batch, tiles of queries, 4)), "words", "dense"; and "places", the keys' numbers (padded, int32).
+        inputs: whose rows may also be what the kernel makes them of: the output, like query, and the log-sum-exp,
+            (batch, heads, queries padded to whole tiles).
         form: of the tiles of query, key, value and dout.
         makes_dbias: whether to store (batch, heads, queries, keys), float32, both padded to whole tiles. No tile is
             skipped then.
@@ -478,7 +471,7 @@ def query_gradients(
         packing: how rows of the packed problem lie in query, dout and output; None: as they are.
         product: one of the kernel's matrix products, for the FLOPs that the program states.
     """
-    makes_rows = isinstance(rows, tuple)
+    makes_rows = isinstance(inputs.rows, tuple)
     launch = Launch(
         problem=problem,
         form=form,
@@ -489,21 +482,11 @@ def query_gradients(
         packing=packing,
     )
 
-    def attention_backward_queries(query_ref, key_ref, value_ref, dout_ref, rows_refs, extras_refs, *others):
-        dquery_ref, *made, scratch = others
-        refs = Refs(
-            query=query_ref,
-            key=key_ref,
-            value=value_ref,
-            dout=dout_ref,
-            rows=rows_refs,
-            extras=extras_refs,
-            dquery=dquery_ref,
-            made_rows=made[0] if makes_rows else None,
-            dbias=made[-1] if makes_dbias else None,
-        )
+    def attention_backward_queries(inputs, *others):
+        dquery, *made, scratch = others
+        outputs = Outputs(dquery, made[0] if makes_rows else None, made[-1] if makes_dbias else None)
         warpgroup = lax.axis_index("warpgroup")
-        block = Block.of(launch, refs, scratch, keys=key.shape[1])
+        block = Block.of(launch, inputs, outputs, scratch)
         registers = MORE_FOR_PRODUCER if launch.is_producer_large else REGISTERS
         consumer = Computing(block=block, warpgroup=warpgroup)
         run_roles(warpgroup, config.warpgroups, block.bring, consumer.run, registers)
@@ -512,7 +495,7 @@ def query_gradients(
     params = {"reduction_scratch_bytes": 0} if problem.masking.has_segments else {}
     kernel = block_kernel(
         attention_backward_queries,
-        out_type=launch.results(query),
+        out_type=launch.results(inputs.query),
         blocks=launch.blocks * launch.lanes,
         consumers=config.warpgroups,
         scratch=(launch.scratch_types(),),
@@ -520,7 +503,7 @@ def query_gradients(
         automatic_barriers=launch.automatic_barriers,
         **params,
     )
-    dquery, *others = kernel(query, key, value, dout, rows, dict(extras))
+    dquery, *others = kernel(inputs)
     dquery = dquery if config.parts == 1 else added(dquery)
-    made = others.pop(0) if makes_rows else rows
+    made = others.pop(0) if makes_rows else inputs.rows
     return dquery, made, others[0] if others else None

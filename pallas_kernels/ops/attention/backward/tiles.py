@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,16 +24,20 @@ from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
 from pallas_kernels.ops.attention.scores import capped
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """References to query, key, value, the output's cotangent, what each query's row needs, and further arguments."""
+class Inputs(NamedTuple):
+    """A kernel's arguments: arrays at the call, references in the kernel.
+
+    query, key, value, dout: like `attention`'s. rows: of `rows_of`. extras: further arrays by name, those that there
+    are of "words", "dense", "query_segments", "key_segments" (padded to whole tiles), "tiles" (with segments: (batch,
+    tiles, 4), those that a block's tile sees), and "places", the keys' numbers (padded, int32).
+    """
 
     query: Any
     key: Any
     value: Any
     dout: Any
     rows: Any
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any]
 
 
 def lane_place(lane: jax.Array, heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:

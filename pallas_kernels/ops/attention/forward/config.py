@@ -34,8 +34,6 @@ class ForwardConfig:
     output_parts: so many parts of its columns leave one after the other through the same shared memory, which is all
         that large heads leave for an output of its own.
     packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
-    deals_windows: blocks take tiles of queries by a table, as they do under a causal mask, also where a window bounds
-        what is seen.
     short_masks: of a masked tile, places in the tile are compared, which are constants, with bounds that are made once,
         and at one end of a window only with that end's.
     memory_registers, compute_registers: of each thread of a warpgroup of either kind.
@@ -51,7 +49,6 @@ class ForwardConfig:
     own_output: bool = False
     output_parts: int = 1
     packs_dropout: bool = False
-    deals_windows: bool = False
     short_masks: bool = False
     memory_registers: int = 40
     compute_registers: int = 232
@@ -102,7 +99,6 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
         queries_in_registers=bool(problem.dropout_rate),
         packs_dropout=bool(problem.dropout_rate),
         short_masks=True,
-        deals_windows=True,
     )
     if further:
         return config
@@ -207,8 +203,6 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
     elif problem.masking.has_band and not problem.masking.has_segments:
         candidates["other masks"] = replace(base, short_masks=not base.short_masks)
-        if problem.masking.left is not None:
-            candidates["windows dealt or not"] = replace(base, deals_windows=not base.deals_windows)
     return candidates
 
 

@@ -53,7 +53,7 @@ def attention_forward(
     queries = problem.masking.queries
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
-    schedule = Schedule.of(problem, config.rows, config.columns, blocks, deals_windows=config.deals_windows)
+    schedule = Schedule.of(problem, config.rows, config.columns, blocks)
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)

@@ -41,23 +41,14 @@ class Schedule:
     costs: tuple[int, ...] | None = None
 
     @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        rows: int,
-        columns: int,
-        blocks: int | None,
-        *,
-        deals_windows: bool = False,
-    ) -> Schedule:
-        """That of a problem; blocks: None for one a tile.
-
-        deals_windows: whether tiles have `costs` also where a window bounds the keys before a query.
-        """
+    def of(cls, problem: Problem, rows: int, columns: int, blocks: int | None) -> Schedule:
+        """That of a problem; blocks: None for one a tile."""
         masking = problem.masking
         tiles = -(-masking.queries // rows)
         heads = problem.batch * problem.heads
-        differs = masking.right is not None and (masking.left is None or deals_windows) and not masking.has_segments
+        # With a window, a block for each tile need not begin with the longest.
+        is_dealt = masking.left is None or blocks is not None
+        differs = masking.right is not None and is_dealt and not masking.has_segments
         pairs = max(1, L2_BYTES // (4 * masking.keys * problem.head_size))
         section = problem.group
         if differs:
