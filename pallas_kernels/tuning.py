@@ -18,7 +18,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,12 @@ def implementations(operation: str, problem: Problem, *, untuned: Sequence[str])
     return untuned if found is None else (found.implementation,)
 
 
-def configuration[T](operation: str, phase: str, problem: Problem, candidates: Mapping[str, T], *, untuned: T) -> T:
-    """The configuration that the table names among `candidates`, else `untuned`."""
+def configuration[T](
+    operation: str, phase: str, problem: Problem, candidates: Callable[[], Mapping[str, T]], *, untuned: T
+) -> T:
+    """The configuration that the table names among `candidates()`, else `untuned`."""
     found = choice(operation, phase, problem)
-    return untuned if found is None or found.variant is None else candidates.get(found.variant, untuned)
+    return untuned if found is None or found.variant is None else candidates().get(found.variant, untuned)
 
 
 def file_name(device_kind: str) -> str:

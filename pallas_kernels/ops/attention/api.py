@@ -129,10 +129,10 @@ def attention(
     operands = jax.tree.leaves((query, key, value, extras))
     # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
     query, key, value = (varying_like(array, *operands) for array in (query, key, value))
-    dense = None if extras.dense is None else varying_like(extras.dense, *operands)
-    others = replace(extras, dense=None)
+    if extras.dense is not None:
+        extras = replace(extras, dense=varying_like(extras.dense, *operands))
     out, lse = _mosaic(  # pyright: ignore[reportGeneralTypeIssues]: custom_vjp hides what it returns
-        problem, return_residuals, query, key, value, dense, others
+        problem, return_residuals, query, key, value, extras
     )
     out = out if out.shape[3] == size else out[..., :size]
     return (out, lse) if return_residuals else out
@@ -155,41 +155,38 @@ def _mosaic(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    dense: jax.Array | None,
-    others: Extras,
+    extras: Extras,
 ) -> tuple[jax.Array, jax.Array]:
     if not returns_lse and has_few_queries(problem):
         out = few_queries_forward(query, key, value, problem=problem)
         # Nobody reads it.
         return out, jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
-    return _mosaic_fwd(problem, returns_lse, query, key, value, dense, others)[0]
+    return _mosaic_fwd(problem, returns_lse, query, key, value, extras)[0]
 
 
-def _mosaic_fwd(problem, returns_lse, query, key, value, dense, others):
+def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
     # The backward pass wants 0 of a query that sees no key; the caller, -inf.
     lse_of_nothing = -math.inf if returns_lse else 0.0
-    extras = replace(others, dense=dense)
     if packs_forward(problem):
         out, lse = packed_forward(query, key, value, problem=problem)
     else:
         out, lse = attention_forward(
             query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
         )
-    return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, dense, others)
+    return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, extras)
 
 
 @usual_promotion
 def _mosaic_bwd(problem, returns_lse, saved, cotangents):
-    query, key, value, out, lse, dense, others = saved
+    query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
     if returns_lse:
         is_empty = lse == -jnp.inf
         lse, dlse = jnp.where(is_empty, 0, lse), jnp.where(is_empty, 0, dlse)
-    extras = replace(others, dense=dense)
     dquery, dkey, dvalue, ddense = attention_backward(
         query, key, value, out, lse, dout, extras, problem=problem, dlse=dlse if returns_lse else None
     )
-    return dquery, dkey, dvalue, ddense, None
+    return dquery, dkey, dvalue, Extras(dense=ddense)
 
 
 _mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

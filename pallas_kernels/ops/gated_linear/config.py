@@ -53,7 +53,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = Fal
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
         untuned = with_fused_norm(untuned, rows) if is_normed else untuned
-    config = tuning.configuration("gated_linear", "forward", known, candidates(rows), untuned=untuned)
+    config = tuning.configuration("gated_linear", "forward", known, lambda: candidates(rows), untuned=untuned)
     # One buffer for each of three results, so that three stages still fit.
     return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config
 

@@ -63,7 +63,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
     untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_even=is_even)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features)
-    config = tuning.configuration("linear", "forward", known, candidates(rows), untuned=untuned)
+    config = tuning.configuration("linear", "forward", known, lambda: candidates(rows), untuned=untuned)
     # One buffer for each of two results, so that four stages still fit.
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
 

@@ -43,7 +43,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> 
     """The measured best for a problem, else the untuned choice."""
     untuned = default_config(rows, head_size=head_size)
     found = candidates(rows, head_size=head_size)
-    return tuning.configuration("qkv_projection", "forward", known, found, untuned=untuned)
+    return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
 
 
 def default_config(rows: int, *, head_size: int | None) -> Config:

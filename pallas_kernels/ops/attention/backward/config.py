@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.few_queries import can_pack, packed
@@ -312,5 +313,5 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
 
 def tuned_backward(problem: Problem) -> BackwardConfig:
     """The measured best of the candidates, else the untuned choice."""
-    candidates, untuned = backward_candidates(problem), default_backward(problem)
+    candidates, untuned = partial(backward_candidates, problem), default_backward(problem)
     return tuning.configuration("attention", "backward", known(problem), candidates, untuned=untuned)

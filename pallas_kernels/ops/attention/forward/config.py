@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import Problem, pays
@@ -150,8 +151,8 @@ def _fitting_columns(keys: int) -> int:
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
     """The measured best of the candidates, else the untuned choice."""
-    untuned = default_forward(problem)
-    return tuning.configuration("attention", "forward", known(problem), forward_candidates(problem), untuned=untuned)
+    candidates, untuned = partial(forward_candidates, problem), default_forward(problem)
+    return tuning.configuration("attention", "forward", known(problem), candidates, untuned=untuned)
 
 
 def known(problem: Problem) -> tuning.Problem:
