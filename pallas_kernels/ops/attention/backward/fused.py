@@ -30,7 +30,7 @@ from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, WARPGROUPS
 from pallas_kernels.ops.attention.backward.fused_consumer import Computing
 from pallas_kernels.ops.attention.backward.fused_launch import FINISHED_TILES, SHARES, Block, Launch, Outputs
 from pallas_kernels.ops.attention.backward.fused_producer import Adding
-from pallas_kernels.ops.attention.backward.tiles import Inputs, added
+from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.row_tiles import TileForm
@@ -83,8 +83,7 @@ def _run(problem: Problem, inputs: Inputs, *, form: TileForm, parts: int) -> Gra
 
     def attention_backward_fused(inputs, *others):
         dquery, *gradients, sums, scratch = others
-        dkey, dvalue = gradients if parts == 1 else (gradients[0].at[0], gradients[0].at[1])
-        outputs = Outputs(dquery, dkey, dvalue, sums)
+        outputs = Outputs(dquery, KeyGradients.of(gradients), sums)
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
         block = Block.of(launch, inputs, outputs, scratch, number)
 
@@ -114,8 +113,7 @@ def _run(problem: Problem, inputs: Inputs, *, form: TileForm, parts: int) -> Gra
         automatic_barriers=launch.automatic_barriers,
     )
     dquery, *gradients, _ = kernel(inputs)
-    dkey, dvalue = gradients if parts == 1 else map(added, gradients[0])
-    return dquery, dkey, dvalue
+    return dquery, *KeyGradients.summed(gradients)
 
 
 @dataclass(frozen=True)

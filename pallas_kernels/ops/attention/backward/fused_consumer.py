@@ -47,8 +47,8 @@ class Computing:
         plgpu.commit_smem()
         place = (block.b, pl.ds(block.first_key + first, WARPGROUP_ROWS), block.key_head)
         place = place if block.part is None else (block.part, *place)
-        own_k.send(block.outputs.dkey.at[place])
-        own_v.send(block.outputs.dvalue.at[place])
+        own_k.send(block.outputs.gradients.dkey.at[place])
+        own_v.send(block.outputs.gradients.dvalue.at[place])
         # No barrier may be left with an arrival that nobody has seen.
         taken, steps = scratch.taken, block.steps
         for i in range(SHARES):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS, WAVES
-from pallas_kernels.ops.attention.backward.tiles import Inputs, Visits, block_place, lane_place
+from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Visits, block_place, lane_place
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
@@ -270,13 +270,8 @@ class Launch:
         """dquery, dkey and dvalue or their parts in one array, and the sums."""
         # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.problem.batch, self.query_tiles * self.rows, self.problem.heads, self.size)
-        parts = self.parts
-        key = inputs.key.shape
-        shapes = [key, key] if parts == 1 else [(2, parts, *key)]
-        return [
-            *(jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in (inputs.query.shape, *shapes)),
-            jax.ShapeDtypeStruct(whole, jnp.float32),
-        ]
+        dquery = jax.ShapeDtypeStruct(inputs.query.shape, self.problem.dtype)
+        return [dquery, *KeyGradients.types(inputs.key, self.parts), jax.ShapeDtypeStruct(whole, jnp.float32)]
 
     def scratch_types(self) -> Scratch:
         """What a block is given."""
@@ -344,8 +339,7 @@ class Outputs:
     """References to the results, and to the sums of shares."""
 
     dquery: Any
-    dkey: Any
-    dvalue: Any
+    gradients: KeyGradients
     sums: Any
 
 

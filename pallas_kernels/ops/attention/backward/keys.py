@@ -31,9 +31,9 @@ from pallas_kernels.ops.attention.backward.config import (
 )
 from pallas_kernels.ops.attention.backward.tiles import (
     Inputs,
+    KeyGradients,
     Tile,
     Visits,
-    added,
     block_place,
     hidden,
     hides_steps,
@@ -135,13 +135,6 @@ class Launch:
             query_segments=plgpu.SMEM((config.stages, KEY_ROWS), jnp.int32) if has_segments else None,
         )
 
-    def results(self, key: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """dkey and dvalue, or their parts in one array."""
-        dtype, parts = self.problem.dtype, self.config.parts
-        if parts > 1:
-            return [jax.ShapeDtypeStruct((2, parts, *key.shape), dtype)]
-        return [jax.ShapeDtypeStruct(key.shape, dtype)] * 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -154,8 +147,7 @@ class Block:
 
     launch: Launch
     inputs: Inputs
-    dkey: Any
-    dvalue: Any
+    gradients: KeyGradients
     scratch: Scratch
     b: Any
     key_head: Any
@@ -166,7 +158,7 @@ class Block:
     before: Any = None
 
     @classmethod
-    def of(cls, launch: Launch, inputs: Inputs, dkey: Any, dvalue: Any, scratch: Scratch) -> Block:
+    def of(cls, launch: Launch, inputs: Inputs, gradients: KeyGradients, scratch: Scratch) -> Block:
         """The block that runs, called in the kernel."""
         form, config, problem = launch.form, launch.config, launch.problem
         names = ("k", "v", "q", "do")
@@ -193,8 +185,7 @@ class Block:
         return cls(
             launch=launch,
             inputs=inputs,
-            dkey=dkey,
-            dvalue=dvalue,
+            gradients=gradients,
             scratch=scratch,
             b=b,
             key_head=key_head,
@@ -428,9 +419,9 @@ class Computing:
             own_v.store(results.pop(0) * kept_scale(problem), width=columns)
         plgpu.commit_smem()
         if self.makes_dkey:
-            own_k.send(block.dkey.at[place])
+            own_k.send(block.gradients.dkey.at[place])
         if self.makes_dvalue:
-            own_v.send(block.dvalue.at[place])
+            own_v.send(block.gradients.dvalue.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if block.launch.config.tiles > 1:
             plgpu.barrier_arrive(scratch.finished)
@@ -457,9 +448,8 @@ def key_value_gradients(
 
     def attention_backward_keys(inputs, *others):
         *gradients, scratch = others
-        dkey, dvalue = gradients if config.parts == 1 else (gradients[0].at[0], gradients[0].at[1])
         warpgroup = lax.axis_index("warpgroup")
-        block = Block.of(launch, inputs, dkey, dvalue, scratch)
+        block = Block.of(launch, inputs, KeyGradients.of(gradients), scratch)
 
         def compute(own: Block, first: Any, *, makes_dkey: bool = True, makes_dvalue: bool = True) -> None:
             Computing(block=own, makes_dkey=makes_dkey, makes_dvalue=makes_dvalue, first=first).run()
@@ -482,11 +472,10 @@ def key_value_gradients(
 
     kernel = block_kernel(
         attention_backward_keys,
-        out_type=launch.results(inputs.key),
+        out_type=KeyGradients.types(inputs.key, config.parts),
         blocks=launch.blocks * launch.lanes,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
         products=product and product.times(4),
     )
-    made = kernel(inputs)
-    return (added(made[0][0]), added(made[0][1])) if config.parts > 1 else tuple(made)
+    return KeyGradients.summed(kernel(inputs))

@@ -48,6 +48,31 @@ def lane_place(lane: jax.Array, heads: int, parts: int) -> tuple[jax.Array, jax.
     return lax.div(lane, heads), lax.rem(lane, heads), part
 
 
+class KeyGradients(NamedTuple):
+    """References to dkey and dvalue, or to their parts."""
+
+    dkey: Any
+    dvalue: Any
+
+    @staticmethod
+    def types(key: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
+        """Of a kernel's results: both, or their parts in one array."""
+        if parts > 1:
+            return [jax.ShapeDtypeStruct((2, parts, *key.shape), key.dtype)]
+        return [jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2
+
+    @classmethod
+    def of(cls, results: list[Any]) -> KeyGradients:
+        """References to `types`."""
+        return cls(*results) if len(results) == 2 else cls(results[0].at[0], results[0].at[1])
+
+    @staticmethod
+    def summed(results: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """dkey and dvalue of a kernel's results."""
+        dkey, dvalue = results if len(results) == 2 else map(added, results[0])
+        return dkey, dvalue
+
+
 def added(parts: jax.Array) -> jax.Array:
     """The sum over the first axis, in float32 and then rounded: one elementwise kernel."""
     whole, *others = parts.astype(jnp.float32)
