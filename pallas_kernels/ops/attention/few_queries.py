@@ -32,7 +32,7 @@ _DECODED_ROWS = 64
 _DECODED_KEYS = 16384
 """Of all sequences: with more than one query the heads have to be turned before and after, which costs 3 µs."""
 _LINES = 8
-"""TMA brings groups of eight keys."""
+"""TMA loads groups of eight keys."""
 
 
 def can_pack(problem: Problem) -> bool:
@@ -62,7 +62,7 @@ def packed(problem: Problem) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Packed rows that stay where they are: TMA brings those of each head.
+    """Packed rows that stay where they are: TMA loads those of each head.
 
     queries: of a head. group: heads that have one key head.
     """

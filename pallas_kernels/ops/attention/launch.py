@@ -29,7 +29,7 @@ def block_kernel(
     automatic_barriers: bool = True,
     **params: Any,
 ) -> Callable[..., Any]:
-    """A kernel of so many blocks with so many consumer warpgroups, each behind the axis "warpgroup"; see `run_roles`.
+    """A kernel of so many blocks with so many consumer warpgroups and a producer, see `run_roles`.
 
     automatic_barriers: of a warpgroup's threads around each store, by Pallas. params: of `plgpu.CompilerParams`.
     """

@@ -1,7 +1,7 @@
-"""Tiles of rows of a head in shared memory, as TMA brings them and tensor cores read them.
+"""Tiles of rows of a head in shared memory, as TMA loads them and tensor cores read them.
 
 Tensor cores want groups of eight rows, swizzled. TMA makes such groups of an array whose length is whole groups. Of any
-other it brings panels of as many columns as are swizzled together, row behind row: in memory that is the same as the
+other it loads panels of as many columns as are swizzled together, row behind row: in memory that is the same as the
 groups of a tile which is that narrow, and rows beyond the last one come as zeros, and are not stored.
 """
 
@@ -39,7 +39,7 @@ class TileForm:
 
     @property
     def copies(self) -> int:
-        """By which TMA brings a tile, each of which arrives at its barrier."""
+        """By which TMA loads a tile, each of which arrives at its barrier."""
         return self.size // self._width if self.in_panels else 1
 
     def scratch(self, *shape: int) -> Any:
@@ -96,7 +96,7 @@ class RowTiles:
             for first in range(0, size, width or size):
                 yield start + first, panel if width in (None, size) else panel.at[:, pl.ds(first, width)]
 
-    def bring(self, source: Any, barrier: Any) -> None:
+    def load_async(self, source: Any, barrier: Any) -> None:
         """By TMA from a reference to (rows, size) in device memory."""
         for start, panel in self._panels(self.landed):
             plgpu.copy_gmem_to_smem(self._columns(source, start, panel), panel, barrier)

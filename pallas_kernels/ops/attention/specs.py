@@ -110,7 +110,7 @@ ARG_SPECS = (
     _call(2, 1, 1000, 12, 12, 64, tags=_GPU),
     _call(5, 5, 1032, 32, 8, 128, tags=_GPU),  # rows of the backward pass are queries of a group's heads
     _call(2, 1, 1, 8, 2, 128, is_causal=True, tags=_GPU),
-    _call(2, 16, 16, 8, 2, 128, is_causal=True, tags=_GPU),  # and are brought from where they are
+    _call(2, 16, 16, 8, 2, 128, is_causal=True, tags=_GPU),  # and are loaded from where they are
     _call(2, 32, 200, 8, 2, 128, tags=_GPU),
     _call(2, 63, 77, 4, 2, 128, is_causal=True, tags=_GPU),  # one warpgroup computes
     _call(1, 256, 256, 4, 1, 256, is_causal=True, tags=_GPU),  # few steps of a large head

@@ -1,7 +1,7 @@
 """dquery, dkey and dvalue in one kernel, which computes scores once: five products a tile instead of seven.
 
 A block works as in `keys`, and multiplies its score gradients by its keys besides. That product is the block's
-share of dquery, which the warpgroup that brings queries adds to a float32 array in device memory, by TMA. The blocks
+share of dquery, which the warpgroup that loads queries adds to a float32 array in device memory, by TMA. The blocks
 that share queries do so in the order of their keys, each one waiting for the one before it: sums come out the same
 whatever the order in which blocks run. The first one stores its share, so that nothing need be set to zero before; the
 last one stores no sum, but dquery, or other blocks make it of the sums (`Finisher`). A block goes over queries
@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, WARPGROUPS
-from pallas_kernels.ops.attention.backward.fused_consumer import Computing
+from pallas_kernels.ops.attention.backward.fused_consumer import Consumer
 from pallas_kernels.ops.attention.backward.fused_launch import FINISHED_TILES, SHARES, Block, Launch, Outputs
-from pallas_kernels.ops.attention.backward.fused_producer import Adding
+from pallas_kernels.ops.attention.backward.fused_producer import Producer
 from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
@@ -95,11 +95,11 @@ def _run(problem: Problem, inputs: Inputs, *, form: TileForm, parts: int) -> Gra
             pl.when(number >= launch.adders)(lambda: finish(Finisher(block, number - launch.adders)))
 
         def produce():
-            either(Adding(block).run, lambda finisher: finisher.produce())
+            either(Producer(block).run, lambda finisher: finisher.produce())
 
         def consume():
-            computing = Computing(block=block, warpgroup=warpgroup)
-            either(computing.run, lambda finisher: finisher.consume(warpgroup))
+            consumer = Consumer(block=block, warpgroup=warpgroup)
+            either(consumer.run, lambda finisher: finisher.consume(warpgroup))
 
         run_roles(warpgroup, WARPGROUPS, produce, consume, launch.registers, consumers_first=launch.warps_apart)
 

@@ -1,4 +1,4 @@
-"""What a computing warpgroup of the fused kernel does: scores, their gradients, and the products with these."""
+"""A consumer warpgroup of the fused kernel: scores, their gradients, and the products with these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_dow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class Consumer:
     """The role in a block, for 64 of its keys."""
 
     block: Block

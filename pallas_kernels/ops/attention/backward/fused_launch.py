@@ -138,7 +138,7 @@ class Launch:
 
     @property
     def warps_apart(self) -> bool:
-        """Whether one warp brings queries, and for each of the shares there is another one that adds it.
+        """Whether one warp loads queries, and for each of the shares there is another one that adds it.
 
         Queries come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it
         all. With warps apart, places are hidden from the compiler: ptxas spills otherwise.
@@ -258,7 +258,7 @@ class Launch:
         return blocks if self.has_finishers else 0
 
     def fetched_of(self, scratch: Scratch, slot: Any) -> Any:
-        """The barrier of the sum that is brought to where a share was."""
+        """The barrier of the sum that is loaded to where a share was."""
         return scratch.fetched.at[slot] if self.warps_apart else scratch.fetched
 
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:

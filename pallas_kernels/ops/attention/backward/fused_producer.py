@@ -1,4 +1,4 @@
-"""What the warpgroup of the fused kernel does that computes nothing: it brings queries, and adds shares of dquery."""
+"""The producer of the fused kernel: it loads queries, and adds shares of dquery to their sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.primitives.gemm.pipeline import drain
 
 
 @dataclass(frozen=True)
-class Adding:
+class Producer:
     """The role in a block."""
 
     block: Block
@@ -24,11 +24,11 @@ class Adding:
         """All of it."""
         block, scratch = self.block, self.block.scratch
         own = (block.b, pl.ds(block.first_key, FUSED_KEYS), block.key_head)
-        scratch.k.bring(block.inputs.key.at[own], scratch.held)
-        scratch.v.bring(block.inputs.value.at[own], scratch.held)
+        scratch.k.load_async(block.inputs.key.at[own], scratch.held)
+        scratch.v.load_async(block.inputs.value.at[own], scratch.held)
 
         if not block.launch.warps_apart:
-            lax.fori_loop(0, jnp.minimum(block.steps, STAGES), lambda n, _: self._bring(n), None)
+            lax.fori_loop(0, jnp.minimum(block.steps, STAGES), lambda n, _: self._load(n), None)
             lax.fori_loop(0, block.steps, lambda n, _: self._step(n), None)
             return
 
@@ -38,33 +38,33 @@ class Adding:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(self._bring_all)
+            pl.when(warp == 0)(self._load_all)
             pl.when((warp > 0) & (warp <= SHARES))(lambda: add_own(warp - 1))
 
-    def _bring(self, n) -> None:
+    def _load(self, n) -> None:
         """The queries of a step."""
         block, inputs, scratch, launch = self.block, self.block.inputs, self.block.scratch, self.block.launch
         stage = lax.rem(n, STAGES)
         head, query_tile = block.walk.place(n)
         place = pl.ds(query_tile * launch.rows, launch.rows)
-        scratch.q.at(stage).bring(inputs.query.at[block.b, place, head], scratch.full.at[stage])
-        scratch.do.at(stage).bring(inputs.dout.at[block.b, place, head], scratch.full.at[stage])
+        scratch.q.at(stage).load_async(inputs.query.at[block.b, place, head], scratch.full.at[stage])
+        scratch.do.at(stage).load_async(inputs.dout.at[block.b, place, head], scratch.full.at[stage])
         rows = inputs.rows.at[block.b, head, pl.ds(0, launch.lines), place]
         plgpu.copy_gmem_to_smem(rows, scratch.qrows.at[stage], scratch.full.at[stage])
 
-    def _bring_all(self) -> None:
+    def _load_all(self) -> None:
         """Apart from the adding of shares."""
         empty, steps = self.block.scratch.empty, self.block.steps
 
         def one(n, _):
             pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(empty.at[lax.rem(n, STAGES)]))
-            self._bring(n)
+            self._load(n)
 
         lax.fori_loop(0, steps, one, None)
         drain(empty, STAGES, steps)
 
     def _step(self, n) -> None:
-        """Adds the share of a step when its turn has come, and brings a later step's queries."""
+        """Adds the share of a step when its turn has come, and loads a later step's queries."""
         block, scratch, launch = self.block, self.block.scratch, self.block.launch
         stage, slot = lax.rem(n, STAGES), lax.rem(n, SHARES)
         turn = block.turn(n)
@@ -85,7 +85,7 @@ class Adding:
             pl.when(is_last & (block.tile > 0))(fetch)
         if not launch.warps_apart:
             plgpu.barrier_wait(scratch.empty.at[stage])
-            pl.when(n + STAGES < block.steps)(lambda: self._bring(n + STAGES))
+            pl.when(n + STAGES < block.steps)(lambda: self._load(n + STAGES))
         plgpu.barrier_wait(scratch.made.at[slot])
 
         def put(reduction=None):

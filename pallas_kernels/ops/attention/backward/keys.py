@@ -225,37 +225,37 @@ class Block:
         """Of the queries of the tile's n-th step."""
         return lax.rem(n if self.before is None else self.before + n, self.launch.config.stages)
 
-    def bring(self) -> None:
+    def produce(self) -> None:
         """The work of the producer."""
-        steps = self._bring_tile(jnp.int32(0)) if self.launch.config.tiles == 1 else self._bring_tiles()
+        steps = self._load_tile(jnp.int32(0)) if self.launch.config.tiles == 1 else self._load_tiles()
         drain(self.scratch.empty, self.launch.config.stages, steps)
 
-    def _bring_tiles(self) -> Any:
+    def _load_tiles(self) -> Any:
         """One after the other; how many steps they take."""
         slots = self.launch.slots
 
         def one(i, steps):
             own = self.at(i)
             pl.when(i >= slots)(lambda: plgpu.barrier_wait(own.scratch.finished))
-            return own._bring_tile(steps)
+            return own._load_tile(steps)
 
         steps = lax.fori_loop(0, self.tiles, one, jnp.int32(0))
         drain(self.scratch.finished, slots, self.tiles)
         return steps
 
-    def _bring_tile(self, steps: Any) -> Any:
+    def _load_tile(self, steps: Any) -> Any:
         """A tile of keys and then the queries that see it, after so many steps; how many there are then."""
         inputs, scratch, visits = self.inputs, self.scratch, self.visits
         own = (self.b, pl.ds(self.first_key, self.launch.config.columns), self.key_head)
-        scratch.k.bring(inputs.key.at[own], scratch.held)
-        scratch.v.bring(inputs.value.at[own], scratch.held)
-        steps = self._bring_heads(visits.masked, visits.masked_tile, steps)
-        return self._bring_heads(visits.full, visits.full_tile, steps)
+        scratch.k.load_async(inputs.key.at[own], scratch.held)
+        scratch.v.load_async(inputs.value.at[own], scratch.held)
+        steps = self._load_heads(visits.masked, visits.masked_tile, steps)
+        return self._load_heads(visits.full, visits.full_tile, steps)
 
-    def _bring_heads(self, count: Any, tile_of: Callable[[Any], Any], steps: Any) -> Any:
-        """Brings so many tiles of queries of each head, after so many steps; how many steps there are then."""
+    def _load_heads(self, count: Any, tile_of: Callable[[Any], Any], steps: Any) -> Any:
+        """Loads so many tiles of queries of each head, after so many steps; how many steps there are then."""
 
-        def bring(i, carry):
+        def load(i, carry):
             head, step = carry
             stage = lax.rem(step, self.launch.config.stages)
 
@@ -263,21 +263,21 @@ class Block:
             def _():
                 plgpu.barrier_wait(self.scratch.empty.at[stage])
 
-            self._bring_queries(head, tile_of(i) * KEY_ROWS, stage)
+            self._load_queries(head, tile_of(i) * KEY_ROWS, stage)
             return head, step + 1
 
         def one(g, step):
-            return lax.fori_loop(0, count, bring, (self.first_head + g, step))[1]
+            return lax.fori_loop(0, count, load, (self.first_head + g, step))[1]
 
         return lax.fori_loop(0, self.launch.heads, one, steps)
 
-    def _bring_queries(self, head: Any, row: Any, stage: Any) -> None:
+    def _load_queries(self, head: Any, row: Any, stage: Any) -> None:
         """A tile, from row on, and what is known of its queries."""
         inputs, scratch = self.inputs, self.scratch
         full = scratch.full.at[stage]
         for place, own in row_places(self.b, row, head, KEY_ROWS, self.launch.packing):
-            scratch.q.at(stage, rows=own).bring(inputs.query.at[place], full)
-            scratch.do.at(stage, rows=own).bring(inputs.dout.at[place], full)
+            scratch.q.at(stage, rows=own).load_async(inputs.query.at[place], full)
+            scratch.do.at(stage, rows=own).load_async(inputs.dout.at[place], full)
         rows = inputs.rows.at[self.b, head, :, pl.ds(row, KEY_ROWS)]
         plgpu.copy_gmem_to_smem(rows, scratch.rows.at[stage], full)
         if scratch.query_segments is not None:
@@ -297,7 +297,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class Consumer:
     """makes_dkey, makes_dvalue: which of them this warpgroup makes. first: of its keys, in the block's tile."""
 
     block: Block
@@ -452,7 +452,7 @@ def key_value_gradients(
         block = Block.of(launch, inputs, KeyGradients.of(gradients), scratch)
 
         def compute(own: Block, first: Any, *, makes_dkey: bool = True, makes_dvalue: bool = True) -> None:
-            Computing(block=own, makes_dkey=makes_dkey, makes_dvalue=makes_dvalue, first=first).run()
+            Consumer(block=own, makes_dkey=makes_dkey, makes_dvalue=makes_dvalue, first=first).run()
 
         def compute_tile(own: Block) -> None:
             plgpu.barrier_wait(own.scratch.held)
@@ -468,7 +468,7 @@ def key_value_gradients(
                 pl.when(warpgroup == 0)(lambda: compute(block, 0, makes_dkey=False))
                 pl.when(warpgroup == 1)(lambda: compute(block, 0, makes_dvalue=False))
 
-        run_roles(warpgroup, WARPGROUPS, block.bring, consume)
+        run_roles(warpgroup, WARPGROUPS, block.produce, consume)
 
     kernel = block_kernel(
         attention_backward_keys,

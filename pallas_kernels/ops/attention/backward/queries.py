@@ -7,8 +7,8 @@ With q, k, v, do tiles of query, key, value and dout,
 where ds is a left operand that never leaves its registers. Scores are computed here once more instead of being added up
 over blocks of the other kernel: results do not depend on the order in which blocks run.
 
-What each query's row needs (`rows_of`) this kernel can make, too: a block has its queries' dout, and is brought their
-output in the place of the first keys.
+What each query's row needs (`rows_of`) this kernel can make, too: a block has its queries' dout, and loads their
+output to the place of the first keys.
 """
 
 from __future__ import annotations
@@ -219,16 +219,16 @@ class Block:
         slot, first = lax.div(row, columns), lax.rem(row, columns)
         return self.scratch.ring.at(slot, rows=pl.ds(first, WARPGROUP_ROWS))
 
-    def bring(self) -> None:
-        """The work of the warpgroup that brings operands."""
+    def produce(self) -> None:
+        """The work of the producer."""
         for i in range(self.launch.config.warpgroups):
-            self._bring_queries(i)
+            self._load_queries(i)
         visits = self.visits
-        n = lax.fori_loop(0, visits.masked, self._bringing(visits.masked_tile), jnp.int32(self.launch.lead))
-        n = lax.fori_loop(0, visits.full, self._bringing(visits.full_tile), n)
+        n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(self.launch.lead))
+        n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
         drain(self.scratch.empty, self.launch.config.slots, n)
 
-    def _bring_queries(self, i: int) -> None:
+    def _load_queries(self, i: int) -> None:
         """Those of warpgroup i, with their dout, and their output where rows are made of it."""
         launch, inputs, scratch = self.launch, self.inputs, self.scratch
         tiles = [(inputs.query, scratch.q.at(i)), (inputs.dout, scratch.do.at(i))]
@@ -237,10 +237,10 @@ class Block:
         first = self.first_query + i * WARPGROUP_ROWS
         for place, own in row_places(self.b, first, self.head, WARPGROUP_ROWS, launch.packing):
             for ref, tile in tiles:
-                tile.part(own).bring(ref.at[place], scratch.held.at[i])
+                tile.part(own).load_async(ref.at[place], scratch.held.at[i])
 
-    def _bringing(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """The body of a loop that brings a tile of keys, and then one of values."""
+    def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        """The body of a loop that loads a tile of keys, and then one of values."""
         config, inputs, scratch = self.launch.config, self.inputs, self.scratch
 
         def step(i, n):
@@ -252,7 +252,7 @@ class Block:
                 def _(slot=slot):
                     plgpu.barrier_wait(scratch.empty.at[slot])
 
-                scratch.ring.at(slot).bring(ref.at[place], scratch.full.at[slot])
+                scratch.ring.at(slot).load_async(ref.at[place], scratch.full.at[slot])
                 if scratch.key_segments is not None:
                     # With values too, since a slot has now keys and now values.
                     numbers = inputs.extras["key_segments"].at[place[0], place[1]]
@@ -288,7 +288,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class Consumer:
     """warpgroup: its number in the block."""
 
     block: Block
@@ -488,8 +488,8 @@ def query_gradients(
         warpgroup = lax.axis_index("warpgroup")
         block = Block.of(launch, inputs, outputs, scratch)
         registers = MORE_FOR_PRODUCER if launch.is_producer_large else REGISTERS
-        consumer = Computing(block=block, warpgroup=warpgroup)
-        run_roles(warpgroup, config.warpgroups, block.bring, consumer.run, registers)
+        consumer = Consumer(block=block, warpgroup=warpgroup)
+        run_roles(warpgroup, config.warpgroups, block.produce, consumer.run, registers)
 
     # With segments there is no room for sums across warps, and there are none.
     params = {"reduction_scratch_bytes": 0} if problem.masking.has_segments else {}

@@ -11,7 +11,7 @@ from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
-"""Queries of a computing warpgroup: those of one wgmma."""
+"""Queries of a consumer warpgroup: those of one wgmma."""
 _SHORT = 512
 """Keys of which the masked tiles are so many that their instructions count."""
 _FEW_ROUNDS = 1.5
@@ -24,7 +24,7 @@ _KEYS_OF_TURNS = 1024
 class ForwardConfig:
     """How the forward kernel cuts its work.
 
-    warpgroups: that compute, each 64 queries of one head; a further one brings operands.
+    warpgroups: consumers, each of 64 queries of one head; a further one, the producer, loads operands.
     columns: keys of a tile.
     key_stages, value_stages: tiles of keys and of values in shared memory.
     queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
@@ -84,7 +84,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
 
 
 def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
-    """With that which brings operands it has more registers than two have."""
+    """One consumer, which has more registers than two have."""
     return replace(config, warpgroups=1, ping_pong=False, compute_registers=240)
 
 

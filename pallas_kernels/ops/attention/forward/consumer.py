@@ -1,4 +1,4 @@
-"""A computing warpgroup of the forward kernel: products with 64 queries, and the online softmax between them."""
+"""A consumer warpgroup of the forward kernel: products with 64 queries, and the online softmax between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pallas_kernels.primitives.random import mixed_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class Consumer:
     """warpgroup: its number in the block. lse_of_nothing: the log-sum-exp of a query that sees no key."""
 
     block: Block
@@ -32,7 +32,7 @@ class Computing:
     lse_of_nothing: float
 
     def run(self, results: Any) -> None:
-        """The tiles of one computing warpgroup."""
+        """The tiles of one consumer warpgroup."""
         config, problem = self.block.config, self.block.problem
         words = mixed_words(self.block.extras["words"]) if problem.dropout_rate else None
         scores = self._scores(words)

@@ -1,6 +1,6 @@
 """Flash attention forward on Mosaic GPU: one launch, online softmax in registers, products asynchronous.
 
-A block has a tile of queries of one head; one warpgroup brings operands by TMA, the others have 64 queries each. Of
+A block has a tile of queries of one head; one warpgroup loads operands by TMA, the others have 64 queries each. Of
 every tile of keys a warpgroup starts the product with its queries, and the product of the previous tile's weights with
 their values behind it, and computes the softmax of the one while the other runs. Warpgroups take turns, so that one's
 exponentials run beside the other's products. Tiles of keys that nothing of is seen are not visited, and elements are
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig, tuned_forward
-from pallas_kernels.ops.attention.forward.consumer import Computing
-from pallas_kernels.ops.attention.forward.producer import Block, bring_operands
+from pallas_kernels.ops.attention.forward.consumer import Consumer
+from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
@@ -111,11 +111,11 @@ def _launch(
             buffers=buffers,
             barriers=barriers,
         )
-        consumer = Computing(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing)
+        consumer = Consumer(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing)
         run_roles(
             warpgroup,
             warpgroups,
-            lambda: bring_operands(block, q_ref, k_ref, v_ref),
+            lambda: load_operands(block, q_ref, k_ref, v_ref),
             lambda: consumer.run(results),
             (config.memory_registers, config.compute_registers),
         )

@@ -1,4 +1,4 @@
-"""A block of the forward kernel, and the warpgroup of it that brings operands by TMA."""
+"""A block of the forward kernel, and its producer, which loads operands by TMA."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Block:
         return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
 
 
-def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
-    """Brings the operands of every tile, as early as there is room."""
+def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
+    """Loads the operands of every tile, as early as there is room."""
     config, problem, barriers, buffers = block.config, block.problem, block.barriers, block.buffers
 
-    def bring(name: str, ref, stages: int, index: jax.Array, place) -> None:
+    def load(name: str, ref, stages: int, index: jax.Array, place) -> None:
         slot = rem_of(index, stages)
 
         @pl.when(index >= stages)
@@ -74,7 +74,7 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
             plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
 
         full = barriers[f"{name}_full"].at[slot]
-        buffers[name].at(slot).bring(ref.at[place], full)
+        buffers[name].at(slot).load_async(ref.at[place], full)
         if name == "k" and problem.masking.has_segments:
             numbers = block.extras["key_segments"].at[place[0], place[1]]
             plgpu.copy_gmem_to_smem(numbers, buffers["segments"].at[slot], full)
@@ -86,7 +86,7 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
         def step(i, _):
             place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
-            bring("k", k_ref, config.key_stages, before + i, place)
+            load("k", k_ref, config.key_stages, before + i, place)
 
             @pl.when(i == 0)
             def _():
@@ -98,9 +98,9 @@ def bring_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
                     row = tile * config.rows + warpgroup * ROWS
                     place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
-                    buffers["q"].at(warpgroup).bring(place, barriers["q_full"].at[warpgroup])
+                    buffers["q"].at(warpgroup).load_async(place, barriers["q_full"].at[warpgroup])
 
-            bring("v", v_ref, config.value_stages, before + i, place)
+            load("v", v_ref, config.value_stages, before + i, place)
 
         steps = last - first
         if block.hides_steps:
