@@ -130,31 +130,6 @@ def weighted_values(
     return out.reshape(query.shape).astype(query.dtype)
 
 
-def attention_unfused(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
-    """Three kernels or more: scores to memory, softmax, weights times values."""
-    return _attend(query, key, value, {"is_causal": is_causal})[0]
-
-
-def attention_online(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
-    """Online softmax over tiles of 128 keys, for all queries at once: no row of scores is ever whole.
-
-    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867
-    """
-    return _tiled(query, key, value, is_causal=is_causal, rows=query.shape[1], columns=128)
-
-
-def attention_chunked(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False) -> jax.Array:
-    """Tiles of 1024 queries after each other, each with online softmax over 1024 keys: memory linear in the length.
-
-    Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021, https://arxiv.org/abs/2112.05682
-    """
-    return _tiled(query, key, value, is_causal=is_causal, rows=1024, columns=1024)
-
-
-FORMS = {"unfused": attention_unfused, "online": attention_online, "chunked": attention_chunked}
-"""The study's forms by name: (query, key, value, is_causal) to the output."""
-
-
 def _scores(query: jax.Array, key: jax.Array, scale: float | None, softcap: float | None) -> jax.Array:
     """Scaled and capped, (batch, key heads, group, queries, keys)."""
     batch, queries, heads, size = query.shape
@@ -182,50 +157,6 @@ def _seen(query, key, is_causal: bool, window: Window, segment_ids: Segments) ->
         own, other = segments_of(segment_ids)
         segments = (own[:, None, None, :, None], other[:, None, None, None, :])
     return masking.visible(row, column, *segments, tile=1)
-
-
-def _tiled(query, key, value, *, is_causal: bool, rows: int, columns: int) -> jax.Array:
-    batch, queries, heads, size = query.shape
-    keys, key_heads = key.shape[1:3]
-    rows, columns = min(rows, queries), min(columns, keys)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-
-    def padded(array, multiple):
-        return jnp.pad(array, ((0, 0), (0, -array.shape[1] % multiple), (0, 0), (0, 0)))
-
-    def tiles(array, size):
-        return jnp.moveaxis(padded(array, size).reshape(batch, -1, size, *array.shape[2:]), 1, 0)
-
-    masking = masking_of(queries, keys, is_causal, None, False)
-
-    def one(carry):
-        index, own = carry
-        row = index * rows + jnp.arange(rows)[:, None]
-
-        def step(state, tile):
-            out, maximum, total = state
-            start, own_key, own_value = tile
-            scores = _scores(own, own_key, None, None)
-            seen = masking.visible(row, start * columns + jnp.arange(columns))
-            scores = jnp.where(seen, scores, -jnp.inf)
-            new = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
-            safe = jnp.where(new == -jnp.inf, 0, new)
-            weights, factor = jnp.exp(scores - safe), jnp.exp(maximum - safe)
-            product = jnp.einsum(
-                "bkgts,bskd->bkgtd", weights.astype(value.dtype), own_value, preferred_element_type=wide
-            )
-            return (out * factor + product, new, total * factor + jnp.sum(weights, axis=-1, keepdims=True)), None
-
-        shape = (batch, key_heads, heads // key_heads, rows)
-        start = (jnp.zeros((*shape, size), wide), jnp.full((*shape, 1), -jnp.inf, wide), jnp.zeros((*shape, 1), wide))
-        key_tiles, value_tiles = tiles(key, columns), tiles(value, columns)
-        (out, _, total), _ = lax.scan(step, start, (jnp.arange(len(key_tiles)), key_tiles, value_tiles))
-        out = out / jnp.where(total == 0, 1, total)
-        return jnp.moveaxis(out, 3, 1).reshape(batch, rows, heads, size).astype(query.dtype)
-
-    query_tiles = tiles(query, rows)
-    out = lax.map(one, (jnp.arange(len(query_tiles)), query_tiles))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, size)[:, :queries]
 
 
 _OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap")

@@ -12,6 +12,8 @@ from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
 """Queries of a consumer warpgroup: those of one wgmma."""
+STAGES = 2
+"""Tiles of keys, and of values, in shared memory at once."""
 _SHORT = 512
 """Keys of which the masked tiles are so many that their instructions count."""
 _FEW_ROUNDS = 1.5
@@ -26,7 +28,6 @@ class ForwardConfig:
 
     warpgroups: consumers, each of 64 queries of one head; a further one, the producer, loads operands.
     columns: keys of a tile.
-    key_stages, value_stages: tiles of keys and of values in shared memory.
     queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
     ping_pong: warpgroups take turns in issuing products, so that one's softmax runs beside the others' products.
     is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
@@ -42,8 +43,6 @@ class ForwardConfig:
 
     warpgroups: int = 2
     columns: int = 128
-    key_stages: int = 2
-    value_stages: int = 2
     queries_in_registers: bool = False
     ping_pong: bool = True
     is_persistent: bool = True

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.forward.config import ROWS
+from pallas_kernels.ops.attention.forward.config import ROWS, STAGES
 from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import Side
@@ -85,7 +85,7 @@ class Consumer:
         zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
 
         def start_scores(index) -> jax.Array:
-            slot = rem_of(index, config.key_stages)
+            slot = rem_of(index, STAGES)
             plgpu.barrier_wait(barriers["k_full"].at[slot])
             s_ref[...] = plgpu.layout_cast(zeros((ROWS, config.columns)), plgpu.Layout.WGMMA)
             # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
@@ -96,7 +96,7 @@ class Consumer:
             return slot
 
         def start_output(index, weights, factor) -> jax.Array:
-            slot = rem_of(index, config.value_stages)
+            slot = rem_of(index, STAGES)
             out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
             o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
             plgpu.barrier_wait(barriers["v_full"].at[slot])

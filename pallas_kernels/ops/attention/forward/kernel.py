@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig, tuned_forward
+from pallas_kernels.ops.attention.forward.config import ROWS, STAGES, ForwardConfig, tuned_forward
 from pallas_kernels.ops.attention.forward.consumer import Consumer
 from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
@@ -122,22 +122,22 @@ def _launch(
 
     buffers = {
         "q": form.scratch(warpgroups, ROWS),
-        "k": form.scratch(config.key_stages, config.columns),
-        "v": value_form.scratch(config.value_stages, config.columns),
+        "k": form.scratch(STAGES, config.columns),
+        "v": value_form.scratch(STAGES, config.columns),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
         buffers["out"] = out_form.scratch(warpgroups, ROWS)
     has_segments = problem.masking.has_segments
     if has_segments:
-        buffers["segments"] = plgpu.SMEM((config.key_stages, config.columns), jnp.int32)
+        buffers["segments"] = plgpu.SMEM((STAGES, config.columns), jnp.int32)
     barriers = {
         "q_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=warpgroups),
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
-        "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=config.key_stages),
-        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.key_stages),
-        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=config.value_stages),
-        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.value_stages),
+        "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=STAGES),
+        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
+        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=STAGES),
+        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
     }
     if config.ping_pong and warpgroups > 1:
         barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.ops.attention.forward.config import ROWS, ForwardConfig
+from pallas_kernels.ops.attention.forward.config import ROWS, STAGES, ForwardConfig
 from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
@@ -66,10 +66,10 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
     """Loads the operands of every tile, as early as there is room."""
     config, problem, barriers, buffers = block.config, block.problem, block.barriers, block.buffers
 
-    def load(name: str, ref, stages: int, index: jax.Array, place) -> None:
-        slot = rem_of(index, stages)
+    def load(name: str, ref, index: jax.Array, place) -> None:
+        slot = rem_of(index, STAGES)
 
-        @pl.when(index >= stages)
+        @pl.when(index >= STAGES)
         def _():
             plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
 
@@ -86,7 +86,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
         def step(i, _):
             place = (batch, pl.ds((last - 1 - i) * config.columns, config.columns), k_head)
-            load("k", k_ref, config.key_stages, before + i, place)
+            load("k", k_ref, before + i, place)
 
             @pl.when(i == 0)
             def _():
@@ -100,7 +100,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
                     place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
                     buffers["q"].at(warpgroup).load_async(place, barriers["q_full"].at[warpgroup])
 
-            load("v", v_ref, config.value_stages, before + i, place)
+            load("v", v_ref, before + i, place)
 
         steps = last - first
         if block.hides_steps:
@@ -109,8 +109,8 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
         return before + steps
 
     total = block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
-    drain(barriers["k_empty"], config.key_stages, total)
-    drain(barriers["v_empty"], config.value_stages, total)
+    drain(barriers["k_empty"], STAGES, total)
+    drain(barriers["v_empty"], STAGES, total)
     for warpgroup in range(config.warpgroups):
         plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
 
