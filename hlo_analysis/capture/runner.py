@@ -119,6 +119,7 @@ def _profile(call: Callable[[], Any], folder: Path) -> None:
 
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False
     with jax.profiler.trace(folder / "profile", profiler_options=options):
         for _ in range(_PROFILED_CALLS):
             jax.block_until_ready(call())

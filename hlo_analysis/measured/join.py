@@ -69,8 +69,7 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
             if own:
                 samples.setdefault(launch.index, []).append(sum(event.duration_us for event in own))
         totals.append(sum(event.duration_us for event in events))
-        end = max(event.start_us + event.duration_us for event in events)
-        gaps.append(max(0.0, end - events[0].start_us - totals[-1]))
+        gaps.append(_idle_us(events))
     return Measured(
         device=profile.device,
         source=source,
@@ -88,6 +87,15 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
             for index, names in sorted(kernels.items())
         ),
     )
+
+
+def _idle_us(events: Sequence[KernelEvent]) -> float:
+    """How long no kernel ran between the first and the last; some begin before the one before has ended."""
+    idle, end = 0.0, events[0].start_us
+    for event in events:
+        idle += max(0.0, event.start_us - end)
+        end = max(end, event.start_us + event.duration_us)
+    return idle
 
 
 def with_measured(analysis: Analysis, measured: Measured) -> Analysis:
@@ -251,8 +259,22 @@ def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call |
     names = [launch.name for launch in launches]
     if len(set(names)) == len(names) and all(event.operation in names for event in events):
         return [(each, tuple(event for event in events if event.operation == each.name)) for each in launches]
-    told = launches if len(events) == len(launches) else running
-    if len(events) != len(told):  # some ran several kernels, and nobody knows which
+    groups = _groups(events)
+    told = launches if len(groups) == len(launches) else running
+    if len(groups) != len(told):  # some ran several kernels, and nobody knows which
         return [(launch, None) for launch in launches]
-    own = {launch.index: (event,) for launch, event in zip(told, events, strict=True)}
+    own = {launch.index: group for launch, group in zip(told, groups, strict=True)}
     return [(launch, own.get(launch.index, ())) for launch in launches]
+
+
+def _groups(events: Sequence[KernelEvent]) -> list[tuple[KernelEvent, ...]]:
+    """Events of library calls in a row, call by call: in a command buffer each begins by clearing its workspace."""
+    if not events[0].name.startswith("Memset"):
+        return [(event,) for event in events]
+    groups: list[tuple[KernelEvent, ...]] = []
+    for event in events:
+        if event.name.startswith("Memset"):
+            groups.append((event,))
+        else:
+            groups[-1] = (*groups[-1], event)
+    return groups

@@ -83,5 +83,5 @@ def _slow_clock(gpu: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     if clock >= _SLOW_CLOCK * most:
         return ()
-    why = "its power limit" if power >= 0.95 * limit else "something other than power: heat, or another's settings"
-    return (f"The GPU ran at {clock:.0f} of {most:.0f} MHz ({power:.0f} of {limit:.0f} W): lowered by {why}.",)
+    # nvidia-smi gives the mean power of a second, more than half of which was before the run.
+    return (f"The GPU's clock was lowered to {clock:.0f} of {most:.0f} MHz ({power:.0f} of {limit:.0f} W).",)

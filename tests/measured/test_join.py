@@ -48,6 +48,8 @@ def test_a_library_call_of_several_kernels():
     assert medians(join(MLP, profile(names * 2))) == {0: 5, 1: 15, 2: 5, 3: 10}
     together = program(launch(0, "a"), launch(1, "dot.1", "cublas"), launch(2, "dot.2", "cublas"), launch(3, "b"))
     assert medians(join(together, profile(["a", "gemm", "gemm", "b"], [1, 2, 3, 4]))) == {0: 1, 1: 2, 2: 3, 3: 4}
+    cleared = profile(["a", "Memset 0", "gemm", "Memset 0", "prepare", "backward", "b"])
+    assert medians(join(together, cleared)) == {0: 5, 1: 10, 2: 15, 3: 5}
     # Three kernels of two calls cannot be told apart, unless the profile has their instructions.
     assert medians(join(together, profile(["a", "gemm", "more", "gemm", "b"]))) == {0: 5, 1: None, 2: None, 3: 5}
     named = profile(["a@a", "gemm@dot.1", "more@dot.2", "gemm@dot.2", "b@b"])
@@ -115,3 +117,20 @@ def test_reads_what_jax_profiler_writes(tmp_path: Path):
         read_profile(tmp_path)
     with pytest.raises(DumpError, match=r"holds no \*.xplane.pb"):
         read_profile(tmp_path / "plugins" / "nothing")
+
+
+def test_kernels_that_overlap_leave_no_gap():
+    assert join(MLP, profile(CALL, [5, 6], gap=-1.0)).gap_us == 0
+    assert join(MLP, profile(CALL, gap=0.25)).gap_us == 0.75
+
+
+def test_a_profile_of_an_h200_in_a_command_buffer():
+    """Of llama3-8b's forward pass at 1x512 under `best`: the GPU's part of what jax.profiler wrote."""
+    recorded = read_profile(Path(__file__).parent / "data" / "h200-1x512-best.xplane.pb")
+    names = "qkv_projection attention linear rms_norm gated_linear linear".split()
+    kernels = [f"{name}_mosaic_gpu_kernel" for name in ("rms_norm", *names)]
+    block = program(launch(0, "loop_select_fusion"), *(launch(i, each, "mosaic") for i, each in enumerate(kernels, 1)))
+    measured = join(block, recorded)
+    assert (measured.device, measured.calls) == ("NVIDIA H200", 10)
+    assert measured.kernel_us == pytest.approx(380.8, abs=0.1)
+    assert medians(measured)[6] == pytest.approx(187, abs=1)

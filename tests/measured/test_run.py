@@ -54,7 +54,7 @@ def test_the_profile_of_a_run_is_joined(compiled: Capture):
     assert (analysis.measured.calls, analysis.measured.kernel_us) == (10, pytest.approx(5 * len(kernels), abs=0.1))
     assert [launch.measured_us for launch in analysis.launches] == pytest.approx([5.0] * len(kernels), abs=0.1)
     assert analysis.measured.wall_us == 33.0
-    assert "1200 of 1980 MHz (300 of 700 W): lowered by something other than power" in analysis.measured.notes[0]
+    assert "lowered to 1200 of 1980 MHz (300 of 700 W)" in analysis.measured.notes[0]
     assert "does another use the GPU?" in analysis.measured.notes[1]
 
 
