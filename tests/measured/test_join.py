@@ -127,7 +127,7 @@ def test_kernels_that_overlap_leave_no_gap():
 def test_a_profile_of_an_h200_in_a_command_buffer():
     """Of llama3-8b's forward pass at 1x512 under `best`: the GPU's part of what jax.profiler wrote."""
     recorded = read_profile(Path(__file__).parent / "data" / "h200-1x512-best.xplane.pb")
-    names = "qkv_projection attention linear rms_norm gated_linear linear".split()
+    names = ["qkv_projection", "attention", "linear", "rms_norm", "gated_linear", "linear"]
     kernels = [f"{name}_mosaic_gpu_kernel" for name in ("rms_norm", *names)]
     block = program(launch(0, "loop_select_fusion"), *(launch(i, each, "mosaic") for i, each in enumerate(kernels, 1)))
     measured = join(block, recorded)
