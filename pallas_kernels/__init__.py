@@ -8,7 +8,9 @@ from pallas_kernels.ops.batch_norm.api import batch_norm
 from pallas_kernels.ops.bias_activation.api import bias_activation
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.ops.decode_attention.api import decode_attention
+from pallas_kernels.ops.dot_interaction.api import dot_interaction
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
+from pallas_kernels.ops.embedding_bag.api import embedding_bag
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.gated_linear.api import gated_linear
 from pallas_kernels.ops.layer_norm.api import layer_norm
@@ -42,7 +44,9 @@ __all__ = [
     "bias_activation",
     "cross_entropy",
     "decode_attention",
+    "dot_interaction",
     "dropout_residual_norm",
+    "embedding_bag",
     "fold_scale",
     "gated_activation",
     "gated_linear",

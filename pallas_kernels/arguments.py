@@ -1,4 +1,4 @@
-"""What stands around a matrix product, as arguments of the operations that fuse it: norms and rotary embeddings."""
+"""Arguments for the operations fused with a matrix product: norms and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Norm:
-    """A norm in front of matrix products, over the features of each row; a pytree of its arrays.
+    """A norm of the input of matrix products, over the features of each row; a pytree of its arrays.
 
-    scale: (features,), any floating dtype, or None for ones. None is also right where `fold_scale` has multiplied the
-        scale into the weights: done once, before decoding, that saves the pass over x which would multiply it.
+    scale: (features,), any floating dtype, or None for ones. Pass None if `fold_scale` has multiplied the scale into
+        the weights. Folding once, before decoding, saves the pass over x that would multiply by the scale.
     bias: (features,), any floating dtype, or None. Only for "layer".
     kind: "rms" (see `pallas_kernels.rms_norm`) or "layer" (see `pallas_kernels.layer_norm`).
-    epsilon: added to the mean square, or variance; a Python number from 0 on.
-    mean_square: (...), floating, of each row of x where that is known, as `pallas_kernels.linear_residual_norm` gives
-        it; None: it is computed. Only for "rms".
+    epsilon: added to the mean square or variance; a non-negative Python number.
+    mean_square: (...), floating, the mean square of each row of x, as `pallas_kernels.linear_residual_norm` returns it;
+        None: the operation computes it. Only for "rms".
     """
 
     scale: jax.Array | None
@@ -34,9 +34,10 @@ class Norm:
 class Rope:
     """A rotary position embedding of a product's heads; see `pallas_kernels.rope`.
 
-    positions: integers, of the shape that rows of x have, or one that broadcasts to it: (tokens,) or (batch, tokens).
+    positions: integers, one per row of x, (tokens,) or (batch, tokens), or a shape that broadcasts to that of the rows.
     theta: the base of the frequencies, a positive Python number.
-    interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
+    interleaved: True: columns 2i and 2i + 1 of a head form a pair (GPT-J). False: columns i and i + size / 2 do
+        (GPT-NeoX, Llama).
     """
 
     positions: jax.Array

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs.
+"""Chooses which implementation of an operation runs.
 
-An explicit request runs or raises: `ValueError` for a name that no operation knows, `NotImplementedError` with the
-reason where the implementation cannot run here. No request takes the first of the operation's preferences that can, and
-`"xla"` always can.
+A requested implementation runs or raises: `ValueError` for a name that no operation has, `NotImplementedError` with the
+reason if it cannot run here. Without a request, the first of the operation's preferred implementations that can run is
+taken. `"xla"` always can.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from jax.export import is_symbolic_dim
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
-"""Every implementation name that some operation has or may have."""
+"""The implementation names that callers may pass."""
 
 _OF_ONE_DEVICE = ("mosaic", "triton")
 _PACKAGES = ("pallas_kernels", "jax", "functools", "contextlib")
 
 Implementation = str | Sequence[str] | None
-"""What callers pass: one name, several in order of preference, or None for the best known.
+"""The `implementation=` argument: one name, several in order of preference, or None for the best one known.
 
-Operations have first derivatives in reverse mode. Second ones and forward mode need "xla"; without it they raise.
-A kernel sees one device: arrays spread over several belong into `jax.shard_map`. Outside it None takes "xla" where the
-mesh's axes are explicit; of automatic ones a trace knows nothing, and XLA brings whole arrays to every device.
+All implementations have first derivatives in reverse mode. Second derivatives and forward mode need "xla"; the others
+raise.
+
+A kernel runs on one device. For arrays sharded over several devices, call the operation inside `jax.shard_map`. Outside
+it, None takes "xla" if the mesh axes are explicit. Tracing cannot see automatic mesh axes: XLA then gathers whole
+arrays on every device.
 """
 
 Support = Callable[[], str | None]
-"""Says why an implementation cannot run on the arguments at hand, or None where it can."""
+"""Returns why an implementation cannot run on the call's arguments, or None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was chosen for one call of an operation, and why nothing else.
+    """The implementation chosen for one call of an operation, and why the others were not.
 
-    order: the names that were tried, the requested ones or the preferred, the first that runs being taken.
-    reasons: of each implementation that the operation has, why it cannot run here, or None where it can.
-    where: file and line of the call, in whose code neither JAX nor this package has a part.
+    order: the requested or preferred names, in the order tried; the first that can run is taken.
+    reasons: for each implementation of the operation, why it cannot run here, or None if it can.
+    where: file and line of the call, in code that belongs neither to JAX nor to this package.
     """
 
     operation: str
@@ -56,12 +59,12 @@ class Choice:
 
     @property
     def taken(self) -> str | None:
-        """The implementation's name; None where nothing that was requested runs."""
+        """The chosen implementation, or None if no requested one can run."""
         return next((name for name in self.order if name in self.reasons and self.reasons[name] is None), None)
 
     @property
     def runnable(self) -> tuple[str, ...]:
-        """All implementations that run here: in the order tried, then the others."""
+        """All implementations that can run here: first those tried, in that order, then the others."""
         runs = [name for name, reason in self.reasons.items() if reason is None]
         return tuple(dict.fromkeys((*(name for name in self.order if name in runs), *runs)))
 
@@ -76,7 +79,10 @@ _listener: ContextVar[Callable[[Choice], None] | None] = ContextVar("listener", 
 
 @contextlib.contextmanager
 def listening(listener: Callable[[Choice], None]) -> Iterator[None]:
-    """Within, `listener` is told each choice before it is acted upon; what it raises ends the call."""
+    """Calls `listener` with each choice made inside the context, before the operation runs.
+
+    An exception from `listener` ends the operation's call.
+    """
     token = _listener.set(listener)
     try:
         yield
@@ -86,15 +92,15 @@ def listening(listener: Callable[[Choice], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_choices() -> Iterator[list[Choice]]:
-    """Which implementation each operation takes that is traced within, and why none of the others.
+    """Records which implementation each operation takes while it is traced, and why not the others.
 
         with recorded_choices() as choices:
             jax.eval_shape(step, parameters, batch)
         for choice in choices:
             print(choice)
 
-    What `jax.jit` has traced before is not traced again, and then nothing is chosen. For a GPU that is not there, trace
-    within `jax.sharding.use_abstract_mesh`, as `xlafuse kernels` does.
+    A function that `jax.jit` has already traced is not traced again, so it records nothing. To trace for a GPU that is
+    not present, use `jax.sharding.use_abstract_mesh`, as `xlafuse kernels` does.
     """
     choices: list[Choice] = []
     with listening(choices.append):
@@ -108,19 +114,20 @@ def choose(
     *,
     preferred: Sequence[str] | Callable[[], Sequence[str]] = (),
 ) -> str:
-    """The name of the implementation to run.
+    """Returns the name of the implementation to run.
 
     Args:
         operation: the public function's name, for messages.
         requested: the caller's `implementation=`.
-        support: the operation's implementations; `"xla"` must be among them. The others' are partials of the arguments
-            that they look at.
-        preferred: the order tried where nothing was requested, before `"xla"`, or what gives it; asked only then.
+        support: the operation's implementations, each with its support function. `"xla"` must be among them. The other
+            functions are `functools.partial`s of the arguments that they check.
+        preferred: the names to try before `"xla"` if nothing was requested, or a function that returns them. The
+            function is called only if nothing was requested.
 
     Raises:
-        TypeError: `requested` is no name and no sequence.
-        ValueError: a name that no operation knows, or an empty sequence.
-        NotImplementedError: nothing requested can run; the message says why, for each.
+        TypeError: `requested` is neither a name nor a sequence nor None.
+        ValueError: `requested` is an empty sequence, or has a name that no operation has.
+        NotImplementedError: no requested implementation can run; the message gives the reason for each.
     """
     if requested is None:
         order = _preferred_order(support, preferred)
@@ -148,7 +155,7 @@ def _preferred_order(
     if any(map(_has_symbolic_sizes, support.values())):
         return ("xla",)
     order = preferred() if callable(preferred) else preferred
-    # A tuned table may name what the operation does not have.
+    # A tuned table may name an implementation that the operation does not have.
     return (*(name for name in order if name in support), "xla")
 
 
@@ -164,7 +171,7 @@ def _requested_order(operation: str, requested: Any, support: Mapping[str, Suppo
 
 
 def _call_site() -> str:
-    """File and line of the innermost frame that is neither JAX's nor this package's."""
+    """Returns file and line of the innermost frame outside JAX and this package."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _package(frame) in _PACKAGES:
         frame = frame.f_back
@@ -193,8 +200,10 @@ def _has_symbolic_sizes(support: Support) -> bool:
 
 
 def _mesh_axes(support: Support) -> tuple[str, ...]:
-    """Explicit axes of the mesh that one of the arrays, or what `jax.vmap` maps, is spread over. Of automatic ones a
-    trace knows nothing."""
+    """Returns the explicit mesh axes that shard one of the arrays or a dimension mapped by `jax.vmap`.
+
+    Tracing cannot see automatic axes.
+    """
     specs = (jax.typeof(leaf).sharding.spec for leaf in _arguments(support) if isinstance(leaf, jax.Array))
     return tuple(sorted({str(axis) for axis in jax.tree.leaves([tuple(spec) for spec in specs])} | mapped_mesh_axes()))
 

@@ -1,7 +1,7 @@
-"""Calls of the operations with sizes that nobody chose: of rows, columns, lengths and heads.
+"""Draws calls of the operations with random sizes: rows, columns, lengths and heads.
 
-What a kernel takes depends on its sizes, in more ways than there are specs in the registry. Tests draw calls that a
-float64 reference can follow, the benchmark calls that take long enough to be timed: see `Limits`.
+A kernel's behaviour depends on its sizes in more ways than the registry has specs. Tests draw calls small enough for a
+float64 reference; the benchmark draws calls long enough to be timed. `Limits` sets the range.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of what is drawn.
+    """The range of sizes of a drawn call.
 
-    length: of attention's sequences and caches, at most. rows, columns: of the other operations' arrays, at most.
-    values: of an array, at most; of attention's scores, where they are more.
-    flops: of the matrix products of a forward pass, at least and at most; see `OpSpec.flops`.
-    bytes: what a perfect forward pass reads and writes, at least and at most; at least where there are no products.
+    length: the longest sequence or cache of attention.
+    rows, columns: the largest sizes of the other operations' arrays.
+    values: the largest number of elements of an array.
+    scores: the largest number of attention scores.
+    flops: lower and upper limit for the matrix products of a forward pass; see `OpSpec.flops`.
+    bytes: lower and upper limit for the bytes that a perfect forward pass reads and writes. The lower limit counts only
+        for operations without matrix products.
     """
 
     length: int
@@ -38,7 +41,7 @@ class Limits:
     bytes: tuple[float, float] = (0, math.inf)
 
     def allow(self, op: OpSpec, call: ArgSpec) -> bool:
-        """Whether the call is within them."""
+        """Whether the call is within the limits."""
         arrays = {name: a for name, a in call.arguments.items() if isinstance(a, ArraySpec)}
         if op.name == "attention":
             query, key = arrays["query"].shape, arrays["key"].shape
@@ -55,10 +58,12 @@ class Limits:
 
 
 def random_call(op: OpSpec, seed: int | str, limits: Limits) -> ArgSpec:
-    """One of `op`, the same for the same seed: attention of any sizes, of others one of their specs with other sizes.
+    """Draws a call of `op`; the same seed gives the same call.
+
+    Attention gets arguments and sizes at random. Other operations get one of their registered specs with random sizes.
 
     Raises:
-        ValueError: the limits leave nothing.
+        ValueError: none of the drawn calls is within the limits.
     """
     rng = random.Random(seed)
     specs = [spec for spec in op.arg_specs if not spec.tags & {"bench", "ragged", "empty", "extreme"}]
@@ -76,7 +81,7 @@ def random_call(op: OpSpec, seed: int | str, limits: Limits) -> ArgSpec:
 
 
 def _length(rng: random.Random, most: int) -> int:
-    """Small ones as often as large ones, and whole groups or tiles as often as any number."""
+    """Draws a length of at most `most`, uniform in its logarithm, often rounded up to a multiple of 8, 64 or 128."""
     length = round(2 ** rng.uniform(0, most.bit_length() - 1))
     multiple = rng.choice((1, 1, 8, 64, 128))
     return -(-length // multiple) * multiple
@@ -139,13 +144,20 @@ def _resized(rng: random.Random, op: OpSpec, spec: ArgSpec, limits: Limits) -> A
 
 
 def _free(name: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[set[int], set[int]]:
-    """Sizes that may be others, by arrays' shapes: of leading axes, and of columns. None that another axis has, too."""
+    """Returns the sizes of leading axes and of columns that may be replaced.
+
+    Sizes that a fixed axis has, or both kinds of axes, are left out: replacing them would change both.
+    """
     leading, columns, fixed = set(first[:-1]), {first[-1]}, set[int]()
     match name:
         case "rope":
             leading, columns, fixed = set(first[:2]), set(), set(first[2:])
         case "qkv_projection":
             fixed = {shape[-1] for shape in others[:3]}
+        case "embedding_bag":
+            leading, fixed = {first[0], *others[0][:-1]}, {others[0][-1]}
+        case "dot_interaction":
+            leading, fixed = {first[0]}, {first[-2]}
         case "quantized_linear":
             values, scales = others[:2]
             columns, fixed = {values[0]}, {values[1], scales[0]}
@@ -158,7 +170,7 @@ def _free(name: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[
 
 def _with(array: ArraySpec, sizes: Mapping[int, int]) -> ArraySpec:
     shape = tuple(sizes.get(size, size) for size in array.shape)
-    # Labels are numbers of columns.
+    # Labels are column indices, so their maximum changes with the number of columns.
     return replace(array, shape=shape, maximum=sizes.get(array.maximum, array.maximum))
 
 

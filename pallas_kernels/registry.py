@@ -1,6 +1,6 @@
-"""The table of operations that tests, benchmark, tuner, command line and report read.
+"""The table of operations that the tests, the benchmark, the tuner, the command line and the report read.
 
-A new operation is a folder in `ops` and one entry here.
+To add an operation, add a folder to `ops` and one entry here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pallas_kernels.ops.batch_norm.specs import BATCH_NORM
 from pallas_kernels.ops.bias_activation.specs import BIAS_ACTIVATION
 from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
+from pallas_kernels.ops.dot_interaction.specs import DOT_INTERACTION
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
+from pallas_kernels.ops.embedding_bag.specs import EMBEDDING_BAG
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
 from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
@@ -53,16 +55,18 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             LINEAR_CROSS_ENTROPY,
             ATTENTION,
             DECODE_ATTENTION,
+            EMBEDDING_BAG,
+            DOT_INTERACTION,
         )
     }
 )
 
 
 def get_op(name: str) -> OpSpec:
-    """The entry called `name`.
+    """Returns the registry entry of the operation `name`.
 
     Raises:
-        ValueError: no such operation; the message has the nearest names.
+        ValueError: there is no such operation; the message has the closest names.
     """
     if name in REGISTRY:
         return REGISTRY[name]

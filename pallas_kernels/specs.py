@@ -1,9 +1,9 @@
-"""What an operation's registry entry is made of."""
+"""The records of a registry entry: array and argument specs, error bounds, memory traffic, operations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,17 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 
 Fill = Literal["normal", "zeros", "ones", "extreme", "bits", "integers", "sorted"]
-"""Values of an array: random normal, constants, plus and minus 1e4, (unsigned integers) all bits random, or uniform
-integers in a range (for booleans the range 0 to 2), also sorted along the last axis."""
+"""How an array is filled.
+
+normal: random normal values. zeros, ones: constants. extreme: 1e4 and -1e4 at random. bits: unsigned integers with all
+bits random. integers: uniform integers from a range (0 to 2 for booleans). sorted: the same, sorted along the last
+axis.
+"""
 
 Arguments = Mapping[str, Any]
-"""Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values, each in a `Static` until `plain`
-takes it out."""
+"""Keyword arguments of an operation: arrays or ShapeDtypeStructs, and static values.
+
+Each static value is wrapped in a `Static` until `plain` unwraps it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """An array argument. `normal` has the given mean and deviation; `integers` go from `minimum` to below `maximum`."""
+    """The spec of an array argument.
+
+    mean, deviation: of a normal fill. minimum, maximum: of an integer fill; `maximum` itself is excluded.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,13 +43,13 @@ class ArraySpec:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype without values."""
+        """Shape and dtype as a ShapeDtypeStruct."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     def make(self, seed: int) -> jax.Array:
-        """The array; random ones are drawn from `seed`.
+        """Makes the array; random values are drawn from `seed`.
 
-        NumPy draws arrays of at most 2**20 values: JAX would compile programs for each shape, which takes longer.
+        NumPy draws arrays of up to 2**20 elements. For those, JAX would spend longer compiling a program per shape.
         """
         dtype = jnp.dtype(self.dtype)
         draw = _SmallDraw(seed) if math.prod(self.shape) <= 2**20 else _LargeDraw(seed)
@@ -60,7 +69,7 @@ class ArraySpec:
 
 
 class _SmallDraw:
-    """Random values by NumPy."""
+    """Draws random values with NumPy."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -76,7 +85,7 @@ class _SmallDraw:
 
 
 class _LargeDraw:
-    """Random values by JAX, on its device."""
+    """Draws random values with JAX, on its device."""
 
     def __init__(self, seed: int) -> None:
         self.key = jax.random.key(seed)
@@ -92,43 +101,29 @@ class _LargeDraw:
 
 
 def seeds_of(seed: int, count: int) -> list[int]:
-    """As many seeds of their own for parts of what is drawn from `seed`, each below 2**31."""
+    """Derives `count` independent seeds from `seed`, each below 2**31."""
     return [int(word) for word in np.random.SeedSequence(seed).generate_state(count) >> 1]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """A static value among arguments: a tree without leaves, so that arguments go through jit and vmap as they are."""
+    """A static argument as a pytree without leaves, so that it passes through `jax.jit` and `jax.vmap` unchanged."""
 
     value: Any
 
 
 def plain(arguments: Arguments) -> dict[str, Any]:
-    """The arguments as an operation takes them: static values out of their wrapping."""
+    """Returns the arguments as an operation takes them, with static values unwrapped."""
     return {name: value.value if isinstance(value, Static) else value for name, value in arguments.items()}
-
-
-GPU = ("gpu",)
-BENCH = ("gpu", "bench")
-"""The commonest tags of an `ArgSpec` besides "test"."""
-
-
-def call_name(shape: Sequence[int], *details: str | bool | None, fill: Fill = "normal") -> str:
-    """The name of an `ArgSpec`, as 2x512-float32-residual: a shape and what else tells it from others, if anything.
-
-    details: what is false or empty is left out, and so is the usual fill.
-    """
-    told = (*details, fill != "normal" and fill)
-    return "-".join(("x".join(map(str, shape)), *(detail for detail in told if isinstance(detail, str) and detail)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgSpec:
-    """One way of calling an operation, used by tests, benchmark and tuner alike.
+    """One call of an operation, shared by the tests, the benchmark and the tuner.
 
-    Tags: "test" (small enough for the interpreter), "gpu" (tested on a GPU only), "bench" (timed), "block" (occurs in
-    the transformer block), "ragged", "extreme", "empty".
+    tags: "test" (small enough for the interpreter), "gpu" (tested on a GPU only), "bench" (timed), "block" (occurs in
+        the transformer block), "ragged", "extreme", "empty".
     """
 
     name: str
@@ -136,14 +131,14 @@ class ArgSpec:
     tags: frozenset[str] = field(default_factory=frozenset)
 
     def make(self, seed: int) -> dict[str, Any]:
-        """Arguments with fresh values drawn from `seed`."""
+        """Makes the arguments, with values drawn from `seed`."""
         return {
             name: value.make(own) if isinstance(value, ArraySpec) else _wrapped(value)
             for own, (name, value) in zip(seeds_of(seed, len(self.arguments)), self.arguments.items(), strict=True)
         }
 
     def structs(self) -> dict[str, Any]:
-        """The same arguments as ShapeDtypeStructs."""
+        """Returns the arguments with ShapeDtypeStructs in place of arrays."""
         return {
             name: value.struct if isinstance(value, ArraySpec) else _wrapped(value)
             for name, value in self.arguments.items()
@@ -156,10 +151,10 @@ def _wrapped(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBound:
-    """How far from a float64 reference a result may be.
+    """The error allowed against a float64 reference.
 
-    `baseline_factor` times the largest error of `"xla"` in the same dtype, and on top `ulps` units in the last place of
-    the value itself.
+    An element may be off by `baseline_factor` times the largest error of `"xla"` in the same dtype, plus `ulps` units
+    in the last place of the exact value.
     """
 
     baseline_factor: float = 2.0
@@ -168,56 +163,56 @@ class ErrorBound:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Arrays that a perfect kernel reads and writes once, in bytes; small ones (a scale) may be left out."""
+    """Bytes of each array that a perfect kernel reads or writes once. Small arrays (a scale) may be left out."""
 
     read: tuple[int, ...]
     written: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The total, read and written."""
         return sum(self.read) + sum(self.written)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """One operation.
+    """The registry entry of an operation.
 
     function: the public function, called with the keyword arguments of an `ArgSpec` and `implementation`.
-    reference: the same in plain jnp; in float64 it is the oracle.
+    reference: the same function in plain `jax.numpy`; in float64 it is the oracle.
     differentiable: the arguments that have gradients.
     batched: the arguments with leading dimensions (for vmap and shard_map); the others are shared.
-    forward_traffic, backward_traffic: the bytes of a call with such arguments.
-    backward: the backward pass alone, as it runs in training where the forward pass has saved what it needs: from the
-        implementation's name, arguments and cotangents to gradients. For the benchmark.
-    flops: additions and multiplications of a phase's matrix products, where an operation has any.
-    variants: for a phase ("forward", "backward") and arguments, the kernel configurations worth timing by name; each
-        takes the arguments (backward: and `cotangents`) and runs that kernel alone.
-    problem: what the tuned table knows a call with such arguments by (`pallas_kernels.tuning`), where it is looked up.
-    tuned_phases: those whose configuration is looked up there.
+    forward_traffic, backward_traffic: count the bytes of a call with given arguments.
+    backward: the backward pass alone, as in training, where the forward pass has saved its residuals. It takes the
+        implementation's name, the arguments and the cotangents, and returns gradients. For the benchmark.
+    flops: counts the additions and multiplications in a phase's matrix products; None without matrix products.
+    variants: for a phase ("forward" or "backward") and arguments, the kernel configurations worth timing, by name. Each
+        one takes the arguments (and, backward, `cotangents`) and runs that kernel alone.
+    problem: returns the key under which the tuned table (`pallas_kernels.tuning`) has a call; None if not tuned.
+    tuned_phases: the phases whose configuration is looked up in the tuned table.
     """
 
     name: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
-    implementations: tuple[str, ...]
     differentiable: tuple[str, ...]
     batched: tuple[str, ...]
     arg_specs: tuple[ArgSpec, ...]
     forward_traffic: Callable[[Arguments], Traffic]
     backward_traffic: Callable[[Arguments], Traffic]
     backward: Callable[[str, Arguments, tuple[jax.Array, ...]], tuple[jax.Array, ...]]
-    variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]]
+    variants: Callable[[str, Arguments], Mapping[str, Callable[..., Any]]] = lambda phase, arguments: {}
+    implementations: tuple[str, ...] = ("mosaic", "xla")
     error_bound: ErrorBound = ErrorBound()
     flops: Callable[[Arguments, str], int] | None = None
     problem: Callable[[Arguments], Mapping[str, int | str]] | None = None
     tuned_phases: tuple[str, ...] = ("forward",)
 
     def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:
-        """The argument specs that carry all of `tags`."""
+        """Returns the argument specs that have all of `tags`."""
         return tuple(spec for spec in self.arg_specs if spec.tags.issuperset(tags))
 
 
 def array_bytes(array: Any) -> int:
-    """Bytes of an array or ShapeDtypeStruct."""
+    """Returns the bytes of an array or ShapeDtypeStruct."""
     return int(np.prod(array.shape)) * jnp.dtype(array.dtype).itemsize

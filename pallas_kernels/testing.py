@@ -1,9 +1,9 @@
-"""Checks of an operation against its float64 reference, for tests on any device and for the benchmark.
+"""Checks an operation against its float64 reference, for tests on any device and for the benchmark.
 
-The rule: a result may be off by `ErrorBound.baseline_factor` times the largest error that `"xla"` makes on the same
-inputs in the same dtype, and by `ErrorBound.ulps` units in the last place of the value on top. It holds for the values
-and for the gradient of every differentiable argument. Small arrays make few errors, whose largest is a matter of luck:
-what one draw of inputs does not show is judged by several together (`assert_draws_within`).
+An element's error may be `ErrorBound.baseline_factor` times the largest error of `"xla"` on the same inputs in the same
+dtype, plus `ErrorBound.ulps` units in the last place of the exact value. This bound holds for the results and for the
+gradient of every differentiable argument. In a small array the largest error is a matter of luck. So if one draw of
+inputs is out of bounds, several draws are judged together (`assert_draws_within`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, plain, 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """How far one output is from the float64 reference.
+    """The error of one output against the float64 reference.
 
-    `excess` is the largest of |error| - bound over its elements: above zero the check failed. `worst` is the index.
-    `baseline_factor`: of the rule.
+    error, baseline_error: the largest absolute error of the output, and of `"xla"`.
+    excess: the largest |error| - bound over all elements; the check fails if it is positive.
+    worst: the index of the element with that excess.
+    baseline_factor: the factor of the bound, see `ErrorBound`.
     """
 
     output: str
@@ -36,12 +38,12 @@ class ErrorReport:
 
     @property
     def is_within(self) -> bool:
-        """Whether every element is within its bound, and none is NaN."""
+        """Whether every element is within its bound and none is NaN."""
         return self.excess <= 0
 
     @classmethod
     def together(cls, reports: Sequence[ErrorReport]) -> ErrorReport:
-        """That of one output over several draws of inputs: the largest error against the largest of the baseline."""
+        """Combines the reports of one output over several draws: the largest error against the baseline's largest."""
         beyond = [r.excess + r.baseline_factor * r.baseline_error for r in reports]
         worst = reports[int(np.argmax(beyond))]
         baseline_error = max(r.baseline_error for r in reports)
@@ -52,7 +54,7 @@ class ErrorReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call to check: an operation, fresh arguments, and a cotangent for each output."""
+    """One call to check: an operation, its arguments, and a cotangent for each output."""
 
     op: OpSpec
     arguments: dict[str, Any]
@@ -60,12 +62,12 @@ class Case:
 
     @property
     def differentiable(self) -> dict[str, jax.Array]:
-        """The arguments that have gradients."""
+        """The arguments that have gradients, by name."""
         return {name: self.arguments[name] for name in self.op.differentiable if self.arguments.get(name) is not None}
 
 
 def make_case(op: OpSpec, spec: ArgSpec, seed: int) -> Case:
-    """Arguments and cotangents drawn from `seed`."""
+    """Draws arguments and cotangents from `seed`."""
     arguments = spec.make(seed)
     outputs = jax.eval_shape(_outputs(op, arguments, "xla"))
     cotangents = tuple(
@@ -76,13 +78,13 @@ def make_case(op: OpSpec, spec: ArgSpec, seed: int) -> Case:
 
 
 def forward(case: Case, implementation: str | None) -> dict[str, jax.Array]:
-    """The outputs, by name."""
+    """Computes the outputs, by name."""
     outputs = _outputs(case.op, case.arguments, implementation)()
     return {f"output {i}": value for i, value in enumerate(outputs)}
 
 
 def gradient(case: Case, implementation: str | None) -> dict[str, jax.Array]:
-    """The gradients of the differentiable arguments, by name."""
+    """Computes the gradients of the differentiable arguments, by name."""
 
     def function(differentiable):
         return _outputs(case.op, {**case.arguments, **differentiable}, implementation)()
@@ -92,7 +94,7 @@ def gradient(case: Case, implementation: str | None) -> dict[str, jax.Array]:
 
 
 def oracle(case: Case, compute: Callable[[Case, str | None], dict[str, jax.Array]]) -> dict[str, np.ndarray]:
-    """What `compute` (`forward` or `gradient`) gives in float64, with the operation's reference."""
+    """Runs `compute` (`forward` or `gradient`) in float64 with the operation's reference."""
 
     def widen(value):
         is_float = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
@@ -109,10 +111,10 @@ def oracle(case: Case, compute: Callable[[Case, str | None], dict[str, jax.Array
 def error_reports(
     got: dict[str, jax.Array], baseline: dict[str, jax.Array], exact: dict[str, np.ndarray], bound: ErrorBound
 ) -> list[ErrorReport]:
-    """Compares outputs with the float64 ones, element by element.
+    """Compares outputs with the float64 reference, element by element.
 
     Raises:
-        AssertionError: an output of another shape or dtype than the baseline's.
+        AssertionError: an output's shape or dtype differs from the baseline's.
     """
     reports = []
     for name, value in got.items():
@@ -142,10 +144,10 @@ def error_reports(
 def check(
     op: OpSpec, spec: ArgSpec, implementation: str | None, *, seed: int, with_gradient: bool = True
 ) -> list[ErrorReport]:
-    """Computes values and gradients with `implementation` and compares them.
+    """Compares outputs and gradients of `implementation` with the float64 reference.
 
     Raises:
-        AssertionError: something is out of bounds; the message has the seed and the numbers.
+        AssertionError: an output or gradient is out of bounds; the message has the seed and the numbers.
     """
 
     def draw(seed):
@@ -160,28 +162,30 @@ def check(
 
 
 def finished(values: Any) -> Any:
-    """The same values, once they are computed.
+    """Waits until the values are computed and returns them.
 
-    An interpreted kernel computes with jax arrays in callbacks, and a CPU client has 32 computations under way at most.
-    A program that runs on meanwhile fills those places with computations that wait for the kernel, which then waits for
-    a place.
+    Without this wait an interpreted kernel can deadlock: its callbacks dispatch JAX computations, and a CPU client runs
+    at most 32 at a time. If the program goes on, computations that wait for the kernel fill all 32 places, and the
+    kernel waits for a place.
     """
     return jax.block_until_ready(values)
 
 
 DRAWS = 16
-"""Of inputs, over which an output is judged that is out of bounds for one of them.
+"""The number of draws that are judged together if the first one is out of bounds.
 
-So many that a sum which XLA rounds in few draws, as that of six rows, does not look exact.
+With fewer draws, a sum that XLA seldom rounds, such as a sum of six rows, could look exact.
 """
 
 
 def assert_draws_within(draw: Callable[[int], list[ErrorReport]], seed: int, title: str) -> list[ErrorReport]:
-    """The reports of draw(seed), the same outputs in the same order for every seed.
+    """Returns the reports of `draw(seed)`, or of `DRAWS` draws together if that one is out of bounds.
+
+    `draw` must return the same outputs in the same order for every seed.
 
     Raises:
-        AssertionError: an output is out of bounds for this seed, and over `DRAWS` seeds together too: its largest error
-            against the baseline's largest.
+        AssertionError: an output is out of bounds for this seed, and also over `DRAWS` seeds together, where its
+            largest error is compared with the baseline's largest error.
     """
     reports = draw(seed)
     if not all(report.is_within for report in reports):
@@ -192,7 +196,7 @@ def assert_draws_within(draw: Callable[[int], list[ErrorReport]], seed: int, tit
 
 
 def assert_within(reports: Sequence[ErrorReport], title: str) -> None:
-    """Raises an AssertionError that names every report out of bounds."""
+    """Raises an AssertionError that lists every output out of bounds."""
     bad = [report for report in reports if not report.is_within]
     if bad:
         lines = "\n".join(
@@ -214,7 +218,7 @@ def _outputs(op: OpSpec, arguments: dict[str, Any], implementation: str | None) 
 
 
 def _ulp(value: np.ndarray, dtype) -> np.ndarray:
-    """The distance between neighbours of `dtype` at |value|."""
+    """Returns the distance between neighbouring numbers of `dtype` at |value|."""
     info = jnp.finfo(dtype)
     magnitude = np.maximum(np.abs(value), float(info.smallest_normal))
     return float(info.eps) * np.exp2(np.floor(np.log2(magnitude)))

@@ -1,11 +1,11 @@
-"""The tuned table: what was measured to be the fastest on a kind of device, for dispatch to look up while it traces.
+"""The tuned table: the fastest measured implementation and configuration of a problem, looked up at trace time.
 
-Nothing is measured here: `xlafuse tune` does that, and writes a table. A file for each kind of device: the shipped one
-beside this module, `tuned/h200.json`, and the user's own in the cache folder, whose entries come first. A problem that
-neither has is left to the operation's own rule.
+`xlafuse tune` measures and writes tables; this module reads them. Each kind of device has a shipped file beside this
+module (`tuned/h200.json`) and may have a user's file in the cache folder, whose entries come first. If neither file has
+a problem, the operation's own rule decides.
 
-An operation is tuned by three lines: `OpSpec.problem` names what decides; `implementations` says what is preferred
-where `dispatch.choose` picks one, and `configuration` what is launched.
+An operation takes part by three things: `OpSpec.problem` names what decides, `implementations` gives `dispatch.choose`
+its preference, and `configuration` gives the kernel its configuration.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ except ImportError:  # Windows, where nobody tunes
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "tuned"
 CACHE_VARIABLE = "XLAFUSE_CACHE"
-"""The environment variable that names another folder than the user's cache."""
+"""The environment variable that names a folder to use instead of the user's cache."""
 
 Problem = Mapping[str, int | str]
-"""What decides which configuration is the fastest, by name: sizes, dtype, what is fused."""
+"""The properties of a call that decide which configuration is fastest, by name: sizes, dtype, fused operations."""
 
 
 _is_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("_is_ignored", default=False)
 
 
 class TuningWarning(UserWarning):
-    """A table cannot be read; the message says which and why. Operations then go by their own rules."""
+    """Warns that a table cannot be read, which one and why. Operations then follow their own rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to take for a problem.
+    """A table entry: the fastest implementation and configuration of a problem.
 
-    implementation: as `implementation=` has it. variant: the name of its configuration among the operation's
-        candidates, None for the untuned one. microseconds: the evidence: medians of one run, by name.
+    implementation: a name as `implementation=` takes it.
+    variant: the name of the configuration among the operation's candidates, or None for the untuned one.
+    microseconds: the measured medians of one run, by name.
     """
 
     implementation: str
@@ -63,10 +64,10 @@ _FEW_ROWS = 64
 
 
 def near(size: int) -> int:
-    """The power of two that stands for a number of rows in a problem: the nearest by ratio.
+    """Rounds a number of rows to the power of two that stands for it in a problem.
 
-    Up to 64 rows it is the next one, and above never 64: kernels of their own take up to 16 or 64 rows, and what was
-    measured of one says nothing of the other.
+    Up to 64 rows it rounds up; above, it takes the nearest by ratio, but at least 128. Separate kernels handle up to 16
+    rows, up to 64 and more, so a measurement of one must not stand for another.
     """
     if size <= _FEW_ROWS:
         return 2 ** math.ceil(math.log2(size)) if size > 0 else 0
@@ -74,19 +75,19 @@ def near(size: int) -> int:
 
 
 def key_of(operation: str, phase: str, problem: Problem) -> str:
-    """The name of an entry: 'linear forward rows=8192 features=4096 ...'."""
+    """Returns the key of an entry, such as 'linear forward rows=8192 features=4096 ...'."""
     return " ".join((operation, phase, *(f"{name}={value}" for name, value in problem.items())))
 
 
 def choice(operation: str, phase: str, problem: Problem) -> Choice | None:
-    """The entry for a problem on the device of the current trace, None where there is none."""
+    """Returns the entry of a problem for the device of the current trace, or None if there is none."""
     if _is_ignored.get():
         return None
     return _entries(target_device().kind, str(cache_folder())).get(key_of(operation, phase, problem))
 
 
 def implementations(operation: str, problem: Problem, *, untuned: Sequence[str]) -> Sequence[str]:
-    """What `dispatch.choose` takes as `preferred`: what the table says, else `untuned`."""
+    """Returns the table's implementation as `preferred` for `dispatch.choose`, or `untuned` if there is no entry."""
     found = choice(operation, "forward", problem)
     return untuned if found is None else (found.implementation,)
 
@@ -94,18 +95,18 @@ def implementations(operation: str, problem: Problem, *, untuned: Sequence[str])
 def configuration[T](
     operation: str, phase: str, problem: Problem, candidates: Callable[[], Mapping[str, T]], *, untuned: T
 ) -> T:
-    """The configuration that the table names among `candidates()`, else `untuned`."""
+    """Returns the configuration that the table names among `candidates()`, or `untuned` if it names none."""
     found = choice(operation, phase, problem)
     return untuned if found is None or found.variant is None else candidates().get(found.variant, untuned)
 
 
 def file_name(device_kind: str) -> str:
-    """'NVIDIA H200' → 'h200.json'."""
+    """Returns the file name of a device's table: 'NVIDIA H200' → 'h200.json'."""
     return "_".join(device_kind.lower().removeprefix("nvidia").replace("/", " ").split()) + ".json"
 
 
 def cache_folder() -> Path:
-    """Where the user's tables are."""
+    """Returns the folder of the user's tables."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named) / "tuned"
     from platformdirs import user_cache_path
@@ -114,8 +115,10 @@ def cache_folder() -> Path:
 
 
 def read(path: Path, device_kind: str) -> dict[str, Choice]:
-    """The entries of a file; none where there is no file, and with a TuningWarning where it cannot be read or is not a
-    table of this version and device."""
+    """Reads the entries of a file; none if there is no file.
+
+    A file that cannot be read, or is no table of this schema version and device, gives no entries and a TuningWarning.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         version, kind = document["schema_version"], document["device_kind"]
@@ -137,8 +140,10 @@ def read(path: Path, device_kind: str) -> dict[str, Choice]:
 
 
 def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
-    """Writes entries into a table, new or not, whose other entries stay. A reader finds the old file or the new one,
-    and of several writers each waits for the one before."""
+    """Adds entries to a table, creates it if needed, and keeps its other entries.
+
+    The file is replaced as a whole, so a reader sees the old or the new one. Writers take turns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(path.parent):
         kept = {**read(path, device_kind), **entries}
@@ -153,7 +158,7 @@ def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds a folder's lock, which leaves no file behind and ends with the process."""
+    """Holds a lock on the folder itself, which leaves no file behind and ends with the process."""
     if fcntl is None:
         yield
         return
@@ -182,7 +187,7 @@ def _replace(path: Path, document: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
-    """What is traced meanwhile goes by the operations' own rules."""
+    """Ignores the tables inside the context: operations traced there follow their own rules."""
     token = _is_ignored.set(True)
     try:
         yield
@@ -191,13 +196,13 @@ def ignored() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Has the tables read anew at the next look-up."""
+    """Drops the tables from memory, so that the next look-up reads the files again."""
     _entries.cache_clear()
 
 
 @functools.cache
 def _entries(device_kind: str, cache: str) -> Mapping[str, Choice]:
-    """Both tables of a kind of device, the user's entries before the shipped ones."""
+    """Reads both tables of a kind of device; the user's entries override the shipped ones."""
     name = file_name(device_kind)
     return {**read(SHIPPED / name, device_kind), **read(Path(cache) / name, device_kind)}
 

@@ -1,1 +1,1 @@
-"""One folder an operation. The public functions are in `pallas_kernels`; here `ops.rms_norm` is the folder itself."""
+"""One folder per operation. The public functions are in `pallas_kernels`; `ops.rms_norm` is the folder."""

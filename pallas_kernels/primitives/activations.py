@@ -1,22 +1,21 @@
-"""Activation functions inside kernels, with their derivatives, of Mosaic GPU's few instructions.
+"""Activation functions inside kernels, with their derivatives, from the few instructions of Mosaic GPU.
 
-The usual formulas cancel, divide or call erf; these do not:
+The usual formulas cancel, divide or call erf. These do not:
 
-- 1 / v of a v >= 1 is rsqrt(v)**2, one instruction of the special function unit where a division is ten. Its relative
-  error, up to 2**-21.9, is nothing in a result of 16 bits; for float32 results it is a division after all.
-- The tanh form of gelu is x * sigmoid(2 u), which is the same function without the cancellation in 1 + tanh(u).
-- The normal distribution's tail is q(a) = exp(-a**2 / 2) * t * P(a t), t = 1 / (1 + p a), for a >= 0, whose
-  exponential the density shares. The form is Hastings' (Abramowitz and Stegun, "Handbook of Mathematical Functions",
-  7.1.26), in powers of a t = (1 - t) / p rather than of t: at small a, where the tail is largest, they round off a
-  third as much. The coefficients are our own minimax fit to a relative 2e-8 on [0, 14.5], below which a float32 has no
-  normal number.
-  For 16-bit results it is exp2 of a polynomial, fitted to a relative 7e-5 on [0, 9]: 11 instructions in place of 20,
-  with which 8192 x 8192 bf16 values took 78 µs on an H200 where memory takes 64. With the tail, gelu(x) = relu(x) - |x|
-  q(|x|), relatively exact on the left, too.
-- Infinity times a tail of zero would be NaN, so the a of a t, or of a times a 16-bit result's tail, is kept finite:
-  gelu is infinite at inf and 0 at -inf, its limits. For 16 bits that is two instructions a value, and no time: 8192 x
-  8192 bf16 values took 63.3 µs on an H100, before 63.4. With the a of the polynomial finite, too, it would be one
-  instruction, 54 registers in place of 40, and in another run 66.6 in place of 64.3.
+- For v >= 1, 1 / v is rsqrt(v)**2: one instruction of the special function unit, where a division takes ten. Its
+  relative error of up to 2**-21.9 does not show in 16-bit results. Float32 results use a division.
+- The tanh form of gelu is x * sigmoid(2 u), the same function without the cancellation in 1 + tanh(u).
+- The normal distribution's tail is q(a) = exp(-a**2 / 2) * t * P(a t), t = 1 / (1 + p a), for a >= 0. The density
+  shares its exponential. The form is Hastings' (Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26),
+  but in powers of a t = (1 - t) / p instead of t: at small a, where the tail is largest, these round a third as much.
+  The coefficients are our own minimax fit, to a relative 2e-8 on [0, 14.5]; beyond, the tail is below the normal
+  float32 numbers. For 16-bit results the tail is exp2 of a polynomial, fitted to a relative 7e-5 on [0, 9]. That takes
+  11 instructions instead of 20, with which 8192 x 8192 bf16 values took 78 µs on an H200; memory takes 64. With the
+  tail, gelu(x) = relu(x) - |x| q(|x|), which has a small relative error on the left, too.
+- Infinity times a tail of zero would be NaN. So a is kept finite in a t, and where it multiplies a 16-bit result's
+  tail: gelu is infinite at inf and 0 at -inf, its limits. For 16 bits this takes two instructions per value but no
+  time: 8192 x 8192 bf16 values take 63.3 µs on an H100, and 63.4 without. If a were also finite in the polynomial, it
+  would take one instruction but 54 registers instead of 40, and 66.6 µs instead of 64.3.
 
 Source of gelu: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, https://arxiv.org/abs/1606.08415; of the
 squared relu: So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668
@@ -39,9 +38,9 @@ _LOG2_E = math.log2(math.e)
 _TANH_LINEAR = 2 * math.sqrt(2 / math.pi)  # 2 u = x * (_TANH_LINEAR + _TANH_CUBIC * x**2)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 _TANH_SQUARE_LIMIT = 4096.0
-"""A limit of x**2: the gate is 0 or 1 long before, and the square of a large x would be infinite."""
+"""The limit of x**2, which would be infinite for a large x. The gate is 0 or 1 long before."""
 _LARGE = 1e18
-"""A limit of the magnitude that is multiplied with the tail: that is 0 long before."""
+"""The limit of the magnitude that multiplies the tail. The tail is 0 long before."""
 _DENSITY_AT_0 = 1 / math.sqrt(2 * math.pi)
 _TAIL_RATE = 0.21
 _TAIL = (
@@ -81,19 +80,19 @@ class Activation:
     with_derivative: Callable[[jax.Array, bool], tuple[jax.Array, jax.Array]]
 
     def value(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The activation of float32 values, as accurately as a result in `dtype` shows."""
+        """Computes the activation of float32 values, as accurately as a result in `dtype` shows."""
         return self.of(x, _is_rough(dtype))
 
     def value_and_derivative(self, x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """The activation and its derivative likewise."""
+        """Computes the activation and its derivative, with the same accuracy."""
         return self.with_derivative(x, _is_rough(dtype))
 
 
 def get_activation(operation: str, name: str) -> Activation:
-    """The entry of `ACTIVATIONS`.
+    """Returns an entry of `ACTIVATIONS`.
 
     Raises:
-        ValueError: no such activation; the message has `operation` and the nearest name.
+        ValueError: there is no such activation; the message has `operation` and the closest name.
     """
     if isinstance(name, str) and name in ACTIVATIONS:
         return ACTIVATIONS[name]
@@ -107,7 +106,7 @@ def _is_rough(dtype: jnp.dtype) -> bool:
 
 
 def _reciprocal(value: jax.Array, is_rough: bool) -> jax.Array:
-    """1 / value, for a value >= 1."""
+    """Computes 1 / value, for a value >= 1."""
     return jnp.square(jax.lax.rsqrt(value)) if is_rough else 1.0 / value
 
 
@@ -137,7 +136,7 @@ def _gelu_tanh_and_derivative(x: jax.Array, is_rough: bool) -> tuple[jax.Array, 
 
 
 def _normal_tail(magnitude: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The standard normal's tail beyond a magnitude, the magnitude times it, and exp(-magnitude**2 / 2)."""
+    """Computes the standard normal's tail beyond a magnitude, the magnitude times it, and exp(-magnitude**2 / 2)."""
     falling = jnp.exp2((-0.5 * _LOG2_E) * (magnitude * magnitude))
     if is_rough:
         tail = jnp.exp2(_polynomial(_LOG2_TAIL, magnitude))
@@ -153,7 +152,7 @@ def _finite(magnitude: jax.Array) -> jax.Array:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    """Coefficients from the constant one on."""
+    """Evaluates a polynomial; its coefficients start with the constant."""
     value = coefficients[-1] * x + coefficients[-2]
     for coefficient in coefficients[-3::-1]:
         value = value * x + coefficient
@@ -221,4 +220,4 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         )
     }
 )
-"""By name: "gelu_tanh", "gelu" (exact), "silu", "relu", "relu_squared"."""
+"""The activations by name: "gelu_tanh", "gelu" (exact), "silu", "relu" and "relu_squared"."""

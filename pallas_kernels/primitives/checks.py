@@ -1,4 +1,4 @@
-"""Checks of operations' arguments. Messages begin with the operation's name."""
+"""Checks the arguments of operations. Messages begin with the operation's name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from pallas_kernels.primitives.random import check_rate, key_words
 
 
 def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
-    """The values as JAX arrays. TypeError, with the argument's name, for anything else, and for floats of 8 bits, which
-    JAX promotes to nothing."""
+    """Returns the values as JAX arrays.
+
+    Raises TypeError, with the argument's name, for anything else and for 8-bit floats, which JAX does not promote.
+    """
     return tuple(_as_array(operation, name, value) for name, value in values.items())
 
 
 def optional_arrays(operation: str, **values: Any) -> tuple[jax.Array | None, ...]:
-    """The values as JAX arrays, where None stays None."""
+    """Returns the values as JAX arrays, and None for None."""
     return tuple(None if value is None else _as_array(operation, name, value) for name, value in values.items())
 
 
@@ -35,18 +37,18 @@ def _as_array(operation: str, name: str, value: Any) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{operation}: {name} must be an array of numbers, got a key {array.dtype.name}.")
     check_width(operation, name, array.dtype)
-    # Kernels' results are never weakly typed: those of "xla" shall not be, either.
+    # Kernels' results are never weakly typed, so those of "xla" must not be, either.
     return array.astype(array.dtype) if array.weak_type else array
 
 
 def check_width(operation: str, name: str, dtype: jnp.dtype) -> None:
-    """TypeError for floats of 8 bits."""
+    """Raises TypeError for 8-bit floats."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
         raise TypeError(f"{operation}: {name} is {dtype.name}; cast it to a float of 16 bits or more first.")
 
 
 def static_number(operation: str, name: str, value: Any) -> float:
-    """The value as a float. TypeError unless it is a number that is not traced."""
+    """Returns the value as a float. Raises TypeError unless it is a number that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "number"))
     try:
@@ -58,7 +60,7 @@ def static_number(operation: str, name: str, value: Any) -> float:
 
 
 def finite_number(operation: str, name: str, value: Any) -> float:
-    """The value as a finite float. TypeError as `static_number`; ValueError for infinity and NaN."""
+    """Returns the value as a finite float. Raises TypeError like `static_number`, ValueError for infinity and NaN."""
     number = static_number(operation, name, value)
     if not math.isfinite(number):
         raise ValueError(f"{operation}: {name} must be finite, got {value!r}.")
@@ -66,7 +68,7 @@ def finite_number(operation: str, name: str, value: Any) -> float:
 
 
 def added_number(operation: str, name: str, value: Any) -> float:
-    """The value as a finite float that is not negative. TypeError as `static_number`; ValueError for others."""
+    """Returns the value as a finite, non-negative float. Raises TypeError like `static_number`, else ValueError."""
     number = static_number(operation, name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{operation}: {name} must be finite and not negative, got {value!r}.")
@@ -74,7 +76,7 @@ def added_number(operation: str, name: str, value: Any) -> float:
 
 
 def positive_number(operation: str, name: str, value: Any) -> float:
-    """The value as a finite float above zero. TypeError as `static_number`; ValueError for others."""
+    """Returns the value as a finite float above zero. Raises TypeError like `static_number`, else ValueError."""
     number = static_number(operation, name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{operation}: {name} must be positive and finite, got {value!r}.")
@@ -82,7 +84,7 @@ def positive_number(operation: str, name: str, value: Any) -> float:
 
 
 def static_integer(operation: str, name: str, value: Any) -> int:
-    """The value as an int. TypeError unless it is an integer that is not traced."""
+    """Returns the value as an int. Raises TypeError unless it is an integer that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "integer"))
     try:
@@ -92,11 +94,11 @@ def static_integer(operation: str, name: str, value: Any) -> int:
 
 
 def static_flag(operation: str, name: str, value: Any) -> bool:
-    """The value as a bool. TypeError unless it is one truth value or integer that is not traced."""
+    """Returns the value as a bool. Raises TypeError unless it is one boolean or integer that is not traced."""
     if isinstance(value, Tracer):
         raise TypeError(_static(operation, name, "boolean"))
     try:
-        return bool(operator.index(value))  # also of bool; not of strings, numbers with a fraction and None
+        return bool(operator.index(value))  # accepts bool; rejects strings, floats and None
     except TypeError:
         pass
     if isinstance(value, np.bool_ | np.ndarray | jax.Array) and value.dtype == np.bool_ and not value.shape:
@@ -107,7 +109,7 @@ def static_flag(operation: str, name: str, value: Any) -> bool:
 def dropout_words(
     operation: str, rate: Any, key: jax.Array | None, *, rate_name: str = "dropout_rate", key_name: str = "dropout_key"
 ) -> jax.Array | None:
-    """The key's words, None without dropout. TypeError or ValueError where rate or key is neither."""
+    """Returns the key's words, or None without dropout. Raises TypeError or ValueError for an invalid rate or key."""
     number = static_number(operation, rate_name, rate)
     try:
         check_rate(number)
@@ -126,7 +128,6 @@ def dropout_words(
 
 
 def _description(value: Any) -> str:
-    """The type of an array; the `repr` of anything else."""
     is_array = hasattr(value, "dtype") and hasattr(value, "shape")
     return f"{value.dtype.name}{list(value.shape)}" if is_array else repr(value)
 

@@ -1,6 +1,6 @@
-"""The derivatives that operations have: first ones, in reverse mode. All others raise, on every platform alike.
+"""Limits operations to first derivatives in reverse mode. All others raise on every platform.
 
-A kernel has a backward pass and no more, while XLA could differentiate its own program once more or forward. Code that
+A kernel has only a backward pass, while XLA could differentiate its own program again or in forward mode. Code that
 relied on that would run on a laptop and fail on a GPU, so both refuse it. `implementation="xla"` has all derivatives.
 """
 
@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def first_order(operation: str, arguments: Any) -> Any:
-    """The arguments, whose traced floating-point arrays can be differentiated once, in reverse mode."""
+    """Returns the arguments with their traced floating-point arrays differentiable once, in reverse mode."""
 
     def marked(leaf: Any) -> Any:
         if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -34,7 +34,7 @@ def _refuse(*_: Any, operation: str) -> Any:
 
 
 def _identity(name: str) -> Primitive:
-    """A primitive that gives its operand and leaves nothing in the program."""
+    """Makes a primitive that returns its operand and adds nothing to the program."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, operation: x)
     primitive.def_abstract_eval(lambda x, operation: x)
@@ -46,7 +46,7 @@ def _identity(name: str) -> Primitive:
 _differentiable_once = _identity("differentiable_once")
 _not_differentiable = _identity("not_differentiable")
 _tangent = _identity("reverse_mode_tangent")
-"""Only transposed: to evaluate it is forward mode."""
+"""The tangent's primitive. It is only ever transposed: evaluating it means forward mode, and raises."""
 
 
 def _once_jvp(primals: Any, tangents: Any, *, operation: str) -> Any:

@@ -1,8 +1,8 @@
 """Elementwise work on (rows, features) arrays, cut into blocks of one warpgroup.
 
-A block takes `columns` neighbouring values of one row; the last block of a row takes what is left beside its own, so
-that any length fits (see `rows` for how). An array whose rows do not matter is one row. A block goes through its part
-segment by segment: registers hold one segment at a time, and all of a segment's loads are under way together.
+A block takes `columns` neighbouring values of one row. The last block of a row takes the remainder as well, so that any
+length fits; see `rows`. An array whose row length does not matter is treated as one row. A block computes its part
+segment by segment: registers hold one segment at a time, and all loads of a segment are in flight together.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
-"""For kernels whose threads read back nothing, or only after a barrier of ours or what they wrote themselves."""
+"""For kernels whose threads read back only what they wrote themselves, or what an explicit barrier protects."""
 MAX_FOLDED = 2**16
 """The most values of a folded row."""
 FOLD_ELEMENTS = 2**20
 """The fewest values of an array for which the launch that repeats the bias pays."""
 FOLD_FROM = 6.0
-"""How many times the accesses of folded rows unfolded ones must need: rows of 4097 are faster folded, of 1000 and 1152
-the forward pass is not (see bias_activation/TUNING.md)."""
+"""Rows are folded if unfolded rows need this many times the accesses. Rows of 4097 values are faster folded; the
+forward pass of 1000 and 1152 is not (see bias_activation/TUNING.md)."""
 MAX_ELEMENTS = 2**31 - 1
-"""The most values of a row: columns are counted in int32."""
+"""The most values of a row: column indices are int32."""
 FEW_BLOCKS = 1024
-"""Below about this many blocks a GPU is not full, and smaller blocks end sooner."""
+"""With fewer blocks than about this, a GPU is not full and smaller blocks finish sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElementwiseConfig:
-    """The work of a block of one warpgroup: `vectors` accesses of 16 bytes a thread, of each of `rows` rows.
+    """The work of a block of one warpgroup: `vectors` 16-byte accesses per thread, in each of `rows` rows.
 
     A bias is read once for those rows. Without one there is only one long row.
     """
@@ -48,31 +48,31 @@ class ElementwiseConfig:
 
 
 def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool = False) -> ElementwiseConfig:
-    """The untuned choice."""
+    """Returns the untuned configuration."""
     config = ElementwiseConfig(vectors=1, rows=2) if has_bias else ElementwiseConfig(vectors=2, rows=1)
     blocks = rows * features // (config.rows * access_columns(config.vectors, itemsize))
     return config if blocks >= FEW_BLOCKS else ElementwiseConfig()
 
 
 def elementwise_candidates(*, has_bias: bool = False) -> dict[str, ElementwiseConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     shapes = ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1)) if has_bias else ((1, 1), (2, 1), (4, 1))
     return {f"{v} vectors {r} rows": ElementwiseConfig(vectors=v, rows=r) for v, r in shapes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Part of a row that registers hold at once: its columns in the row, its first column in the block, its layout."""
+    """The part of a row that registers hold at a time: its columns in the row, first column in the block, layout."""
 
     columns: pl.Slice
     start: int
     segment: Segment
 
     def segment_columns(self) -> jax.Array:
-        """The place of each value in the part, int32.
+        """The position of each value in the part, int32.
 
-        Made as (accesses, values of an access), so that the compiler sees a value's place in its access: it is the
-        same in all threads.
+        It is computed as (accesses, values of an access). So the compiler sees each value's position in its access,
+        which is the same in all threads.
         """
         vector = self.segment.vector
         shape = (self.segment.size // vector, vector)
@@ -85,9 +85,9 @@ class Part:
 class Blocks:
     """Splits `rows` rows of `features` values of `itemsize` bytes over blocks.
 
-    A block has `columns` columns, a whole number of accesses of 16 bytes of every thread; a row's last block has up to
-    twice as many. `stride` is from one row's start to the next (default: `features`, where there are several rows),
-    and decides how accesses are aligned.
+    A block has `columns` columns, a whole number of 16-byte accesses of every thread; a row's last block has up to
+    twice as many. `stride` is the distance between the starts of two rows (default: `features` with several rows). It
+    decides how accesses are aligned.
     """
 
     rows: int
@@ -98,12 +98,12 @@ class Blocks:
 
     @property
     def blocks_per_row(self) -> int:
-        """Blocks a row."""
+        """The number of blocks per row."""
         return max(1, self.features // self.columns)
 
     @property
     def count(self) -> int:
-        """Blocks in all."""
+        """The number of blocks."""
         return self.rows * self.blocks_per_row
 
     @property
@@ -112,7 +112,7 @@ class Blocks:
         return self.features - (self.blocks_per_row - 1) * self.columns
 
     def run(self, block: jax.Array, work: Callable[[jax.Array, tuple[Part, ...]], None]) -> None:
-        """Calls `work` with the row and the parts of a block, in a kernel."""
+        """Calls `work` with the block's row and parts, in a kernel."""
         last = self.blocks_per_row - 1
         row, chunk = lax.div(block, self.blocks_per_row), lax.rem(block, self.blocks_per_row)
         stride = self.stride or (self.features if self.rows > 1 else self.columns)
@@ -140,7 +140,7 @@ class Blocks:
 
 
 def _pieces(segment: Segment, columns: int) -> tuple[Segment, ...]:
-    """The segment in pieces of at most `columns` values."""
+    """Cuts the segment into pieces of at most `columns` values."""
     if segment.size <= columns:
         return (segment,)
     stop = segment.offset + segment.size
@@ -155,15 +155,17 @@ def launch(
     blocks: Blocks,
     make_work: Callable[..., Callable[[jax.Array, tuple[Part, ...]], None]],
 ) -> Any:
-    """Runs a kernel called `name` over all blocks; returns what it writes, a tree like `out_type`.
+    """Runs a kernel called `name` over all blocks; returns its results, a tree like `out_type`.
 
-    make_work: in the kernel, from the operands' references, by name, and the results' references, makes what
-        `Blocks.run` calls.
+    make_work: called in the kernel with the operands' references, by name, and the results' references; returns the
+        function that `Blocks.run` calls.
     """
 
+    names = tuple(operands)
+
     def kernel(*all_refs):
-        refs = dict(zip(operands, all_refs, strict=False))
-        blocks.run(lax.axis_index("block"), make_work(refs, *all_refs[len(operands) :]))
+        refs = dict(zip(names, all_refs, strict=False))
+        blocks.run(lax.axis_index("block"), make_work(refs, *all_refs[len(names) :]))
 
     kernel.__name__ = name
     outputs = settings.kernel(
@@ -177,29 +179,29 @@ def launch(
 
 
 def rows_at_once(wanted: int, rows: int) -> int:
-    """The most rows a block can take at once, up to `wanted`, so that all blocks take as many."""
+    """Returns the largest number of rows per block, up to `wanted`, that gives all blocks the same number."""
     while rows % wanted:
         wanted -= 1
     return wanted
 
 
 def access_columns(vectors: int, itemsize: int) -> int:
-    """The number of values of `itemsize` bytes that a warpgroup reads in `vectors` accesses of 16 bytes a thread."""
+    """Returns how many values of `itemsize` bytes a warpgroup reads in `vectors` 16-byte accesses per thread."""
     return vectors * LANES * (ACCESS_BYTES // itemsize)
 
 
 def accesses_a_value(features: int, itemsize: int) -> float:
-    """Accesses of a thread for each value of a row: an eighth, for 16-bit values and aligned rows."""
+    """Returns a thread's accesses for each value of a row: 1/8 for 16-bit values and aligned rows."""
     return sum(segment.size / segment.vector for segment in split_row(features, itemsize)) / features
 
 
 def folded_rows(rows: int, features: int, itemsize: int) -> int:
-    """The number of rows that kernels treat as one, where only a bias distinguishes columns.
+    """Returns the number of rows that kernels treat as one, if only a bias distinguishes columns.
 
-    One, where a row's accesses are wide already or the array is small; else the power of two that divides `rows` and
-    makes rows of the widest accesses, and of 128 values at least. The bias must be repeated as often.
+    It is 1 if a row's accesses are already wide or the array is small. Else it is the power of two that divides `rows`
+    and gives rows of at least 128 values with the widest accesses. The bias must be repeated as many times.
     """
-    if rows * features >= 2**32:  # dropout counts elements in 32 bits
+    if rows * features >= 2**32:  # dropout's element indices have 32 bits
         return 1
     powers = [2**n for n in range(17) if rows % 2**n == 0 and 2**n * features <= MAX_FOLDED]
     costs = {n: accesses_a_value(n * features, itemsize) for n in powers if n * features >= LANES}
@@ -211,7 +213,7 @@ def folded_rows(rows: int, features: int, itemsize: int) -> int:
 
 
 def elementwise_unsupported(rows: int, features: int) -> str | None:
-    """Why rows of this length cannot be split, or None where they can. Empty arrays need no kernel."""
+    """Returns why rows of this length cannot be split, or None where they can. Empty arrays need no kernel."""
     if not rows * features:
         return None
     if features < LANES:

@@ -1,4 +1,4 @@
-"""Single instructions of a thread, for kernels whose registers are laid out by hand: words of 32 bits and addresses."""
+"""Inline PTX instructions on 32-bit words and addresses, for kernels that lay out registers by hand."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from jaxlib.mlir.dialects import llvm
 
 
 def inlined(work: Callable[..., Any], *operands: Any, arrays: Sequence[Any] = (), result: Any = None) -> Any:
-    """Calls work(context, *operands) while the kernel is lowered. arrays: layouts of the first operands, which are
-    arrays; the others are references. result: the ShapeDtypeStruct of what `work` returns, or None."""
+    """Calls `work(context, *operands)` while the kernel is lowered.
+
+    arrays: layouts of the first operands, which are arrays; the other operands are references. result: the
+    ShapeDtypeStruct of the value that `work` returns, or None."""
     types = (*arrays, *(plgpu.RefType() for _ in operands[len(arrays) :]))
     call: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)(work)
     return call(*operands)
 
 
 def word_type() -> ir.Type:
-    """32 bits."""
+    """Returns the type of a 32-bit word."""
     return ir.IntegerType.get_signless(32)
 
 
 def constant(value: int) -> Any:
-    """A word."""
+    """Makes a constant word."""
     return mgpu.c(value, word_type())
 
 
 def instruct(result: ir.Type | None, operands: Sequence[Any], text: str, constraints: str, *, ordered=False) -> Any:
-    """PTX. ordered: whether it stays where it is among others that are so."""
+    """Inserts a PTX instruction. ordered: whether it keeps its order among other ordered instructions."""
     return llvm.inline_asm(result, list(operands), text, constraints, has_side_effects=ordered)
 
 
 class Word:
-    """Arithmetic of 32 bits without sign."""
+    """Unsigned 32-bit arithmetic."""
 
     def __init__(self, value: Any):
         self.value = value
 
     @classmethod
     def special(cls, name: str) -> Word:
-        """A special register of PTX."""
+        """Reads a PTX special register."""
         return cls(instruct(word_type(), [], f"mov.u32 $0, %{name};", "=r"))
 
     def _with(self, other: Any, operation: Callable[..., Any]) -> Word:
@@ -67,25 +69,24 @@ class Word:
         return self._with(other, arith.xori)
 
     def least(self, other: Word | int) -> Word:
-        """The smaller one."""
+        """Returns the smaller word."""
         return self._with(other, arith.minui)
 
 
 def in_device_memory(ref: Any, byte: Word) -> Any:
-    """The address so many bytes after the beginning of `ref`, 64 bits."""
+    """Returns the 64-bit address a number of bytes after the start of `ref`."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), arith.extui(i64, byte.value))
 
 
 def in_shared_memory(ref: Any, words: Word | None = None) -> Any:
-    """The address so many words after the beginning of `ref`, 32 bits."""
+    """Returns the 32-bit address a number of words after the start of `ref`."""
     base = llvm.ptrtoint(word_type(), mgpu.utils.memref_ptr(ref))
     return base if words is None else (Word(base) + words * 4).value
 
 
 def load_four(address: Any, offset: int, kind: str = "") -> list[Any]:
-    """The four words that lie so many bytes after an address in device memory, where nobody writes. kind: how they
-    are kept in caches."""
+    """Loads four words a number of bytes after an address in device memory that no kernel writes. kind: cache hints."""
     struct = llvm.StructType.get_literal([word_type()] * 4)
     text = f"ld.global.nc{kind}.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     four = instruct(struct, [address], text, "=r,=r,=r,=r,l", ordered=True)
@@ -100,7 +101,7 @@ _LOADS = {
 
 
 def load_number(address: Any, dtype: Any, place: Word, end: int) -> Any:
-    """The number there as float32, or the bits of int32; zero where place >= end."""
+    """Loads a number from device memory as float32, or the bits of an int32; zero where place >= end."""
     start = "{ .reg .f32 v; .reg .b16 h, z; .reg .pred p; mov.b16 z, 0; mov.b16 h, 0; mov.f32 v, 0f00000000; "
     text = start + f"setp.lt.u32 p, $2, $3; {_LOADS[jnp.dtype(dtype).name]} mov.f32 $0, v; }}"
     return instruct(ir.F32Type.get(), [address, place.value, constant(end)], text, "=f,l,r,r", ordered=True)
@@ -114,13 +115,13 @@ _STORES = {
 
 
 def store_number(address: Any, value: Any, dtype: Any, place: Word, end: int) -> None:
-    """Rounds float32 and writes it there; nothing where place >= end."""
+    """Rounds a float32 and stores it to device memory, unless place >= end."""
     text = "{ .reg .pred p; .reg .b16 h; setp.lt.u32 p, $2, $3; " + _STORES[jnp.dtype(dtype).name] + " }"
     instruct(None, [address, value, place.value, constant(end)], text, "l,f,r,r", ordered=True)
 
 
 def load_shared(address: Any, offset: int, place: Word, end: int) -> Any:
-    """The float32 that lies so many bytes after an address in shared memory; zero where place >= end."""
+    """Loads the float32 a number of bytes past an address in shared memory; zero where place >= end."""
     text = "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.f32 $0, 0f00000000; "
     text += f"@p ld.shared.f32 $0, [$1+{offset}]; }}"
     operands = [address, place.value, constant(end)]
@@ -128,12 +129,12 @@ def load_shared(address: Any, offset: int, place: Word, end: int) -> Any:
 
 
 def as_array(value: Any, shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None) -> Any:
-    """An array of which each thread has one number of 32 bits. is_signed: of integers."""
+    """Makes an array in which each thread holds one 32-bit number. is_signed: whether integers are signed."""
     registers = np.empty((1,), dtype=object)
     registers[0] = llvm.bitcast(ir.VectorType.get((1,), value.type), value)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed)
 
 
 def of_array(array: Any) -> Any:
-    """The one number that a thread has."""
+    """Returns the thread's number of an array that `as_array` made."""
     return llvm.extractelement(array.registers[0], constant(0))

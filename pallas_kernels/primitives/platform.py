@@ -1,7 +1,8 @@
-"""The device that the code being traced will run on, found at trace time and never at import."""
+"""Finds the device that the traced code will run on, at trace time and never at import."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import jax
@@ -10,14 +11,19 @@ from jax._src import core as jax_core
 
 _HOPPER_KINDS = ("H100", "H200", "H800", "H20", "GH200")
 _HOPPER_CORES = 132
-"""Streaming multiprocessors of the H100 SXM and H200, where the device does not say."""
+"""Streaming multiprocessors of the H100 SXM and H200, used if the device does not report a number."""
 _INTERPRETED_CORES = 2
-"""The interpreter runs every block, idle ones too: two keep it quick and still show what blocks race over."""
+"""The interpreter also runs idle blocks. Two blocks keep it fast and still show races between blocks."""
+_INTERPRETER_THREADS = 32
+"""Threads of XLA's CPU client, for the interpreter. It holds one for each warpgroup that waits at a barrier, and if all
+are held, the warpgroups wait for ever. Without this variable the client starts one thread a core."""
+if (os.cpu_count() or 1) < _INTERPRETER_THREADS:
+    os.environ.setdefault("PJRT_NPROC", str(_INTERPRETER_THREADS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetDevice:
-    """A device as far as kernels must know it.
+    """The properties of a device that kernels depend on.
 
     `kind` is JAX's `device_kind` ("NVIDIA H200"); `core_count` counts streaming multiprocessors.
     """
@@ -31,21 +37,21 @@ class TargetDevice:
 
 def is_interpreted() -> bool:
     """Whether the trace is under `plgpu.force_gpu_interpret_mode`."""
-    # The same switch that `plgpu.kernel` reads; JAX has no public way to ask.
+    # `plgpu.kernel` reads the same setting. JAX has no public function for it.
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def mapped_mesh_axes() -> frozenset[str]:
-    """Explicit mesh axes over which arrays are spread along what `jax.vmap` maps here: no array's own type has them."""
-    # JAX has no public way to ask.
+    """Returns the explicit mesh axes that shard dimensions mapped by `jax.vmap`; array types do not show them."""
+    # JAX has no public function for it.
     return frozenset(map(str, jax_core.get_axis_env().explicit_mesh_axis_names))
 
 
 def target_device() -> TargetDevice:
-    """The device of the current trace.
+    """Returns the device of the current trace.
 
-    In this order: the interpreter, the abstract mesh's `abstract_device` (lowering for a GPU that is not there),
-    `jax.default_device`, the first device of the default backend.
+    It is the first of these: the interpreter, the abstract mesh's `abstract_device` (lowering for a GPU that is not
+    present), `jax.default_device`, the first device of the default backend.
     """
     if is_interpreted():
         return TargetDevice(
@@ -79,10 +85,10 @@ def _is_hopper_kind(kind: str) -> bool:
 
 
 def varying_like(value: jax.Array, *operands: jax.Array) -> jax.Array:
-    """`value`, marked as varying over every mesh axis of `jax.shard_map` that one of `operands` varies over.
+    """Marks `value` as varying over every mesh axis of `jax.shard_map` over which one of `operands` varies.
 
-    Kernels are traced without these marks, so that their outputs claim to be the same on all devices. Outside
-    `shard_map`, and under `check_vma=False`, nothing is marked and `value` comes back as it is.
+    Kernels are traced without these marks, so their outputs would claim to be the same on all devices. Outside
+    `jax.shard_map`, and under `check_vma=False`, `value` is returned unchanged.
     """
     axes = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     missing = tuple(sorted(axes - jax.typeof(value).manual_axis_type.varying))
@@ -90,18 +96,20 @@ def varying_like(value: jax.Array, *operands: jax.Array) -> jax.Array:
 
 
 def varying_alike[T](operands: T) -> T:
-    """A tree of arrays, all marked as varying alike, so that `jax.shard_map` sums gradients over the devices that any
-    of them is spread over."""
+    """Marks all arrays of a tree as varying over the same mesh axes.
+
+    `jax.shard_map` then sums gradients over all devices over which one of the arrays varies.
+    """
     leaves = jax.tree.leaves(operands)
     return jax.tree.map(lambda leaf: varying_like(leaf, *leaves), operands)
 
 
 MOSAIC_DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes that the kernels of row-wise operations take."""
+"""The dtypes that row-wise kernels take."""
 
 
 def dtypes_unsupported(**arrays: jax.Array | None) -> str | None:
-    """Why the kernels of row-wise operations cannot take one of these arrays, or None where they can."""
+    """Returns why the row-wise kernels cannot take one of these arrays, or None if they can."""
     for name, array in arrays.items():
         if array is not None and array.dtype.name not in MOSAIC_DTYPES:
             return f"{name} is {array.dtype.name}, the kernels take {', '.join(MOSAIC_DTYPES)}"
@@ -109,7 +117,7 @@ def dtypes_unsupported(**arrays: jax.Array | None) -> str | None:
 
 
 def mosaic_gpu_unsupported() -> str | None:
-    """Why Mosaic GPU kernels cannot run on the device of the current trace, or None where they can."""
+    """Returns why Mosaic GPU kernels cannot run on the device of the current trace, or None if they can."""
     device = target_device()
     if device.is_hopper or device.is_interpreted:
         return None

@@ -1,13 +1,13 @@
 """Random bits from a key and an element's index, the same inside a kernel as in `jax.numpy`.
 
-Counter-based: an element's bits depend on the key and on the element's place in its array and on nothing else. Masks
-are therefore the same however a kernel cuts its work, and a backward pass makes them again instead of reading them.
+The generator is counter-based: an element's bits depend only on the key and the element's position in its array. So
+masks are the same however a kernel splits its work, and the backward pass computes them again instead of reading them.
 
 The generator is Wellons' `triple32`, a 32-bit mixing permutation whose avalanche cannot be told from a random
 permutation's (bias 0.0209, the limit is 0.021), run over the element's linear index, with one key word added to the
 index and the other mixed in after the first multiplication. That is about 12 integer instructions (JAX's threefry2x32:
 35), of kinds that Mosaic GPU has: it lowers no high half of a product, which Philox needs. A dropout mask needs them
-once for two elements. Right for dropout; not for cryptography.
+once for two elements. It is suitable for dropout, but not for cryptography.
 
 Source: Wellons, "Prospecting for hash functions", 2018, https://nullprogram.com/blog/2018/07/31/ and
 https://github.com/skeeto/hash-prospector. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as
@@ -29,13 +29,13 @@ _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """The first two words of a key, (2,) uint32: what a kernel takes as its operand.
+    """Returns the first two words of a key, (2,) uint32, as kernels take them.
 
     Args:
         key: one key of `jax.random.key` (typed) or `jax.random.PRNGKey` (raw, uint32).
 
     Raises:
-        TypeError: something else than a key.
+        TypeError: the argument is no key.
         ValueError: an array of keys.
     """
     key = jnp.asarray(key)
@@ -51,27 +51,27 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def mixed_words(words) -> Words:
-    """The words as `random_bits` wants them, mixed so that keys 0, 1, 2... have nothing in common.
+    """Mixes a key's words for `random_bits`, so that keys 0, 1, 2... have nothing in common.
 
     Args:
-        words: (2,) uint32, an array or, inside a kernel, a reference in GMEM or SMEM. Once a block is enough.
+        words: (2,) uint32, an array or, inside a kernel, a reference in GMEM or SMEM. One call per block is enough.
     """
-    first = _mix(words[0] + jnp.uint32(0x9E3779B9))  # the golden ratio: no key of zeros
+    first = _mix(words[0] + jnp.uint32(0x9E3779B9))  # the golden ratio, so that a zero key is not mixed to zero
     second = _mix(words[1] ^ first)
     return first ^ _mix(second + jnp.uint32(0x85EBCA6B)), second
 
 
 def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, features: int) -> jax.Array:
-    """32 random bits for each element of a (rows, features) array.
+    """Returns 32 random bits for each element of a (rows, features) array.
 
     Args:
-        words: what `mixed_words` gives.
+        words: from `mixed_words`.
         row: the element's row, an integer scalar (in a kernel) or array.
         column: its column, any integer array; `row` and `column` broadcast.
         features: the length of a row.
 
     Returns:
-        uint32, of the broadcast shape. Elements 2**32 and more apart have keys of their own.
+        uint32, of the broadcast shape. Elements in different periods of 2**32 have different keys.
     """
     start, column, (first, second) = _place(words, row, column, features)
     return _mix(first + start + column, second)
@@ -80,14 +80,16 @@ def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, featur
 def keep_mask(
     words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float, rows: int | None = None
 ) -> jax.Array:
-    """Which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32. Arguments as `random_bits`.
+    """Returns which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32.
 
-    `rows` is the number of rows, where that is known: a few instructions fewer where there are fewer than 2**32
-    elements, and the same bits.
+    Elements 2 i and 2 i + 1 share the `random_bits` of position i; the first one swaps its halves. Each compares all 32
+    bits with the threshold. The comparisons are correlated only if the upper 16 bits equal the threshold's, one time in
+    65536. A thread that holds both elements computes the word once, which halves the work.
 
-    Elements 2 i and 2 i + 1 share the `random_bits` of place i, the first of them with its halves swapped. Each
-    compares all 32 bits with the threshold, and the comparisons hang together only where the upper 16 bits are the
-    threshold's, one time in 65536. A thread that holds both computes the word once, which is half of the work.
+    The other arguments are those of `random_bits`.
+
+    rows: the number of rows, if known. It saves a few instructions for arrays of fewer than 2**32 elements, and gives
+        the same bits.
 
     Raises:
         ValueError: `rate` outside [0, 1).
@@ -95,8 +97,8 @@ def keep_mask(
     check_rate(rate)
     threshold = min(round(rate * _PERIOD), _PERIOD - 1)
     start, column, (first, second) = _place(words, row, column, features, rows)
-    # Start and column are halved apart, before the key is added: so the compiler sees which columns' words are one,
-    # where it sees which columns are even (see `elementwise.Part.segment_columns`).
+    # Start and column are halved separately, before the key is added. So the compiler sees which columns share a word,
+    # if it sees which columns are even (see `elementwise.Part.segment_columns`).
     one = jnp.uint32(1)
     is_second = column & one
     place = (column - is_second) >> one
@@ -109,7 +111,7 @@ def keep_mask(
 
 
 def array_keep_mask(key: jax.Array, shape: tuple[int, ...], *, rate: float) -> jax.Array:
-    """`keep_mask` of a whole (..., features) array, in plain `jax.numpy`: the reference of the kernels.
+    """Computes `keep_mask` for a whole (..., features) array in plain `jax.numpy`: the kernels' reference.
 
     Leading dimensions are flattened to rows, in order.
     """
@@ -128,19 +130,19 @@ def check_rate(rate: float) -> None:
 def _place(
     words: Words, row: jax.Array | int, column: jax.Array, features: int, rows: int | None = None
 ) -> tuple[jax.Array, jax.Array, Words]:
-    """Of the elements, in their period of 2**32 (whole rows): their row's start, their column, and the words."""
+    """Returns the elements' row start and column in their period of 2**32 (whole rows), and the period's words."""
     rows_a_period = min(_PERIOD - 1, max(1, _PERIOD // max(1, features)))
     row = _uint32(row)
     first, second = words
     if rows is not None and rows <= rows_a_period:
         return row * jnp.uint32(features), _uint32(column), words
-    # Rows in front of the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
+    # Rows before the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
     epoch = row // jnp.uint32(rows_a_period)
     return row * jnp.uint32(features), _uint32(column), (first, second ^ _mix(epoch))
 
 
 def _mix(value: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """triple32, with `key` mixed in after the first product (in the same three-input logic instruction)."""
+    """Computes triple32, with `key` mixed in after the first product (in the same three-input logic instruction)."""
     value = (value ^ (value >> jnp.uint32(17))) * jnp.uint32(_MULTIPLIERS[0])
     shifted = value >> jnp.uint32(11)
     value = (value ^ (shifted if key is None else shifted ^ key)) * jnp.uint32(_MULTIPLIERS[1])
@@ -153,33 +155,33 @@ def _uint32(value: jax.Array | int) -> jax.Array:
 
 
 MEMBERS = ((0x7B2A0FA7, 0x54791297), (0xB6928C45, 0x38F9075D))
-"""What `shared_word`'s word is multiplied by for four products, each with two halves for elements of their own.
+"""The factors of `shared_word`'s word: four products, each with two halves for two elements.
 
-Odd, so that each product is as uniform as the word. What is in front of a half's last 15 bits decides nothing. Two
-products' halves in front lie on a lattice modulo 2**31, whose shortest dual vector has 0.6 or more of the greatest
-length that there is. The halves behind hang on 15 bits of the word: whether two, three or four of them are below a
-limit is as for independent ones but for correlations of 5e-4 (limits of 0.4 to 0.97), 1.6e-3 and 2.5e-3 (0.7 to 0.95).
-Found by random search.
+The factors are odd, so each product is as uniform as the word. Only the last 15 bits of a half decide. The upper halves
+of two products lie on a lattice modulo 2**31 whose shortest dual vector has at least 0.6 of the greatest possible
+length. The lower halves depend on 15 bits of the word. Whether two, three or four of them are below a limit is as for
+independent values, except for correlations of 5e-4 (limits of 0.4 to 0.97), 1.6e-3 and 2.5e-3 (0.7 to 0.95). The
+factors were found by random search.
 """
 
 PLACE_STEP = 0x9E3779B9
-"""Places are multiplied by it, modulo 2**32, and the first key word is added: 2**32 over the golden ratio."""
+"""The factor of positions, modulo 2**32, before the first key word is added: 2**32 over the golden ratio."""
 
 
 def shared_word(stepped: jax.Array, second: jax.Array) -> jax.Array:
-    """A random word for elements that share one, each of which has a half of a product of it with one of `MEMBERS`.
+    """Returns a random word for elements that share it, each of which uses a half of its product with one of `MEMBERS`.
 
-    Two rounds where `random_bits` has three: the first multiplication is `PLACE_STEP`'s, which costs a kernel one
+    This takes two rounds; `random_bits` has three. The first multiplication is `PLACE_STEP`'s, which costs a kernel one
     addition, and the last one is the members'. It takes four logic instructions and one multiplication.
 
     Args:
         stepped: place * PLACE_STEP + the first of `mixed_words`, uint32.
-        second: the second of them; of places 2**32 and more apart, one of `epoch_word`.
+        second: the second of `mixed_words`, or `epoch_word` for positions from 2**32 on.
     """
     value = (stepped ^ ((stepped >> jnp.uint32(16)) ^ second)) * jnp.uint32(0x7FEB352D)
     return value ^ (value >> jnp.uint32(15))
 
 
 def epoch_word(second: jax.Array, epoch: jax.Array) -> jax.Array:
-    """The second key word of the places from epoch * 2**32 on; epoch 0 changes nothing."""
+    """Returns the second key word of the positions from epoch * 2**32 on; epoch 0 changes nothing."""
     return second ^ _mix(epoch)

@@ -10,14 +10,14 @@ from jax.custom_batching import custom_vmap
 
 
 def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one step to JAX: it makes references, has kernels change them, and returns what they then hold.
+    """Wraps a function that makes references, lets kernels change them, and returns their values: one step for JAX.
 
     In jax 0.11.2 a call of `plgpu.kernel` with a reference among its operands is an effect, which `jax.checkpoint` runs
     in the first pass only: the pass that computes again makes the reference and reads it unchanged. The effect of the
     whole is not seen outside, so both passes run it.
 
     Args:
-        function: of positional arguments, trees of arrays. What it computes with must be among them.
+        function: takes trees of arrays as positional arguments. All arrays that it uses must be among them.
     """
     whole = custom_vmap(function)
 

@@ -8,7 +8,7 @@ is no multiple of anything still fits:
     4097 bf16 values = 4096 (vectors of 1: rows start on odd addresses) + the last 128 again, 127 of them masked
 
 Mosaic GPU has no masked loads. The last segment of a ragged row therefore starts early, inside the one before, and its
-first `repeated` values count for nothing in sums. Stores write them a second time, with the same bits, from the same
+first `repeated` values are left out of sums. Stores write them a second time, with the same bits, from the same
 warpgroup.
 
 Row values are tuples of float32 arrays, one a segment, so `jax.tree.map` works on them.
@@ -38,16 +38,16 @@ WARPS = 4
 ACCESS_BYTES = 16
 """The widest access of one thread."""
 LOWEST = float(np.finfo(np.float32).min)
-"""The start of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
+"""The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
 RowValues = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Columns `offset` to `offset + size` of a row, `vector` values a thread and access.
+    """Columns `offset` to `offset + size` of a row, with `vector` values per thread and access.
 
-    The first `repeated` columns are in the segment before, too.
+    The first `repeated` columns are also in the segment before.
     """
 
     offset: int
@@ -86,8 +86,8 @@ class Segment:
 class WarpSegment(Segment):
     """A segment of a (4, columns) part of a row, of which each warp of the warpgroup holds one line.
 
-    Sums over a line then need no other warp, and so none of the scratch that Mosaic GPU's sums over a whole warpgroup
-    share between warpgroups without ordering them: the form for rows that several warpgroups hold together.
+    Sums over a line then need no other warp. Sums over a whole warpgroup use scratch memory that Mosaic GPU shares
+    between warpgroups without synchronising them, so rows that several warpgroups hold together take this form.
     """
 
     @property
@@ -148,9 +148,9 @@ def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | No
 
 
 def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[WarpSegment, ...] | None:
-    """The segment of one of `warpgroups` warpgroups that hold a row together, seen as (warpgroups, 4, columns).
+    """Returns one warpgroup's segment of a row that `warpgroups` hold together, viewed as (warpgroups, 4, columns).
 
-    None where the row does not divide evenly: Mosaic GPU tiles only lines of whole tiles.
+    Returns None if the row does not divide evenly: Mosaic GPU tiles only lines of whole tiles.
     """
     columns, left = divmod(features, warpgroups * WARPS)
     vector = ACCESS_BYTES // itemsize
@@ -160,9 +160,9 @@ def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[Wa
 
 
 def cut_row(segments: Sequence[Segment], vectors: int) -> tuple[Segment, ...]:
-    """The segments in pieces of at most `vectors` accesses a thread.
+    """Cuts the segments into pieces of at most `vectors` accesses per thread.
 
-    What is done piece by piece has only a piece's operands in registers.
+    Work done piece by piece needs only one piece's operands in registers.
     """
     pieces = []
     for segment in segments:
@@ -193,38 +193,38 @@ def map_row(function: Callable[..., jax.Array], *rows: RowValues) -> RowValues:
 
 
 def to_float32(values: RowValues) -> RowValues:
-    """The row in float32."""
+    """Casts the row to float32."""
     return tuple(v.astype(jnp.float32) for v in values)
 
 
 def zeros_row(segments: Sequence[Segment]) -> RowValues:
-    """A row of float32 zeros, to accumulate into."""
+    """Returns a row of float32 zeros, to accumulate into."""
     return tuple(plgpu.layout_cast(jnp.zeros(s.shape, jnp.float32), s.layout) for s in segments)
 
 
 def sum_of(value: jax.Array, axis: int | None = None) -> jax.Array:
-    """`jnp.sum` of an array of 32-bit values that a warpgroup shares, with the same result in all lanes.
+    """Computes `jnp.sum` of an array of 32-bit values that a warpgroup shares, with the same result in all lanes.
 
-    Where each thread has one value, which may be a product, it adds that to its neighbour's. Made one operation, the
-    addition keeps the digits that its own product would be rounded by, and not those of its neighbour's: lanes disagree
-    in the last place. So the compiler must not see a product.
+    If each thread has one value, it adds that to its neighbour's. If the value is a product, the compiler may fuse
+    product and addition into a multiply-add, which rounds the neighbour's product but not the thread's own. Lanes then
+    disagree in the last place. So this hides the product from the compiler.
     """
     return jnp.sum(lax.optimization_barrier(value) if value.size == LANES else value, axis=axis)
 
 
 def line_sums(values: RowValues) -> jax.Array:
-    """The sum over each line of a (4, columns) part: (4,), one a warp."""
+    """Sums over each line of a (4, columns) part: (4,), one per warp."""
     return functools.reduce(jnp.add, [sum_of(value, axis=1) for value in _folded(values)])
 
 
 def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues:
-    """The (4,) values of the lines of a part, each as wide as its line."""
+    """Broadcasts the (4,) values of a part's lines, each to the width of its line."""
     wide = (jax.lax.broadcast_in_dim(line_values, segment.shape, (0,)) for segment in segments)
     return tuple(plgpu.layout_cast(value, segment.layout) for value, segment in zip(wide, segments, strict=True))
 
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
-    """The sum over a row, a scalar of the values' dtype that every thread holds. Repeated columns count once."""
+    """Sums over a row; every thread holds the result, a scalar of the values' dtype. Repeated columns count once."""
     counted = []
     for segment, value in zip(segments, values, strict=True):
         if segment.repeated:
@@ -235,7 +235,7 @@ def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
 
 
 def _folded(values: Sequence[jax.Array], layouts: Sequence[Any] | None = None) -> list[jax.Array]:
-    """Pieces of one shape and layout added up, so that they need one sum over threads."""
+    """Adds pieces of the same shape and layout, so that one sum over threads is enough."""
     folded: dict[Any, jax.Array] = {}
     for value, layout in zip(values, layouts or [None] * len(values), strict=True):
         key = (value.shape, layout)
@@ -244,26 +244,26 @@ def _folded(values: Sequence[jax.Array], layouts: Sequence[Any] | None = None) -
 
 
 def row_max(values: RowValues) -> jax.Array:
-    """The largest value of a row, a scalar that every thread holds. Repeated columns do no harm."""
+    """Returns the largest value of a row, a scalar that every thread holds. Repeated columns do not matter."""
     return functools.reduce(jnp.maximum, [jnp.max(value) for value in values])
 
 
 def row_columns(segments: Sequence[Segment]) -> RowValues:
-    """The column of each value of a row, int32."""
+    """Returns the column of each value of a row, int32."""
     return tuple(
         plgpu.broadcasted_iota(jnp.int32, s.shape, len(s.shape) - 1, layout=s.layout) + s.offset for s in segments
     )
 
 
 def full_row(segments: Sequence[Segment], value: float) -> RowValues:
-    """A row of one float32 value."""
+    """Returns a row filled with a float32 value."""
     return tuple(plgpu.layout_cast(jnp.full(s.shape, value, jnp.float32), s.layout) for s in segments)
 
 
 def even_pieces(columns: int, itemsize: int, *, stride: int) -> tuple[Segment, ...]:
-    """`columns` columns of rows of `stride` values, cut into segments of one access a thread each.
+    """Cuts `columns` columns of rows of `stride` values into segments of one access per thread.
 
-    All pieces have one shape, so that they can be folded into one. `columns` must be a multiple of 128 accesses.
+    All segments have the same shape, so that they can be folded into one. `columns` must be a multiple of 128 accesses.
     """
     vector = split_row(columns, itemsize, stride=stride)[0].vector
     size = LANES * vector

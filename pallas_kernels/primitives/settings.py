@@ -1,4 +1,4 @@
-"""Runs this package's code under JAX's default settings of types and shapes, whatever a program has set."""
+"""Runs this package's code under JAX's default settings for types and shapes, whatever the program has set."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.flop_metadata import Products, references
 from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.primitives.sharing import traced_once
 
 
 def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, in which arrays are promoted and broadcast as they are by default.
+    """Wraps `function` so that arrays in it are promoted and broadcast under JAX's defaults.
 
     `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` are for the caller's own expressions.
-    Of an operation, which has an `implementation`, all but "xla" refuse what its kernels cannot differentiate.
+    In an operation, which has an `implementation`, all but "xla" refuse derivatives that its kernels do not have.
     """
     is_operation = "implementation" in inspect.signature(function).parameters
 
@@ -34,12 +35,13 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def kernel(body: Callable[..., Any], *, products: Products | None = None, **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, whose body is traced in 32 bits, also where `jax_enable_x64` makes Python's integers int64, and
-    with its loops, also where `jax_disable_jit` unrolls them.
+    """Calls `plgpu.kernel` with a body that is traced in 32 bits even under `jax_enable_x64`, and keeps its loops even
+    under `jax_disable_jit`.
 
-    The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later.
+    The machine code is then the same. It is the body that says so, as `jax.vmap` traces it again, later. Bodies that
+    are alike are traced once, see `sharing.py`: they close over shapes and dtypes, not over arrays.
 
-    products: what it multiplies, stated in the program; None where that is next to nothing, or not known.
+    products: its matrix products, stated in the program; None where they are negligible or not known.
     """
 
     @functools.wraps(body)
@@ -55,4 +57,4 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
         with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
             return launch(*args, **kwargs)
 
-    return called
+    return traced_once(called, body, options, products)

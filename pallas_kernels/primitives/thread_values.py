@@ -1,4 +1,4 @@
-"""Numbers that each thread loads, adds up and stores, for products whose partial sums meet in shared memory."""
+"""Values that each thread loads, adds and stores, for products whose partial sums are added in shared memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pallas_kernels.primitives.inline_ptx import (
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The threads of a block, `columns` of them to a row, as many rows at a time as there are threads for.
+    """The assignment of a block's threads to values: `columns` threads per row, and as many rows at a time as fit.
 
-    A turn is its first row. References in device memory begin where the first of these columns is.
+    A turn is identified by its first row. References in device memory begin at the first of these columns.
 
-    rows: of the result. warps: of the block. pitch: words from one row's sums to the next. sum_rows: rows of each
-    warp's sums in shared memory.
+    rows: rows of the result. warps: warps of the block. pitch: words from one row's sums to the next. sum_rows: rows of
+    each warp's sums in shared memory.
     """
 
     rows: int
@@ -43,11 +43,11 @@ class Values:
 
     @property
     def turns(self) -> range:
-        """The first rows of what the block finishes at a time."""
+        """The first row of each turn."""
         return range(0, self.rows, 32 * self.warps // self.columns)
 
     def of_columns(self, ref: Any) -> jax.Array:
-        """For each thread what a vector has for its column; float32, or int32 of such."""
+        """Loads each thread's column of a vector, as float32, or int32 for integers."""
         dtype = _wide(ref.dtype)
 
         def load(_, vector_ref):
@@ -58,7 +58,7 @@ class Values:
         return inlined(load, ref, result=self._result(dtype))
 
     def of_rows(self, ref: Any, turn: int) -> jax.Array:
-        """For each thread what a vector has for its row; float32, or int32 of such."""
+        """Loads each thread's row of a vector, as float32, or int32 for integers."""
         dtype = _wide(ref.dtype)
 
         def load(_, vector_ref):
@@ -69,7 +69,7 @@ class Values:
         return inlined(load, ref, result=self._result(dtype))
 
     def load(self, ref: Any, turn: int, width: int) -> jax.Array:
-        """For each thread its number of rows of `width`, float32."""
+        """Loads each thread's value from rows of `width` values, as float32."""
 
         def load(_, rows_ref):
             token, column = self._own(turn)
@@ -79,7 +79,7 @@ class Values:
         return inlined(load, ref, result=self._result())
 
     def store(self, values: jax.Array, ref: Any, turn: int, width: int) -> None:
-        """Likewise rounds and writes it."""
+        """Rounds and stores each thread's value."""
 
         def store(_, array, rows_ref):
             token, column = self._own(turn)
@@ -89,7 +89,7 @@ class Values:
         inlined(store, values, ref, arrays=(self._result().layout,))
 
     def sums(self, partial_sums: Any, turn: int, start: int = 0) -> jax.Array:
-        """The sums of all warps for the columns from `start` on, always added up in the same order."""
+        """Adds the sums of all warps for the columns from `start` on, always in the same order."""
 
         def gather(_, ref):
             token, column = self._own(turn)
@@ -99,7 +99,7 @@ class Values:
         return inlined(gather, partial_sums, result=self._result())
 
     def squares(self, squares: Any, turn: int) -> jax.Array:
-        """Likewise those of each row's squares."""
+        """Adds the sums of each row's squares of all warps, always in the same order."""
 
         def gather(_, ref):
             token, _ = self._own(turn)
@@ -108,7 +108,7 @@ class Values:
         return inlined(gather, squares, result=self._result())
 
     def _own(self, turn: int) -> tuple[Word, Word]:
-        """A thread's row, and its column."""
+        """Returns a thread's row and column."""
         thread = Word.special("tid.x")
         return thread // self.columns + turn, thread % self.columns
 
@@ -134,7 +134,10 @@ def _wide(dtype: jnp.dtype) -> Any:
 
 
 def keep_order() -> None:
-    """The compiler would put off what is needed late until the weights have come; over a branch it moves nothing."""
+    """Keeps earlier loads before later ones by a branch, over which the compiler moves nothing.
+
+    Otherwise it would delay loads whose values are needed late until the weights have arrived.
+    """
 
     def branch(_):
         text = "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 1; @p bra AGAIN; }"

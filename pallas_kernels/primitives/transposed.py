@@ -1,4 +1,4 @@
-"""Stores and loads accumulators of transposed products, in buffers whose rows are their columns."""
+"""Stores and loads accumulators of transposed products, in buffers whose rows are the accumulators' columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 def store_transposed(value: jax.Array, ref: Any) -> None:
     """Writes an accumulator (columns, rows) into a buffer (rows, columns), in the buffer's dtype."""
     value = value.astype(ref.dtype)
-    if value.dtype.itemsize == 4:  # 16-bit values have an instruction of their own
+    if value.dtype.itemsize == 4:  # for 16-bit values the hardware has an instruction
         value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     ref.transpose((1, 0))[...] = value
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention import reference, specs
+from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
@@ -362,7 +362,7 @@ def test_operations_are_counted_of_what_is_seen(given, seed):
     query, key, _ = operands(seed, batch=2, queries=40, keys=24)
     seen = seen_by(masking_of(40, 24, bool(given.get("is_causal")), given.get("window"), has_segments=False))
     arguments = {"query": query, "key": key, **given}
-    assert specs.flops(arguments, "forward") == 4 * 2 * 2 * 64 * seen.sum()
+    assert ATTENTION.flops(arguments, "forward") == 4 * 2 * 2 * 64 * seen.sum()
     numbers = (jnp.arange(40) // 10)[None].repeat(2, 0), (jnp.arange(24) // 6)[None].repeat(2, 0)
     seen = seen & (np.asarray(numbers[0])[0][:, None] == np.asarray(numbers[1])[0])
-    assert specs.flops({**arguments, "segment_ids": numbers}, "backward") == 10 * 2 * 2 * 64 * seen.sum()
+    assert ATTENTION.flops({**arguments, "segment_ids": numbers}, "backward") == 10 * 2 * 2 * 64 * seen.sum()

@@ -306,3 +306,16 @@ def test_a_single_key_leaves_its_scores_no_gradient():
     assert not np.any(dquery) and not np.any(dkey)
     summed = jnp.sum(dout.astype(jnp.float32).reshape(2, 1, 2, 4, 64), axis=3)
     np.testing.assert_allclose(dvalue.astype(np.float32), summed, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_mask_of_one_number_a_batch_entry():
+    query, dout = jax.random.normal(jax.random.key(0), (2, 2, 3, 1, 64), jnp.bfloat16)
+    key, value = jax.random.normal(jax.random.key(1), (2, 2, 1, 1, 64), jnp.bfloat16)
+    mask = jnp.array([True, False]).reshape(2, 1, 1, 1)
+    out, pullback = jax.vjp(lambda *x: attention(*x, mask=mask, implementation="mosaic"), query, key, value)
+    dquery, dkey, dvalue = pullback(dout)
+    np.testing.assert_array_equal(out, jnp.where(mask, value, 0) + jnp.zeros_like(query))
+    assert not np.any(dquery) and not np.any(dkey)
+    summed = jnp.where(mask, jnp.sum(dout.astype(jnp.float32), axis=1, keepdims=True), 0)
+    np.testing.assert_allclose(dvalue.astype(np.float32), summed, rtol=0.01, atol=0.01)

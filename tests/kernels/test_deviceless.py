@@ -30,11 +30,11 @@ PARTS = {"attention": 4}
 
 PRODUCTS = (
     *("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm", "quantized_linear"),
-    *("lora_linear", "linear_cross_entropy", "attention", "decode_attention"),
+    *("lora_linear", "linear_cross_entropy", "attention", "decode_attention", "dot_interaction"),
 )
 """Operations whose kernels multiply matrices, by wgmma."""
 
-BACKWARD_BY_XLA = ("lora_linear", "quantized_linear")
+BACKWARD_BY_XLA = ("lora_linear", "quantized_linear", "embedding_bag")
 """Operations whose gradients have no kernel of ours by default."""
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from draws import integers, normal
 
+import hlo_analysis
 from pallas_kernels import linear_cross_entropy
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk, kept_rows
 
@@ -97,3 +99,17 @@ def test_chunks_cover_the_vocabulary():
 def test_kept_logits_fit_where_the_gradient_of_w_will_be():
     assert kept_rows(4096, 4096) == 4096 and kept_rows(100, 128) == 100
     assert kept_rows(8192, 4096) == 4096 and kept_rows(8192, 4128) == 4096
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the extra 'deviceless'")
+@pytest.mark.parametrize(("implementation", "holds_logits"), [("mosaic", False), ("xla", True)])
+def test_a_kernel_never_holds_an_array_of_logits(implementation, holds_logits):
+    """Counts the temporary buffers of the loss with its gradients, compiled for an H200."""
+    tokens, features, vocabulary = 2048, 1024, 32000
+    hidden = jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((features, vocabulary), jnp.bfloat16)
+    loss = partial(linear_cross_entropy, reduction="mean", implementation=implementation)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    memory = hlo_analysis.capture(jax.value_and_grad(loss, (0, 1)), hidden, w, labels, target="h200").memory
+    assert (memory.temp_bytes > 2 * tokens * vocabulary) == holds_logits

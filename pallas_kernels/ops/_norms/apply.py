@@ -1,4 +1,4 @@
-"""What the public norms share: checks of arguments, dispatch, and the kernels with their gradient."""
+"""Shared by the public norms: argument checks, dispatch, and the kernels with their gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pallas_kernels.primitives.triton_calls import triton_unsupported
 def check_arguments(
     operation: str, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None
 ) -> None:
-    """Raises a TypeError or ValueError, in the operation's name, for arguments that do not belong together."""
+    """Raises a TypeError or ValueError, in the operation's name, if the arguments do not fit together."""
     affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
     for name, array in {"x": x, **affine}.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -43,7 +43,7 @@ def check_arguments(
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
         return reason
     if x.shape[-1] < LANES and x.size:
@@ -61,7 +61,7 @@ def dispatch_norm(
     reference: Callable[[], Any],
     implementation: Implementation,
 ) -> Any:
-    """`rms_norm` and `layer_norm` of checked arguments, by the chosen implementation. reference: that of "xla"."""
+    """Runs `rms_norm` or `layer_norm` on checked arguments; `reference` is the implementation "xla"."""
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale, bias),
         "triton": partial(triton_unsupported, x),
@@ -88,7 +88,7 @@ def apply_norm(
     residual: jax.Array | None = None,
     words: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The kernels on (..., features): y, and the sum that was normalised where there is a residual. Differentiable."""
+    """Returns y and, with a residual, the sum that was normalised. x: (..., features). Differentiable."""
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)
     y, total = _norm_rows(norm, *varying_alike(operands))  # pyright: ignore[reportGeneralTypeIssues]
@@ -111,7 +111,7 @@ def _norm_rows_bwd(norm, saved, cotangents):
     total, scale, bias, words = saved
     dy, dtotal = cotangents
     has_residual = dtotal is not None
-    if isinstance(dtotal, SymbolicZero):  # the sum is not used: one array less to read
+    if isinstance(dtotal, SymbolicZero):  # the sum is not used, which saves reading an array
         dtotal = None
     if isinstance(dy, SymbolicZero):  # only the sum is used
         if words is None:

@@ -1,4 +1,4 @@
-"""Norms backward: one pass over x and dy writes dx and, a block, one row of partial column sums.
+"""Norms backward: one pass over x and dy writes dx, and each block writes a row of partial column sums.
 
 With v = (x - mean) * inverse and w = scale * dy (inverse = 1 / sqrt(mean((x - mean)**2) + epsilon); RMSNorm: mean = 0),
 a row's gradients are
@@ -30,12 +30,12 @@ from pallas_kernels.primitives.random import array_keep_mask
 from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS_OF_ONE_BLOCK = 2
-"""Up to so many rows one block is quicker (0.6 µs a row) than several and a second kernel for their sums."""
+"""Up to this many rows, one block (0.6 µs per row) is faster than several and a second kernel for their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormGradients:
-    """Gradients of a norm. `dx` is that of the dropout's input, None without dropout."""
+    """Gradients of a norm. `dx` is the gradient of the dropout's input; None without dropout."""
 
     dtotal: jax.Array
     dx: jax.Array | None
@@ -54,7 +54,7 @@ def norm_backward(
     words: jax.Array | None = None,
     config: BackwardConfig | None = None,
 ) -> NormGradients:
-    """The gradients of `norm_forward`.
+    """Computes the gradients of `norm_forward`.
 
     total (the normalised x, or sum), dy and dtotal (the cotangent of the sum, None for zeros): (rows, features) of one
     floating dtype, features >= 128. scale, bias: (features,), or None; of the bias only the dtype counts. words: the
@@ -96,13 +96,13 @@ def norm_backward(
 def _total_of_blocks(outputs: dict[str, jax.Array], name: str, index: int, operands: BackwardOperands) -> jax.Array:
     if operands.blocks == 1:
         return outputs["d" + name][0]
-    # One array for both kinds of sums: two reductions over one operand become one kernel.
+    # One array for both kinds of sums, so that XLA reduces both in one kernel.
     return jnp.sum(outputs["sums"][:, index], axis=0)
 
 
 @usual_promotion
 def _xla_gradients(norm: Norm, total, dy, *, scale, bias, dtotal, words) -> NormGradients:
-    """The gradients in plain `jax.numpy`, in float32 up to the results."""
+    """Computes the gradients in plain `jax.numpy`, in float32 up to the results."""
     affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
 
     def normalise(total, affine):

@@ -1,4 +1,4 @@
-"""The backward kernel in which one warpgroup has a row to itself.
+"""The backward kernel in which one warpgroup computes a whole row.
 
 A pipeline brings rows to shared memory. A row's second pass reads it there again: 8192 columns would not fit in
 registers as float32.
@@ -28,16 +28,19 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
+from pallas_kernels.primitives.sharing import without_values
 
 
 def pipeline_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
-    """Returns the gradients' rows and the blocks' column sums, by name."""
+    """Returns the rows of the gradients and each block's column sums, by name."""
     inputs, out_types, scale = operands.inputs, operands.out_types(), operands.scale
     scratch = {} if scale is None else {"gain": plgpu.SMEM(scale.shape, scale.dtype)}
     names = (*inputs, *out_types, *scratch)
 
+    known = without_values(operands)
+
     def kernel(*refs):
-        _rows_of_block(operands, dict(zip(names, refs, strict=True)))
+        _rows_of_block(known, dict(zip(names, refs, strict=True)))
 
     outputs = settings.kernel(
         kernel,
@@ -52,18 +55,18 @@ def pipeline_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
 
 
 def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
-    """The block's rows, one after the other; column sums stay in registers."""
+    """Differentiates the block's rows one after the other, with the column sums in registers."""
     features, blocks, block = operands.features, operands.blocks, lax.axis_index("block")
     segments = split_row(features, operands.dtype.itemsize)
     trips = (operands.rows - block + blocks - 1) // blocks
     words = mixed_words(refs["words"]) if "words" in refs else None
     if "gain" in refs:
         store_row(refs["gain"], load_row(refs["scale"], segments), segments)
-        plgpu.commit_smem()  # columns that a ragged row's last segment repeats are written by two threads
+        plgpu.commit_smem()  # two threads write the columns that a ragged row's last segment repeats
     streams = [refs[name] for name in ("total", "dy", "dtotal_in") if name in refs]
 
     def differentiate(indices, *rows_and_sums):
-        """One row; its references are (1, features). Returns the column sums with it."""
+        """Differentiates one row, whose references are (1, features), and returns the column sums with it added."""
         *stream_rows, sums = rows_and_sums
         row = indices[0] * blocks + block
 
@@ -73,7 +76,7 @@ def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
 
         value, _, weighted = load(0)
         scalars = _row_scalars(operands, value, weighted, segments)
-        # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+        # A zero that the compiler cannot see, so that it does not keep the values of the first read in registers.
         value, dy, weighted = load(lax.optimization_barrier(jnp.int32(0)))
         centered = scalars.center(value)
         gradient = scalars.gradient(centered, weighted)
@@ -87,7 +90,7 @@ def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
         plgpu.commit_smem()  # all reads of this step are done before TMA fills its buffer again
         return sums
 
-    # In bounds by construction; without the promise TMA would take at most 256 columns a copy.
+    # All indices are in bounds. Without this promise TMA would copy at most 256 columns at a time.
     spec = plgpu.BlockSpec(
         (1, features),
         lambda i: (i * blocks + block, 0),

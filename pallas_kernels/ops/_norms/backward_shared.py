@@ -1,14 +1,14 @@
 """The backward kernel in which several warpgroups of a block share each row.
 
-TMA brings rows to a ring in shared memory. Each row has one barrier between the warpgroups, which serves twice: it
-carries the row's sums, and whoever passes it knows that all have finished with the row before, so that its stage can be
-filled again.
+TMA copies rows to a ring in shared memory. The warpgroups synchronise once per row, on a barrier with two purposes: it
+publishes the row's sums, and it shows that all warpgroups have finished the row before, whose stage can be filled
+again.
 
-To take a row's mean off with one barrier, each warp first centres its own line of the row (a quarter of a warpgroup's
-part). The lines are then joined as Chan, Golub and LeVeque join samples: nothing is subtracted that is large against
-the result, as it would be in E[x**2] - E[x]**2. Source: "Updating formulae and a pairwise algorithm for computing
-sample variances", 1979. Deviations of 16-bit values are large enough beside their distance from the row's first value:
-with that taken off, plain sums over the row serve.
+To subtract a row's mean with one barrier, each warp first centres its own line of the row (a quarter of a warpgroup's
+part). The lines are then combined as Chan, Golub and LeVeque combine samples, which avoids the cancellation of E[x**2]
+- E[x]**2. Source: "Updating formulae and a pairwise algorithm for computing sample variances", 1979. For 16-bit values
+it is enough to subtract the row's first value: their deviations are not small against their distance from it, so plain
+sums over the row are accurate.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
+from pallas_kernels.primitives.sharing import without_values
 
-# Every thread reads back only what it stored itself, or what a barrier of ours lies between; no sum crosses warps.
+# Every thread reads back only what it stored itself, or what an explicit barrier protects; no sum crosses warps.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True, reduction_scratch_bytes=512)
 
 
 def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
-    """Returns the gradients' rows and the blocks' column sums, by name."""
+    """Returns the rows of the gradients and each block's column sums, by name."""
     rows, features, config = operands.rows, operands.features, operands.config
     segments = split_warp_row(features, operands.dtype.itemsize, warpgroups=config.warpgroups)
     if segments is None:
@@ -64,14 +65,16 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     scratch = {
         "ring": plgpu.SMEM((config.steps, streams, *parts), operands.dtype),
         **({} if operands.scale is None else {"gain": plgpu.SMEM(parts, operands.scale.dtype)}),
-        "line_sums": plgpu.SMEM((2, row_sums.kinds, row_sums.lines), jnp.float32),  # nobody is two rows ahead
+        "line_sums": plgpu.SMEM((2, row_sums.kinds, row_sums.lines), jnp.float32),  # no warpgroup is two rows ahead
         "arrived": plgpu.Barrier(num_arrivals=streams, num_barriers=config.steps),
         "summed": plgpu.Barrier(num_arrivals=config.warpgroups),
     }
     names = (*inputs, *out_types, *scratch)
 
+    known = without_values(operands)
+
     def kernel(*references):
-        _rows_of_warpgroup(dict(zip(names, references, strict=True)), operands, row_sums, segments)
+        _rows_of_warpgroup(dict(zip(names, references, strict=True)), known, row_sums, segments)
 
     def seen_in_parts(name, array):
         if name == "words":
@@ -98,13 +101,13 @@ def shared_row_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
 def _rows_of_warpgroup(
     refs: dict[str, Any], operands: BackwardOperands, row_sums: RowSums, segments: tuple[WarpSegment, ...]
 ) -> None:
-    """A warpgroup's part of the block's rows, one after the other; column sums stay in registers."""
+    """Differentiates a warpgroup's part of the block's rows in order, with the column sums in registers."""
     block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
     trips = (operands.rows - block + operands.blocks - 1) // operands.blocks
     words = mixed_words(refs["words"]) if "words" in refs else None
     ring = RowRing(operands=operands, refs=refs, block=block, group=group, trips=trips)
     ring.fill()
-    if "gain" in refs:  # each thread reads back what it stores here itself
+    if "gain" in refs:  # each thread reads back only what it stores here
         store_row(refs["gain"].at[group], load_row(refs["scale"].at[group], segments), segments)
     part = RowPart(ring=ring, row_sums=row_sums, segments=segments, words=words)
 
@@ -117,7 +120,7 @@ def _rows_of_warpgroup(
             ring.refill(i)
         else:
             ring.refill(i - 1)
-            # A zero the compiler cannot see through; else it keeps the first read's values in registers.
+            # A zero that the compiler cannot see, so that it does not keep the values of the first read in registers.
             row = part.load(i, lax.optimization_barrier(jnp.int32(0)))
         return part.finish(i, row, sums)
 
@@ -140,15 +143,15 @@ class RowRing:
     trips: jax.Array
 
     def index(self, i: jax.Array) -> jax.Array:
-        """The block's row number i among all rows."""
+        """Returns the index of the block's row number i among all rows."""
         return i * self.operands.blocks + self.block
 
     def stage(self, i: jax.Array) -> jax.Array:
-        """The stage of the block's row number i."""
+        """Returns the stage of the block's row number i."""
         return lax.rem(i, self.operands.config.steps)
 
     def fill(self) -> None:
-        """Issues the copies of the first rows."""
+        """Starts the TMA copies of the first rows."""
 
         @pl.when(self.group == 0)
         def _():
@@ -156,7 +159,7 @@ class RowRing:
                 pl.when(i < self.trips)(lambda i=i: self._fetch(jnp.int32(i)))
 
     def refill(self, free: jax.Array) -> None:
-        """Reuses the stage of row `free`, which nobody reads again, for the row `steps` later."""
+        """Starts the copy of the row `steps` after `free` into the stage of `free`, which is not read again."""
         steps = self.operands.config.steps
 
         @pl.when((self.group == 0) & (free >= 0) & (free + steps < self.trips))
@@ -181,7 +184,7 @@ class RowRing:
 class LoadedRow(NamedTuple):
     """A warpgroup's part of a row.
 
-    value: the normalised row in float32, less the row's first value if shifted. weighted: dy times the scale, float32.
+    value: the row to normalise in float32, less the row's first value if shifted. weighted: dy times scale, float32.
     cotangent: of the sum, in its own dtype, or None.
     """
 
@@ -193,7 +196,7 @@ class LoadedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
-    """The arithmetic of a warpgroup's part of each row. words: the dropout's mixed key."""
+    """Computes a warpgroup's part of each row. words: the dropout's mixed key."""
 
     ring: RowRing
     row_sums: RowSums
@@ -201,7 +204,7 @@ class RowPart:
     words: Words | None
 
     def load(self, i: jax.Array, first: jax.Array | int = 0) -> LoadedRow:
-        """Reads row number i. first: 0, which the compiler may be kept from knowing."""
+        """Reads row number i. first: 0, possibly as a value that the compiler does not know."""
         refs, group, segments = self.ring.refs, self.ring.group, self.segments
         ring, stage = refs["ring"], self.ring.stage(i) + first
         value, dy = (to_float32(load_row(ring.at[stage, s, group], segments)) for s in range(2))
@@ -221,7 +224,7 @@ class RowPart:
         return row
 
     def finish(self, i: jax.Array, row: LoadedRow, sums: dict[str, RowValues]) -> dict[str, RowValues]:
-        """Writes the row's gradient, with the sums of all lines; returns the column sums with it."""
+        """Writes the row's gradient from the sums of all lines; returns the column sums with the row added."""
         refs, group, segments, operands = self.ring.refs, self.ring.group, self.segments, self.ring.operands
         scalars = self.row_sums.scalars(refs["line_sums"].at[lax.rem(i, 2)])
         gradient, sums = scalars.finish(row.value, row.dy, row.weighted, sums)
@@ -238,9 +241,10 @@ class RowPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSums:
-    """The sums that each warp computes of its line, and the row's scalars that follow from them.
+    """The sums that each warp computes over its line, and the scalars of the row that follow from them.
 
-    lines: of a row of `features` values of `dtype`. keeps_row: whether its values stay in registers meanwhile.
+    lines: the number of lines that a row of `features` values of `dtype` is cut into. keeps_row: whether the row's
+    values stay in registers between its two passes.
     """
 
     norm: Norm
@@ -256,24 +260,24 @@ class RowSums:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the row's first value is subtracted from all, so that lines need not be centred."""
+        """Whether the row's first value is subtracted from all values, so that lines need no centring."""
         return self.norm.centered and self.dtype.itemsize < 4
 
     @property
     def has_remainders(self) -> bool:
-        """Whether lines also give the sum of their centred values, which rounding leaves different from zero."""
+        """Whether lines also sum their centred values, a sum that rounding keeps from being zero."""
         return self.norm.mean_passes(self.dtype) == 2
 
     @property
     def kinds(self) -> int:
-        """The number of sums a line."""
+        """The number of sums for each line."""
         return 2 + 2 * self.norm.centered + self.has_remainders
 
     def of_lines(self, value: RowValues, weighted: RowValues, segments: Sequence[Segment]) -> tuple[jax.Array, ...]:
-        """Each line's sums of squares and products and, of rows that lose their mean, what takes it off; (4,) each.
+        """Returns each line's sums of squares and products and, for centred rows, those that give the mean; (4,) each.
 
-        The lines are a warpgroup's, of the normalised rows and of the weighted dy. A line that is not shifted loses its
-        own mean first, which is then among the sums, in the place of the shifted values' sum.
+        A warpgroup's four lines hold the normalised row and the weighted dy. A line that is not shifted has its own
+        mean subtracted first, and returns that mean in place of the sum of shifted values.
         """
         if not self.norm.centered:
             return line_sums(map_row(jnp.square, value)), line_sums(map_row(jnp.multiply, value, weighted))
@@ -291,12 +295,12 @@ class RowSums:
         )
 
     def scalars(self, ref) -> RowScalars:
-        """The scalars of the row whose lines' sums are in `ref`, a (kinds, lines) reference."""
+        """Computes the scalars of a row from the sums of its lines in `ref`, a (kinds, lines) reference."""
         if self.norm.centered and not self.is_shifted:
             return self._of_centered_lines(ref)
 
         def sum_of(kind):
-            if not self.norm.centered and not self.keeps_row:  # two sums: less to add up than to wait for shuffles
+            if not self.norm.centered and not self.keeps_row:  # with two sums, adding takes less time than shuffles
                 return sum(ref[kind, at] for at in range(self.lines))
             return jnp.sum(plgpu.load(ref.at[kind], layout=_lanes_of_lines(self.lines), optimized=False))
 
@@ -337,7 +341,7 @@ class RowSums:
 
 
 def _lanes_of_lines(lines: int) -> plgpu.Layout | Any:
-    """A layout with one line's sum a lane, the same in every warp: adding them up needs shuffles of one warp only."""
+    """Returns a layout with one line's sum in each lane, the same in every warp, so that a warp's shuffles add them."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((lines,), (1,))),
         warp_dims=(plgpu.Replicated(times=WARPS),),

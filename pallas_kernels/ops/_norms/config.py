@@ -1,16 +1,11 @@
-"""Launch configurations of the norms: the choices, the untuned defaults, and the candidates worth measuring."""
+"""Launch configurations of the norms: their parameters, the untuned defaults, and the candidates worth measuring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
-
-import jax.numpy as jnp
+from typing import Literal
 
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, split_warp_row
-from pallas_kernels.specs import Arguments
 
 SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
@@ -22,11 +17,11 @@ LONGEST_WHOLE_ROW = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """How the forward kernel cuts its work: one block of one warpgroup a row.
+    """How the forward kernel splits its work: one block of one warpgroup per row.
 
-    register_columns: the longest row held in registers as float32 (206 registers a thread at 16384 bf16 columns).
+    register_columns: the longest row held in registers as float32 (206 registers per thread at 16384 bf16 columns).
     chunk: columns in registers at a time in a longer row, which is read again from the L2 cache.
-    piece: accesses a thread whose scale and bias are in registers at once; 0: those of the whole row.
+    piece: accesses of a thread for which scale and bias are in registers at the same time; 0: all of the row's.
     """
 
     register_columns: int = 16384
@@ -36,13 +31,13 @@ class ForwardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """How the backward kernel cuts its work: persistent blocks, each taking every n-th row.
+    """How the backward kernel splits its work: persistent blocks, each of which takes every n-th row.
 
     loads: "shared": TMA brings rows to a ring of `steps` stages in shared memory, and `warpgroups` share each row;
         "pipeline": the same for one warpgroup and rows that need not divide evenly.
-    blocks_per_core: blocks a streaming multiprocessor. Each writes one row of partial column sums.
+    blocks_per_core: blocks per streaming multiprocessor. Each writes one row of partial column sums.
     keeps_row: whether a row stays in registers as float32 between its two passes ("shared" only). Else the second pass
-        reads it again from shared memory, which saves registers: 168 a thread, not 202, at 4096 bf16 columns.
+        reads it again from shared memory, which saves registers: 168 per thread instead of 202 at 4096 bf16 columns.
     """
 
     loads: Literal["shared", "pipeline"] = "pipeline"
@@ -60,13 +55,13 @@ class BackwardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardShape:
-    """What a backward configuration depends on.
+    """The properties of a call that decide its backward configuration.
 
-    streams: arrays read row by row (x, dy, and the sum's cotangent where there is one).
+    streams: arrays read row by row (x, dy, and the sum's cotangent if there is one).
     gain_bytes: bytes of one value of the scale; 0 without a scale.
     sums: gradients summed over columns (scale, bias).
-    has_dropout: whether the gradient of the dropout's input is written, too.
-    centered: whether rows lose their mean.
+    has_dropout: whether the kernel also writes the gradient of the dropout's input.
+    centered: whether the mean is subtracted from rows.
     """
 
     features: int
@@ -80,14 +75,14 @@ class BackwardShape:
     def shared(
         self, *, warpgroups: int, blocks_per_core: int, keeps_row: bool = False, most_steps: int = 4
     ) -> BackwardConfig | None:
-        """A ring of as many rows as fit, up to `most_steps`, for several warpgroups.
+        """Returns a configuration with a ring of as many rows as fit, up to `most_steps`, shared by several warpgroups.
 
-        None where fewer than 2 rows fit, where the row does not divide over the warpgroups, or where it would spill.
+        Returns None if fewer than 2 rows fit, if the row does not divide over the warpgroups, or if it would spill.
         """
         if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
             return None
-        columns = self.features // (warpgroups * LANES)  # a thread
-        # Four warpgroups have 128 registers a thread, where two kinds of sums, or a mask, take 16 columns.
+        columns = self.features // (warpgroups * LANES)  # per thread
+        # Four warpgroups have 128 registers per thread: enough for 16 columns with two kinds of sums, or with a mask.
         most_columns = 16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32
         if columns > most_columns or (keeps_row and columns > 16) or warpgroups * blocks_per_core > 12:
             return None
@@ -99,37 +94,40 @@ class BackwardShape:
         )
 
     def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
-        """A pipeline of rows for one warpgroup; None where TMA cannot align them, or they do not fit."""
+        """Returns a pipeline of rows for one warpgroup, or None if TMA cannot align the rows or fewer than 2 fit."""
         if self.features * self.itemsize % ACCESS_BYTES or self.features * max(1, self.sums) > LONGEST_WHOLE_ROW:
             return None
-        # Sums over a warpgroup take 2 KiB of scratch, the barriers' page another one.
+        # Sums over a warpgroup take 2 KiB of scratch; barriers take another page.
         steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 4096)
         return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps) if steps >= 2 else None
 
     def default(self) -> BackwardConfig | None:
-        """The untuned choice; None where XLA is faster: a kernel that walked along long rows in chunks took 19.2 µs at
-        64 x 15712, XLA 11.4, and 65.5 µs at 521 x 11168 with a residual, XLA 39.9."""
-        blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns: 216 registers and more
-        # Rows too long for one warpgroup that several load by less than 16 bytes a thread.
+        """Returns the untuned configuration, or None if XLA is faster.
+
+        A kernel that reads long rows in chunks took 19.2 µs at 64 x 15712, XLA 11.4; with a residual it took 65.5 µs at
+        521 x 11168, XLA 39.9.
+        """
+        blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns take 216 or more registers
+        # Rows too long for one warpgroup, which several load with less than 16 bytes per thread.
         narrow = (self.shared(warpgroups=w, blocks_per_core=1) for w in (2, 4))
         configs = (*self._shared_choices(), *(self.pipeline(blocks_per_core=b) for b in blocks), *narrow)
         return next((config for config in configs if config is not None), None)
 
     def _shared_choices(self) -> list[BackwardConfig | None]:
-        """Rings to try, the best first."""
+        """Yields ring configurations, best first."""
         if self.itemsize == 2 and self.features == 8192 and not self.has_dropout:
             # 64 KiB in flight are enough: LayerNorm at 8192 rows 102 µs, 4 steps 113 µs; RMSNorm with a residual 130 µs
             # kept with 2 steps, 134 µs with 4, read again 136 µs.
             return [self.shared(warpgroups=4, blocks_per_core=1, keeps_row=True, most_steps=2)]
-        # Where dropout writes one array more, 2 rows in flight: RMSNorm at 8192 x 8192 bf16 174 µs, 4 rows 187 µs; at
-        # 32768 x 4096 330 µs with 2 blocks of 2 warpgroups, 349 µs with more rows in flight.
+        # Dropout writes one more array, which leaves 2 rows in flight: RMSNorm at 8192 x 8192 bf16 takes 174 µs, with 4
+        # rows 187 µs; at 32768 x 4096 330 µs with 2 blocks of 2 warpgroups, 349 µs with more rows in flight.
         is_two_steps = self.itemsize == 2 and self.has_dropout and self.features in (4096, 8192)
-        # Fewer warpgroups where four would not have 16 bytes of a row for each thread. LayerNorm joins four sums of
-        # each line, which 16 warps do slower than 8: at 32768 x 4096 bf16 290 and 257 µs.
+        # Fewer warpgroups if four would not have 16 bytes of a row per thread. LayerNorm joins four sums of each line,
+        # which is slower with 16 warps than with 8: 290 and 257 µs at 32768 x 4096 bf16.
         per_warpgroup = LANES * ACCESS_BYTES // self.itemsize
         most = 2 if self.features <= 4096 and (self.centered or is_two_steps) else 4
         warpgroups = next((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), 0)
-        # Two streams leave time that a second block fills.
+        # With two streams, a second block per multiprocessor fills idle time.
         four = (2, 1) if self.streams == 2 and not (self.centered or self.has_dropout) else (1,)
         two = (1,) if self.centered and self.streams == 3 and self.features > 2048 and not is_two_steps else (2, 1)
         blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1), 0: ()}[warpgroups]
@@ -137,7 +135,7 @@ class BackwardShape:
         return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
 
     def candidates(self) -> dict[str, BackwardConfig]:
-        """The configurations worth measuring, by name."""
+        """Returns the configurations worth measuring, by name."""
         if self.features <= 2048:
             pairs, blocks = ((1, 4), (1, 8), (2, 2), (4, 2)), (8,)
         else:
@@ -157,7 +155,7 @@ class BackwardShape:
 
 
 def default_forward(features: int, itemsize: int, *, centered: bool) -> ForwardConfig:
-    """The untuned choice for rows of `features` values of `itemsize` bytes."""
+    """Returns the untuned configuration for rows of `features` values of `itemsize` bytes."""
     if itemsize == 2 and centered and 2048 < features <= 8192:
         # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
         return ForwardConfig(piece=2 if features <= 4096 else 4)
@@ -165,7 +163,7 @@ def default_forward(features: int, itemsize: int, *, centered: bool) -> ForwardC
 
 
 def forward_candidates(features: int) -> dict[str, ForwardConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     candidates = {"registers": ForwardConfig(register_columns=features)} if features <= 16384 else {}
     for piece in (2, 4):
         candidates[f"pieces of {piece}"] = ForwardConfig(register_columns=features, piece=piece)
@@ -173,29 +171,3 @@ def forward_candidates(features: int) -> dict[str, ForwardConfig]:
         if features > 2 * chunk:
             candidates[f"chunk {chunk}"] = ForwardConfig(register_columns=chunk, chunk=chunk)
     return candidates
-
-
-def norm_variants(
-    phase: str,
-    arguments: Arguments,
-    *,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    centered: bool = False,
-    has_dropout: bool = False,
-) -> Mapping[str, Callable[..., Any]]:
-    """`forward` or `backward` with each candidate as its `config`, by name: what `OpSpec.variants` asks for."""
-    x, scale = arguments["x"], arguments.get("scale")
-    features, itemsize = x.shape[-1], jnp.dtype(x.dtype).itemsize
-    if phase == "forward":
-        return {name: partial(forward, config=c) for name, c in forward_candidates(features).items()}
-    shape = BackwardShape(
-        features=features,
-        itemsize=itemsize,
-        streams=2 if arguments.get("residual") is None else 3,
-        gain_bytes=0 if scale is None else jnp.dtype(scale.dtype).itemsize,
-        sums=sum(arguments.get(name) is not None for name in ("scale", "bias")),
-        has_dropout=has_dropout,
-        centered=centered,
-    )
-    return {name: partial(backward, config=c) for name, c in shape.candidates().items()}

@@ -1,6 +1,6 @@
-"""Norms forward on Mosaic GPU: one warpgroup a row, 16-byte accesses straight to registers.
+"""Norms forward on Mosaic GPU: one warpgroup per row, 16-byte accesses directly to registers.
 
-The simple form is the fast one: with a row a block, enough blocks share a multiprocessor to hide the memory's latency
+The simple form is the fast one: with one row per block, enough blocks share a multiprocessor to hide memory latency
 (97 to 99 % of the copy ceiling on an H200; TMA pipelines and persistent blocks reached 90 to 97 %).
 """
 
@@ -26,6 +26,7 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
+from pallas_kernels.primitives.sharing import without_values
 
 
 def norm_forward(
@@ -44,7 +45,7 @@ def norm_forward(
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
     config = config or default_forward(x.shape[1], x.dtype.itemsize, centered=norm.centered)
-    body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, x, config)
+    body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, without_values(x), config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     names = (*operands, "y", *(() if residual is None else ("total",)))
@@ -65,7 +66,7 @@ def norm_forward(
 
 
 def _sum_of(norm, row, refs, words, columns, segments, features):
-    """Part of one row of x, dropped out and summed with the residual and rounded as it is stored."""
+    """Returns part of a row of x after dropout and residual sum, rounded as it is stored."""
     x = load_row(refs["x"].at[row, columns], segments)
     if "residual" not in refs:
         return x
@@ -81,7 +82,7 @@ def _sum_of(norm, row, refs, words, columns, segments, features):
 
 
 def _store_output(row, refs, columns, segments, value, inverse):
-    """Scales and stores segment after segment, so that registers hold one segment's scale and bias at a time."""
+    """Scales and stores one segment at a time, so that registers hold the scale and bias of one segment only."""
     for segment, part in zip(segments, value, strict=True):
         part *= inverse
         if "scale" in refs:
@@ -120,7 +121,7 @@ def _chunked_row(norm, x, config):
         words = mixed_words(refs["words"]) if "words" in refs else None
 
         def sum_over_row(part):
-            """The sum over the row of what `part` makes of some columns."""
+            """Sums over the row the values that `part` computes for some columns."""
             accumulate = lambda i, sums: map_row(jnp.add, sums, part(pl.ds(i * chunk, chunk), segments))  # noqa: E731
             total = row_sum(lax.fori_loop(0, trips, accumulate, zeros_row(segments)), segments)
             return total + row_sum(part(whole, rest), rest) if rest else total

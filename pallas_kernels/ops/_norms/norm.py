@@ -1,4 +1,4 @@
-"""Which norm a kernel computes, and the arithmetic that all of its forms share."""
+"""The norm that a kernel computes, and the arithmetic that all kernels share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.primitives.random import Words, keep_mask
 from pallas_kernels.primitives.rows import RowValues, map_row
 
-# No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
+# No automatic barriers: each thread reads back only what it wrote itself, in the same layout.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 NormName = Literal["rms_norm", "layer_norm"]
@@ -22,11 +22,11 @@ NormName = Literal["rms_norm", "layer_norm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """Everything about a norm that is not an array.
+    """A norm's static parameters.
 
-    name: "rms_norm" divides a row by its root mean square; "layer_norm" takes its mean off first.
+    name: "rms_norm" divides a row by its root mean square; "layer_norm" subtracts its mean first.
     epsilon: added to the mean square.
-    rate: of the dropout in front of the residual sum.
+    rate: the rate of the dropout before the residual sum.
     """
 
     name: NormName
@@ -39,10 +39,10 @@ class Norm:
         return self.name == "layer_norm"
 
     def mean_passes(self, dtype: DTypeLike) -> int:
-        """How many times a row's mean is subtracted.
+        """The number of times a row's mean is subtracted.
 
-        Twice in float32, where the first one's rounding shows beside a small deviation: what a row has left for a mean
-        is small itself, and exact. bfloat16 and float16 have no such rows.
+        Twice in float32, where the rounding of the first mean is visible in rows of small deviation; the mean that
+        remains is small, and exact. bfloat16 and float16 cannot hold such rows.
         """
         return 0 if not self.centered else 2 if dtype == jnp.float32 else 1
 
@@ -53,7 +53,7 @@ class Norm:
         return f"{self.name}_residual" if has_residual else self.name
 
     def drop(self, values: RowValues, words: Words, row, columns: tuple[jax.Array, ...], features: int) -> RowValues:
-        """Dropout of a row: zeros where the mask says so, the others larger by 1 / (1 - rate)."""
+        """Applies dropout to a row: zero where the mask drops a value, else the value times 1 / (1 - rate)."""
         factor = 1.0 / (1.0 - self.rate)
 
         def drop(value, column):
@@ -68,9 +68,9 @@ class RowScalars:
     """The scalars of a row that its gradient depends on, float32.
 
     With v = (x - mean) * inverse and w = scale * dy the gradient is w * inverse - (x - mean) * slope - offset.
-    The mean is the sum of `means`, taken off one after the other. Where rows keep theirs, that is empty, `offset` None.
-    Folded, the one mean is taken off in one multiplication and addition, v = x * inverse - mean * inverse, and the
-    slope is that of v: right where x is near its mean beside float32's digits.
+    The mean is the sum of `means`, subtracted one after the other. Without a mean to subtract, `means` is empty and
+    `offset` None. If `is_folded`, the single mean is subtracted in one multiply-add, v = x * inverse - mean * inverse,
+    and the slope belongs to v; that is accurate where the mean is not large against x - mean in float32.
     """
 
     inverse: jax.Array
@@ -83,7 +83,7 @@ class RowScalars:
     def of_sums(
         features: int, epsilon: float, *, squares, products, means=(), weighted=None, is_folded=False
     ) -> RowScalars:
-        """From sums over the row of (x - mean)**2, (x - mean) * w and, where the mean is subtracted, w."""
+        """Computes the scalars from sums over the row of (x - mean)**2, (x - mean) * w and, for centred rows, w."""
         inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
         return RowScalars(
             inverse=inverse,
@@ -96,7 +96,7 @@ class RowScalars:
     def finish(
         self, value: RowValues, dy: RowValues, weighted: RowValues, sums: dict[str, RowValues]
     ) -> tuple[RowValues, dict[str, RowValues]]:
-        """The gradient through the norm, and the column sums with the row's part of the gradients of scale and bias."""
+        """Returns the gradient through the norm, and the column sums with the row's part of dscale and dbias added."""
         if not self.is_folded:
             centered = self.center(value)
             return self.gradient(centered, weighted), self.column_sums(centered, dy, sums)
@@ -111,18 +111,18 @@ class RowScalars:
         return gradient, added
 
     def center(self, values: RowValues) -> RowValues:
-        """The row without its mean."""
+        """Subtracts the mean from the row."""
         for mean in self.means:
             values = map_row(lambda v, mean=mean: v - mean, values)
         return values
 
     def gradient(self, centered: RowValues, weighted: RowValues) -> RowValues:
-        """The gradient through the norm."""
+        """Returns the gradient through the norm."""
         gradient = map_row(lambda v, w: w * self.inverse - v * self.slope, centered, weighted)
         return gradient if self.offset is None else map_row(lambda g: g - self.offset, gradient)
 
     def column_sums(self, centered: RowValues, dy: RowValues, sums: dict[str, RowValues]) -> dict[str, RowValues]:
-        """Adds the row's part of the gradients of scale and bias."""
+        """Adds the row's part of dscale and dbias to the column sums."""
         added = dict(sums)
         if "scale" in sums:
             added["scale"] = map_row(lambda p, d, v: p + d * (v * self.inverse), sums["scale"], dy, centered)
@@ -132,5 +132,5 @@ class RowScalars:
 
 
 def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:
-    """dy times the scale, in float32; dy itself without a scale."""
+    """Returns dy times the scale in float32, or dy without a scale."""
     return dy if gain is None else map_row(lambda g, d: g.astype(jnp.float32) * d, gain, dy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +13,18 @@ from pallas_kernels.ops._norms.config import BackwardConfig
 from pallas_kernels.ops._norms.norm import Norm
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("streams", "scale", "words"),
+    meta_fields=("norm", "sums", "blocks", "config"),
+)
 @dataclass(frozen=True, kw_only=True)
 class BackwardOperands:
     """One call of a backward kernel.
 
-    streams: the normalised rows, dy, and the sum's cotangent where there is one; each (rows, features).
-    scale: (features,); words: the dropout's key, (2,); or None.
-    sums: the gradients summed over columns, of "scale" and "bias", with their dtypes.
+    streams: the normalised rows, dy and, with a residual, the sum's cotangent; each (rows, features).
+    scale: (features,) or None. words: the dropout's key, (2,), or None.
+    sums: the dtypes of the gradients that are summed over rows, by name ("scale", "bias").
     """
 
     norm: Norm
@@ -58,10 +64,10 @@ class BackwardOperands:
         return named | ({} if self.words is None else {"words": self.words})
 
     def out_types(self, parts: tuple[int, ...] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """The kernel's outputs, by name; `parts` is the shape that kernel sees a row in.
+        """The kernel's outputs, by name; `parts` is the shape of a row in that kernel.
 
-        A single block writes its column sums as the gradients are to be; else they are one (blocks, sums, ...) array in
-        float32.
+        A single block writes its column sums in the gradients' shape and dtype; several blocks write one float32 array
+        (blocks, sums, ...).
         """
         columns = parts or (self.features,)
         row = jax.ShapeDtypeStruct((self.rows, *columns), self.dtype)
@@ -73,5 +79,5 @@ class BackwardOperands:
         return named
 
     def sums_at(self, refs: dict[str, Any], block, name: str) -> Any:
-        """The reference of one block's column sums for the gradient called `name`."""
+        """Returns the reference of one block's column sums for the gradient called `name`."""
         return refs["d" + name].at[0] if self.blocks == 1 else refs["sums"].at[block, tuple(self.sums).index(name)]

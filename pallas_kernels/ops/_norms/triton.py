@@ -1,7 +1,7 @@
 """The norms as Triton kernels, called through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
 A block holds a row in registers. Backward, blocks are persistent and keep partial column sums, which XLA adds up.
-Imported only when asked for, since it imports Triton.
+The module is imported only when requested, since it imports Triton.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def norm_forward(
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """One row a block. Pointers that a flag leaves out are never followed."""
+    """Computes one row in each block. A pointer whose flag is off is never dereferenced."""
     columns = tl.arange(0, block)
     inside = columns < features
     offsets = tl.program_id(0).to(tl.int64) * features + columns
@@ -77,7 +77,7 @@ def norm_backward(
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """Every `blocks`-th row a block; writes its row of partial column sums."""
+    """Computes every `blocks`-th row in each block, and writes the block's partial column sums."""
     first = tl.program_id(0)
     columns = tl.arange(0, block)
     inside = columns < features
@@ -120,7 +120,7 @@ def apply_norm(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The kernels on (..., features): y, and the sum that was normalised where there is a residual. Differentiable."""
+    """Returns y and, with a residual, the sum that was normalised. x: (..., features). Differentiable."""
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     residual = None if residual is None else residual.reshape(shape)
     y, total = _norm_rows(norm, x.reshape(shape), scale, bias, residual)  # pyright: ignore[reportGeneralTypeIssues]
@@ -137,7 +137,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     rows, features = x.shape
     block, warps = row_block(features)
-    # A pointer that is not used must still be one.
+    # An unused pointer must still be a valid one.
     operands = (x if operand is None else operand for operand in (residual, scale, bias))
     y, total = jax_triton.triton_call(
         x,
@@ -167,7 +167,7 @@ def backward(
     bias: jax.Array | None,
     dtotal: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Gradients of the sum, the scale and the bias; None for what there is not. total, dy, dtotal: (rows, features)."""
+    """Returns the gradients of total, scale and bias; None for an absent scale or bias. Arrays: (rows, features)."""
     rows, features = total.shape
     block, warps = row_block(features)
     blocks = min(rows, _BLOCKS_PER_CORE * target_device().core_count)
@@ -206,7 +206,7 @@ def norm_gradients(
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`backward` alone on (..., features), without the gradients that there are not. For the benchmark."""
+    """Runs `backward` alone on (..., features) and leaves out gradients that are None. For the benchmark."""
     rows = (-1, total.shape[-1])
     dtotal = None if dtotal is None else dtotal.reshape(rows)
     norm = Norm(name=name, epsilon=1e-6)

@@ -1,1 +1,1 @@
-"""What the operations on matrix products share."""
+"""Code that the operations on matrix products share."""

@@ -1,4 +1,4 @@
-"""Checks of what stands around a matrix product, in the operation's name: linear layers of all kinds share them."""
+"""Argument checks that all linear layers share; errors begin with the operation's name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 
 
 def result_dtype(operation: str, x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
-    """The dtype of a result that is to be of `out_dtype`, x's where that is None; of 32 bits where JAX has no 64.
-    TypeError for what is no dtype."""
+    """Returns the result's dtype: `out_dtype`, in 32 bits where JAX has no 64-bit types, or x's dtype for None.
+
+    Raises:
+        TypeError: `out_dtype` is no dtype.
+    """
     try:
         return x.dtype if out_dtype is None else jax.dtypes.canonicalize_dtype(out_dtype)
     except TypeError as error:
@@ -21,7 +24,7 @@ def result_dtype(operation: str, x: jax.Array, out_dtype: DTypeLike | None) -> j
 
 
 def optional_activation(operation: str, name: str | None) -> Activation | None:
-    """The activation of that name, None for None; ValueError where there is none such."""
+    """Looks up an activation by name; None gives None. Raises ValueError for an unknown name."""
     return None if name is None else get_activation(operation, name)
 
 
@@ -53,7 +56,7 @@ def check_weight(
 
 
 def check_bias(operation: str, bias: jax.Array | None, outputs: int, *, name: str = "bias") -> None:
-    """Raises TypeError or ValueError unless the bias is floating, one value an output."""
+    """Raises TypeError or ValueError unless the bias is floating, with one value per output."""
     if bias is None:
         return
     _check_floating(operation, name, bias)
@@ -71,8 +74,10 @@ def check_linear(
     residual: jax.Array | None,
     dtype: jnp.dtype,
 ) -> None:
-    """Raises TypeError or ValueError for what a linear layer cannot be of; x and the weights have been checked as
-    operands. dtype: of the result."""
+    """Raises TypeError or ValueError for shapes and dtypes that do not make a linear layer.
+
+    x and the weights have passed `check_operands`. dtype: the result's.
+    """
     check_weight(operation, "w", weight_shape, x)
     check_bias(operation, bias, weight_shape[1])
     optional_activation(operation, activation)
@@ -88,14 +93,14 @@ def check_linear(
 
 
 def vector_unsupported(name: str, vector: jax.Array | None) -> str | None:
-    """Why the kernels cannot read a vector beside the product, or None."""
+    """Returns why the kernels cannot read a bias or scale vector, or None if they can."""
     if vector is None or vector.dtype.itemsize <= 4:
         return None
     return f"{name} is {vector.dtype.name}, the kernels take at most float32"
 
 
 def linear_unsupported(x: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> str | None:
-    """Why the kernels cannot do here what follows a product, whatever its operands, or None."""
+    """Returns why the kernels cannot compute a linear layer's epilogue here, or None if they can."""
     if out_dtype not in (x.dtype, jnp.float32):
         return f"the result is {out_dtype.name}, the kernels give {x.dtype.name} or float32"
     return vector_unsupported("bias", bias) or mosaic_gpu_unsupported()

@@ -1,10 +1,10 @@
-"""A norm before a product: as a launch of its own, as a factor of the product's rows, or in the product's launch.
+"""A norm before a product: as a separate launch, as a factor of the product's rows, or in the product's launch.
 
-A scale per feature stands inside the product's sum. A row kernel multiplies it in, and may then as well divide by the
-root mean square: on an H200 32 µs for 8192 rows of 4096, at the speed of a copy. Without a scale the division is a
-factor of each row that the product's epilogue applies; then only the factor needs a pass over x, and none where the
-mean squares are given. Few rows have their norm in the product's launch: one of its own takes 1.5 to 2 µs, as long as
-reading 8 MB of weights. A gradient needs the normalised x, and uses the norm's own launch.
+A scale per feature must be applied before the product's sum. A row kernel multiplies by it, and then divides by the
+root mean square for free: 32 µs on an H200 for 8192 rows of 4096, at the speed of a copy. Without a scale, the division
+is a factor of each row that the product's epilogue applies. Then only the factor needs a pass over x, and none if the
+mean squares are given. Few rows have their norm in the product's launch, because a separate one takes 1.5 to 2 µs, as
+long as reading 8 MB of weights. The backward pass needs the normalised x and uses the separate launch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.primitives.settings import usual_promotion
 
 
 def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises TypeError or ValueError for a norm that does not belong to x (..., features)."""
+    """Raises TypeError or ValueError for a norm that does not fit x (..., features)."""
     if norm is None:
         return
     if not isinstance(norm, Norm):
@@ -62,14 +62,14 @@ def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeS
 
 
 def norm_unsupported(norm: Norm | None, x: jax.Array) -> str | None:
-    """Why the row kernels cannot take the norm's arrays, or None."""
+    """Returns why the row kernels cannot take the norm's arrays, or None."""
     if norm is None:
         return None
     return apply.mosaic_unsupported(x, norm.scale, norm.bias)
 
 
 def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what to multiply by the weights, and factors (rows,) of the products' rows, or None. Differentiable.
+    """Returns the rows to multiply by the weights, and factors (rows,) for the product's rows, or None. Differentiable.
 
     x: (rows, features). The norm has been checked.
     """
@@ -88,7 +88,7 @@ def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | No
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
-    """The normalised x in plain `jax.numpy`, rounded to x's dtype: what `"xla"` multiplies."""
+    """Computes the normalised x in plain `jax.numpy`, rounded to x's dtype, as `"xla"` multiplies it."""
     if norm is None:
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -105,37 +105,40 @@ def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """(..., features) with all leading dimensions as one."""
+    """Reshapes (..., features) to (rows, features)."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def can_fuse_norm(config: Any, norm: Norm | None, x: jax.Array) -> bool:
-    """Whether the product's launch does the norm of x: where the configuration says so, and the kernel of few rows can,
-    an RMS norm of bfloat16 whose mean squares are not known."""
+    """Whether the product's launch computes the norm of x.
+
+    The configuration must ask for it, and the kernel for few rows supports only an RMS norm of bfloat16 whose mean
+    squares are not given.
+    """
     if norm is None or not isinstance(config, FewRowsConfig) or not config.fuses_norm:
         return False
     return norm.kind == "rms" and norm.mean_square is None and x.dtype == jnp.bfloat16
 
 
 def row_norm(norm: Norm) -> RowNorm:
-    """That norm, as the kernel takes it."""
+    """Converts the norm to the argument of the kernel for few rows."""
     return RowNorm(epsilon=float(norm.epsilon), scale=None if norm.scale is None else jnp.asarray(norm.scale))
 
 
 def scaled_rows(x: jax.Array, row_scale: jax.Array | None) -> jax.Array:
-    """The rows that the weights' gradient is of, rounded to x's dtype. x: (rows, features); row_scale: (rows,)."""
+    """Multiplies rows by their factors and rounds to x's dtype. x: (rows, features); row_scale: (rows,) or None."""
     return x if row_scale is None else (x.astype(jnp.float32) * row_scale[:, None]).astype(x.dtype)
 
 
 def product_for(row_scale: jax.Array | None, dy: jax.Array, w: jax.Array) -> jax.Array:
-    """dy @ w.T, a gradient of scaled rows; float32 where a factor's gradient is to be summed over it."""
+    """Computes dy @ w.T, the gradient of the scaled rows; in float32 if the factors' gradient is summed from it."""
     return jnp.matmul(dy, w.T, preferred_element_type=None if row_scale is None else jnp.float32)
 
 
 def through_row_scale(
     dscaled: jax.Array, x: jax.Array, row_scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """From the gradient of the scaled rows to those of x and of the factors."""
+    """Turns the gradient of the scaled rows into the gradients of x and of the factors."""
     if row_scale is None:
         return dscaled, None
     wide = dscaled.astype(jnp.float32)
@@ -144,21 +147,21 @@ def through_row_scale(
 
 @usual_promotion
 def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
-    """The norm without its scale, and the weights after it with that scale in their rows.
+    """Folds a norm's scale into the rows of the weights after it.
 
-    For weights that do not change from call to call, as in decoding: done once, the pass over x that multiplies by the
-    scale is left out of every call. In a training step it would be a pass over the weights, and longer.
+    Use this for weights that do not change from call to call, as in decoding. Done once, it saves every call the pass
+    over x that multiplies by the scale. In a training step it would cost a pass over the weights, which is longer.
 
     Args:
-        norm: with a scale (features,) and no bias.
+        norm: a norm with a scale (features,) and no bias.
         weights: (features, outputs) each.
 
     Returns:
-        `norm` with `scale=None`, and the weights, rounded to their dtypes.
+        `norm` with `scale=None`, and the scaled weights, rounded to their dtypes.
 
     Raises:
-        TypeError: norm is no `Norm`, or a weight is no array or not floating.
-        ValueError: a norm without scale or with a bias, a scale that is not floating and (features,), or a weight of
+        TypeError: norm is no `Norm`, or a weight is no floating array.
+        ValueError: the norm has no scale or has a bias, the scale is not floating and (features,), or a weight has
             another number of rows.
     """
     if not isinstance(norm, Norm):

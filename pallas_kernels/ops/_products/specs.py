@@ -1,46 +1,60 @@
-"""Parts of registry entries: calls of products, norms as flat arguments, sizes and work."""
+"""Parts of the products' registry entries: calls, norms as flat arguments, sizes and work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.specs import BENCH, ArgSpec, Arguments, ArraySpec, OpSpec, array_bytes, call_name
+from pallas_kernels.ops._products.norm import as_rows, prologue, row_norm
+from pallas_kernels.spec_builders import arg_spec, call_name
+from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill
 
 NORM_ARRAYS = ("norm_scale", "norm_bias", "mean_square")
-"""The names under which a norm's arrays stand among an `ArgSpec`'s arguments."""
+"""The names of a norm's arrays among an `ArgSpec`'s arguments."""
 
 Part = tuple[Mapping[str, Any], str]
 """Some of an `ArgSpec`'s arguments, and what they add to its name, if anything."""
 
 
-def product_call(sizes: str, operands: Mapping[str, Any], *parts: Part, tags: Iterable[str]) -> ArgSpec:
-    """How a product is called: 2x72-128-192-bfloat16-bias for x (2, 72, 128), w (128, 192) and a bias.
+def product_call(build: Callable[..., tuple[Any, ...]]) -> Callable[..., ArgSpec]:
+    """Decorates a function that builds a product's call, given x.
 
-    sizes: of the weights, for the name. operands: x first, whatever it is called. parts: what follows, in order.
+    The decorated function takes x's leading dimensions, by keyword `features`, dtype, fill and tags, and the other
+    keywords of `build`. Its specs have names such as 2x72-128-192-bfloat16-bias, for x (2, 72, 128), w (128, 192) and a
+    bias. `build` returns the weights' sizes for the name, the operands, and further parts of the arguments, in order.
     """
-    x, arguments = next(iter(operands.values())), dict(operands)
-    for more, _ in parts:
-        arguments |= more
-    name = call_name(x.shape[:-1], sizes, x.dtype, *(told for _, told in parts), fill=x.fill)
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+
+    def call(
+        *leading: int, features: int, dtype: str = "bfloat16", fill: Fill = "normal", tags: str = "test", **own: Any
+    ) -> ArgSpec:
+        x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
+        sizes, operands, *parts = build(x, **own)
+        name = call_name(leading, f"{features}-{sizes}", dtype, *(told for _, told in parts), fill=fill)
+        arguments = dict(operands)
+        for more, _ in parts:
+            arguments |= more
+        return arg_spec(name, arguments, tags)
+
+    return call
 
 
-def bench_tags(rows: int) -> tuple[str, ...]:
-    """Of timed calls. Those of one row have the kernels of sixteen: no need to compile them for tests, too."""
-    return ("bench",) if rows == 1 else BENCH
+def bench_tags(rows: int, *, block: bool = False) -> str:
+    """Returns the tags of timed calls. One row has the same kernels as sixteen, which tests need not compile again."""
+    return ("bench" if rows == 1 else "gpu bench") + " block" * block
 
 
-def weight(features: int, outputs: int, dtype: str, *, deviation: float = 1.0) -> ArraySpec:
-    """Weights whose products with features of deviation 1 have this one; trained ones nearly keep the size."""
-    return ArraySpec(shape=(features, outputs), dtype=dtype, deviation=deviation * features**-0.5)
+def weight(x: ArraySpec, outputs: int, *, deviation: float = 1.0) -> ArraySpec:
+    """Makes weights whose products with features of standard deviation 1 have the given one, like trained weights."""
+    features = x.shape[-1]
+    return ArraySpec(shape=(features, outputs), dtype=x.dtype, deviation=deviation * features**-0.5)
 
 
-def behind_product(
+def epilogue(
     x: ArraySpec,
     outputs: int,
     *,
@@ -49,87 +63,73 @@ def behind_product(
     residual: bool = False,
     out_dtype: str | None = None,
 ) -> Part:
-    """What a linear layer does with its product."""
-    arguments: dict[str, Any] = {}
-    told = []
-    if bias:
-        arguments["bias"] = ArraySpec(shape=(outputs,), dtype=x.dtype)
-        told.append("bias")
-    if activation:
-        arguments["activation"] = activation
-        told.append(activation)
-    if residual:
-        arguments["residual"] = ArraySpec(shape=(*x.shape[:-1], outputs), dtype=out_dtype or x.dtype)
-        told.append("residual")
-    if out_dtype:
-        arguments["out_dtype"] = out_dtype
-        told.append(f"to-{out_dtype}")
-    return arguments, "-".join(told)
+    """Makes the arguments of a linear layer's epilogue."""
+    result = ArraySpec(shape=(*x.shape[:-1], outputs), dtype=out_dtype or x.dtype)
+    parts = {
+        "bias": bias and (ArraySpec(shape=(outputs,), dtype=x.dtype), "bias"),
+        "activation": activation and (activation, activation),
+        "residual": residual and (result, "residual"),
+        "out_dtype": out_dtype and (out_dtype, f"to-{out_dtype}"),
+    }
+    given = {name: part for name, part in parts.items() if part}
+    return {name: value for name, (value, _) in given.items()}, "-".join(told for _, told in given.values())
 
 
-def norm_arguments(kind: str | None, x: ArraySpec, *, scaled: bool = True, mean_square: bool = False) -> Part:
-    """A norm of x."""
+def norm_arguments(x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_square: bool = False) -> Part:
+    """Makes the arguments of a norm of x."""
     if kind is None:
         return {}, ""
-    features, name = x.shape[-1:], kind
-    arguments: dict[str, Any] = {"norm": kind}
-    if scaled:
-        arguments["norm_scale"] = ArraySpec(shape=features, dtype=x.dtype, mean=1.0, deviation=0.2)
-    else:
-        name += "_unscaled"
-    if kind == "layer":
-        arguments["norm_bias"] = ArraySpec(shape=features, dtype=x.dtype, deviation=0.2)
-    if mean_square:
-        arguments["mean_square"] = ArraySpec(shape=x.shape[:-1], dtype="float32", mean=1.0, deviation=0.05)
-        name += "-mean_square"
-    return arguments, name
+    scale = ArraySpec(shape=x.shape[-1:], dtype=x.dtype, mean=1.0, deviation=0.2)
+    bias = ArraySpec(shape=x.shape[-1:], dtype=x.dtype, deviation=0.2)
+    squares = ArraySpec(shape=x.shape[:-1], dtype="float32", mean=1.0, deviation=0.05)
+    arrays = (scaled and scale, kind == "layer" and bias, mean_square and squares)
+    name = kind + "_unscaled" * (not scaled) + "-mean_square" * mean_square
+    return {"norm": kind, **dict(zip(NORM_ARRAYS, arrays, strict=True))}, name
 
 
 def with_norm(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An `ArgSpec`'s arguments with their norm as the operations take it."""
+    """Converts an `ArgSpec`'s arguments with a norm to those of the operations."""
     arguments = dict(arguments)
     kind, scale, bias, mean_square = (arguments.pop(name, None) for name in ("norm", *NORM_ARRAYS))
     norm = None if kind is None else Norm(scale, bias, kind, mean_square=mean_square)
     return arguments if norm is None else {**arguments, "norm": norm}
 
 
+def normed(x: jax.Array, norm: Norm | None, *, is_fused: bool) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the rows for a product's kernel, and its keywords for a fused norm or the rows' factors."""
+    if is_fused:
+        assert norm is not None
+        return as_rows(x), {"norm": row_norm(norm)}
+    rows, row_scale = prologue(norm, as_rows(x))
+    return rows, {"row_scale": row_scale}
+
+
 def rows_of(arguments: Arguments) -> int:
-    """How many rows x (..., features) has."""
+    """Returns the number of rows of x (..., features)."""
     return math.prod(arguments["x"].shape[:-1])
 
 
-def product_bytes(arguments: Arguments, *weights: str) -> tuple[list[int], list[int]]:
-    """Bytes of x and each of the weights, and of each product in x's dtype."""
-    x, arrays = arguments["x"], [arguments[name] for name in weights]
-    written = [rows_of(arguments) * w.shape[1] * x.dtype.itemsize for w in arrays]
-    return [array_bytes(array) for array in (x, *arrays)], written
+def result_bytes(weight: str = "w") -> Callable[[Arguments], int]:
+    """Counts the bytes of x's product with the weight."""
+
+    def count(arguments: Arguments) -> int:
+        dtype = jnp.dtype(arguments.get("out_dtype") or arguments["x"].dtype)
+        return rows_of(arguments) * arguments[weight].shape[1] * dtype.itemsize
+
+    return count
+
+
+def kept_bytes(arguments: Arguments) -> int | None:
+    """Counts the bytes of the product that the forward pass keeps for an activation's gradient, if there is one."""
+    return result_bytes()(arguments) if arguments.get("activation") else None
 
 
 def product_flops(arguments: Arguments, phase: str, *, weights: tuple[str, ...] = ("w",)) -> int:
-    """Multiplications and additions of a phase's products of x with each of the weights."""
+    """Counts the multiplications and additions of a phase's products of x with each of the weights."""
     outputs = sum(arguments[name].shape[1] for name in weights)
     return 2 * rows_of(arguments) * arguments["x"].shape[-1] * outputs * (1 if phase == "forward" else 2)
 
 
 def flat(array: jax.Array | None) -> jax.Array | None:
-    """(..., columns) as rows."""
-    return None if array is None else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-
-
-def gradients_of(
-    op: OpSpec, implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """The backward pass together with the forward pass that it differentiates, as far as the compiler keeps that.
-
-    Where norm and product are operations of their own, what lies between them is saved, and there is no backward pass
-    to be called without it.
-    """
-    names = [name for name in op.differentiable if arguments.get(name) is not None]
-
-    def forward(differentiable):
-        return op.function(**{**arguments, **differentiable}, implementation=implementation)
-
-    pullback = jax.vjp(forward, {name: arguments[name] for name in names})[1]
-    pulled: Any = cotangents[0] if len(cotangents) == 1 else cotangents
-    (gradients,) = pullback(pulled)
-    return tuple(gradients[name] for name in names)
+    """Reshapes (..., columns) to (rows, columns)."""
+    return None if array is None else as_rows(array)

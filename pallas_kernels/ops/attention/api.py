@@ -18,6 +18,7 @@ from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
     Extras,
+    Options,
     Problem,
     Segments,
     Window,
@@ -52,12 +53,12 @@ def attention(
     return_residuals: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Scaled dot-product attention, of which no scores reach memory.
+    """Computes scaled dot-product attention without writing scores to memory.
 
-    The same as, for each head, in float32 between the casts,
+    Equivalent to this, for each head, in float32 between the casts:
 
         score = scale * query @ key.T
-        score = softcap * tanh(score / softcap) + bias      # each where given
+        score = softcap * tanh(score / softcap) + bias      # each only if given
         score = where(seen, score, -inf)                    # mask, is_causal, window and segment_ids together
         weight = softmax(score)                             # a query that sees no key has weights of zero
         weight = where(keep, weight / (1 - dropout_rate), 0)
@@ -65,69 +66,81 @@ def attention(
 
     Args:
         query: (batch, queries, heads, head size), floating.
-        key: (batch, keys, key heads, head size), of query's dtype; heads are a multiple of key heads, and query head n
-            has key head n // (heads / key heads).
-        value: like key.
-        bias: floating, broadcastable to (batch, heads, queries, keys). It has a gradient.
-        mask: boolean (True keeps), likewise.
-        is_causal: query i sees keys j <= i, also where there are more keys than queries.
+        key: (batch, keys, key heads, head size), of query's dtype. The number of heads is a multiple of the number of
+            key heads; query head n uses key head n // (heads / key heads).
+        value: an array of key's shape and dtype.
+        bias: floating, broadcastable to (batch, heads, queries, keys), or None. It has a gradient.
+        mask: boolean (True keeps), broadcastable to (batch, heads, queries, keys), or None.
+        is_causal: query i sees only keys j <= i, also if there are more keys than queries.
         scale: a Python number; None: 1 / sqrt(head size).
-        window: query i sees keys i - left <= j <= i + right; an integer for both, or a tuple (left, right), None: no
-            bound.
-        segment_ids: integers (batch, length), or a pair, (batch, queries) and (batch, keys): queries see keys of their
-            own segment. Where tiles of keys have other segments, "mosaic" does not compute them.
+        window: a pair (left, right) of integers: query i sees only keys i - left <= j <= i + right. An integer stands
+            for both. None in place of either, or of the pair: no bound.
+        segment_ids: integers (batch, length), or a pair of (batch, queries) and (batch, keys): queries see only keys of
+            their own segment. "mosaic" skips tiles of keys that have other segments only.
         softcap: a positive finite Python number, or None.
-        dropout_rate: a Python number, 0 <= rate < 1; what is dropped is its nearest multiple of 2**-15. The mask
-            depends on the key and the element's place alone.
-        dropout_key: one key of `jax.random.key` or `jax.random.PRNGKey`; needed where the rate is above zero. Members
-            of a `jax.vmap` and devices of a shard_map that share a key have the same mask.
-        return_residuals: whether to return the scores' log-sum-exp too.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 and
-            float16, head sizes 64, 96, 128, 192 and 256, and others with zeros up to the next of them), "cudnn"
-            (through `jax.nn.dot_product_attention`; NVIDIA GPUs; no mask, segments, softcap, dropout or residuals),
-            "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla"; "xla" too for
-            one token that sees itself, and for heads of other sizes with few features or scores, whose zeros are
-            expected to take longer than they save. For NVIDIA's other GPUs name ("mosaic", "cudnn", "xla"). Where no
-            gradient is asked for, "mosaic" computes a few queries that see all keys by `decode_attention`'s kernel. Its
-            gradient gives the same bits each time, which cuDNN's does not; at 4096 queries it took 11 % less time than
-            that under a causal mask and 3 % less without. Where there are few keys, it rounds the gradients of key and
-            value once for each query head, as cuDNN does, before they are summed over the heads of a group.
+        dropout_rate: a Python number, 0 <= rate < 1; the nearest multiple of 2**-15 is used. The mask depends only on
+            the key and the element's position.
+        dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; needed if the rate is above 0. Members of a
+            `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
+        return_residuals: whether to return the scores' log-sum-exp, too.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
+            head sizes 64, 96, 128, 192 and 256, and smaller ones, padded with zeros to the next of these. Gradients
+            have the same bits in every run. Without a gradient, a few queries that see all keys run in
+            `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded for each query head,
+            as in cuDNN, before the sum over the heads of a group.
+            "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, segments, softcap, dropout or
+            residuals. Gradients may differ between runs. At 4096 queries they took longer than those of "mosaic", which
+            needed 11 % less time with a causal mask and 3 % less without.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for padded head
+            sizes with few features or scores, where padding should cost more than the kernel saves. For NVIDIA's other
+            GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
-        out, like query; with `return_residuals` (out, lse), lse (batch, heads, queries) float32, the natural logarithm,
-        -inf for a query that sees no key.
+        out, with query's shape and dtype. With `return_residuals`, the pair (out, lse): lse (batch, heads, queries)
+        float32, the natural logarithm, -inf for a query that sees no key.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
     """
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
     bias, mask = optional_arrays("attention", bias=bias, mask=mask)
     is_causal = static_flag("attention", "is_causal", is_causal)
-    masked = {"bias": bias, "mask": mask, "window": window, "segment_ids": segment_ids, "softcap": softcap}
-    masked |= {"scale": scale, "dropout_rate": dropout_rate, "dropout_key": dropout_key}
-    check(query, key, value, **masked)
-    # A float of NumPy would make float64 of what it multiplies, under jax_enable_x64.
-    scale, softcap = (None if number is None else float(number) for number in (scale, softcap))
-    masked |= {"scale": scale, "softcap": softcap, "dropout_rate": float(dropout_rate), "is_causal": is_causal}
+    options: Options = {
+        "bias": bias,
+        "mask": mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "segment_ids": segment_ids,
+        "softcap": softcap,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
+    }
+    check(query, key, value, **options)
+    # A NumPy float would make float64 of what it multiplies, under jax_enable_x64.
+    options["scale"], options["softcap"] = (None if number is None else float(number) for number in (scale, softcap))
+    options["dropout_rate"] = float(dropout_rate)
     support = {
-        "mosaic": partial(mosaic_unsupported, query, key),
-        "cudnn": partial(cudnn_unsupported, query, key, value, **masked, return_residuals=return_residuals),
+        "mosaic": partial(mosaic_unsupported, query),
+        "cudnn": partial(cudnn_unsupported, query, key, value, **options, return_residuals=return_residuals),
         "xla": lambda: None,
     }
     if query.size == 0 or key.size == 0:
         choose("attention", implementation, support)
-        return attention_reference(query, key, value, **masked, return_residuals=return_residuals)
-    problem, extras = problem_of(query, key, **masked)
+        return attention_reference(query, key, value, **options, return_residuals=return_residuals)
+    problem, extras = problem_of(query, key, **options)
     chosen = choose("attention", implementation, support, preferred=partial(preferred, problem))
     if chosen == "xla":
-        return attention_reference(query, key, value, **masked, return_residuals=return_residuals)
+        return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     if chosen == "cudnn":
-        return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
+        return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=options["scale"], window=window)
     size = problem.head_size
     problem, (query, key, value) = widened(problem, query, key, value)
     operands = jax.tree.leaves((query, key, value, extras))
-    # Marked as varying like the others, so that shard_map sums gradients over the devices that those are spread over.
+    # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
     query, key, value = (varying_like(array, *operands) for array in (query, key, value))
     if extras.dense is not None:
         extras = replace(extras, dense=varying_like(extras.dense, *operands))
@@ -138,9 +151,8 @@ def attention(
     return (out, lse) if return_residuals else out
 
 
-def mosaic_unsupported(query: jax.Array, key: jax.Array) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
-    del key
+def mosaic_unsupported(query: jax.Array) -> str | None:
+    """Why the Mosaic GPU kernels cannot take this query here, or None where they can."""
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
     if size_taken(query.shape[3]) is None:
@@ -159,13 +171,13 @@ def _mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     if not returns_lse and has_few_queries(problem):
         out = few_queries_forward(query, key, value, problem=problem)
-        # Nobody reads it.
+        # The caller does not read lse.
         return out, jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
     return _mosaic_fwd(problem, returns_lse, query, key, value, extras)[0]
 
 
 def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
-    # The backward pass wants 0 of a query that sees no key; the caller, -inf.
+    # For a query that sees no key, the backward pass needs 0 and the caller gets -inf.
     lse_of_nothing = -math.inf if returns_lse else 0.0
     if packs_forward(problem):
         out, lse = packed_forward(query, key, value, problem=problem)

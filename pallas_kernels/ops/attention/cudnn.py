@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Unpack
 
 import jax
 
-from pallas_kernels.ops.attention.problem import Segments, Window, sides_of
+from pallas_kernels.ops.attention.problem import Options, Window, four_axes, sides_of
 from pallas_kernels.primitives.platform import target_device
 
 
@@ -21,48 +22,31 @@ def cudnn_attention(
     window: Window = None,
 ) -> jax.Array:
     """See `pallas_kernels.attention`."""
-    if bias is not None:
-        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     left, right = sides_of(window)
     if left is not None:
-        # Its window reaches as far back as asked; ahead there is only the causal limit.
-        is_causal, size = is_causal or right == 0, (left, 0)
-    else:
-        size = None
+        # cuDNN's window bounds the keys before; of those ahead it has only the causal limit.
+        is_causal = is_causal or right == 0
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        bias,
+        None if bias is None else four_axes(bias),
         is_causal=is_causal,
         scale=scale,
-        local_window_size=size,
+        local_window_size=None if left is None else (left, 0),
         implementation="cudnn",
     )
 
 
 def cudnn_unsupported(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    is_causal: bool,
-    scale: float | None,
-    window: Window,
-    segment_ids: Segments,
-    softcap: float | None,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-    return_residuals: bool,
+    query: jax.Array, key: jax.Array, value: jax.Array, *, return_residuals: bool, **options: Unpack[Options]
 ) -> str | None:
     """Why cuDNN cannot take these arguments here, or None where it can."""
-    del dropout_key
-    if mask is not None or segment_ids is not None:
+    is_causal, window = options["is_causal"], options["window"]
+    if options["mask"] is not None or options["segment_ids"] is not None:
         return "it gives a query that sees no key an average of all values; pass a bias to have that"
-    absent = {"softcap": softcap, "dropout with this mask": dropout_rate, "float32 residuals": return_residuals}
-    for name, wanted in absent.items():
+    absent = {"softcap": options["softcap"], "dropout with this mask": options["dropout_rate"]}
+    for name, wanted in {**absent, "float32 residuals": return_residuals}.items():
         if wanted:
             return f"it has no {name}"
     left, right = sides_of(window)
@@ -74,9 +58,9 @@ def cudnn_unsupported(
         return "the last queries see no key, and it says nothing of what they get"
     if target_device().platform != "cuda":
         return f"it is for NVIDIA GPUs and this trace is for {target_device().kind!r}"
-    call = partial(cudnn_attention, is_causal=is_causal, scale=scale, window=window)
+    call = partial(cudnn_attention, is_causal=is_causal, scale=options["scale"], window=window)
     try:
-        jax.eval_shape(call, query, key, value, bias=bias)
+        jax.eval_shape(call, query, key, value, bias=options["bias"])
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return f"it says: {error}"
     return None

@@ -1,12 +1,13 @@
-"""Which weights dropout keeps: the same in every kernel and in the reference, however the work is cut.
+"""The weights that dropout keeps: the same in every kernel and in the reference, however the work is split.
 
-The 16 weights whose queries are alike but for bit 3 (of value 8), and whose keys are but for bits 0, 3 and 4, share a
-random word. For the keys with bit 4 its halves change places. It is multiplied by four numbers, one for each query and
-each value of the keys' bit 3; an even key and the odd one behind it have 16 bits of a product each. In the
-accumulators' layout one thread holds all 16 where queries lie along its rows, and two neighbours are one register once
-they are rounded to 16 bits, as their bits are. Where queries lie along columns, a thread holds four of them, and makes
-the word for these alone. What is left to an element is done on floats, as integers are compared at half their rate: on
-floats of 32 bits, or on pairs of 16 bits where the weights are about to be rounded to 16 bits.
+16 weights share a random word: those whose queries differ in bit 3 alone, and whose keys differ in bits 0, 3 and 4
+alone. For keys with bit 4 set, the halves of the word are swapped. The word is multiplied by four numbers, one for each
+query and each value of the keys' bit 3; an even key and the odd one after it take 16 bits of a product each.
+
+In the accumulators' layout with queries along rows, one thread holds all 16 weights, and two neighbouring columns are
+one register once they are rounded to 16 bits, as are their random bits. With queries along columns, a thread holds four
+of the 16, and computes the word for these alone. The rest of the work is done on floats, as integers are compared at
+half their rate: on float32, or on pairs of float16 if the weights are about to be rounded to 16 bits.
 
 Source of the layout: PTX ISA, "Register fragments for wgmma.mma_async".
 """
@@ -39,22 +40,22 @@ from pallas_kernels.primitives.random import (
 )
 
 _ROW_AXIS = 4
-"""Of the layout's array of registers: the two rows of a thread."""
+"""The axis of the layout's array of registers along which the two rows of a thread lie."""
 
 Members = tuple[int, int]
-"""What a word is multiplied by, for a thread's first row and for the other one."""
+"""The numbers that a word is multiplied by, for a thread's first row and for the other one."""
 
 
 def rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """values.astype(dtype) of a tile in the accumulators' layout, where it stands.
+    """values.astype(dtype), for a tile in the accumulators' layout, that LLVM cannot move.
 
-    What goes round a loop in 16 bits has half of the registers. LLVM would round it after it has gone round.
+    A loop's carry in 16 bits takes half of the registers. LLVM would carry float32 and round in the next step.
     """
     if is_interpreted():
         return values.astype(dtype)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout)
-    kind = _pair_kind(dtype)
+    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def round_pairs(_, array):
@@ -70,9 +71,9 @@ def rounded(values: jax.Array, dtype: Any) -> jax.Array:
 
 
 def saturated(value: jax.Array) -> jax.Array:
-    """Clamped to 0 and 1, not-a-number to 0: a modifier of the instruction that made the value.
+    """value clamped to [0, 1], NaN to 0: a free modifier of the instruction that computes the value.
 
-    `jnp.clip` would keep not-a-number, for which there is no such modifier: two instructions at half rate.
+    `jnp.clip` would keep NaN, for which there is no such modifier: two instructions at half rate.
     """
     if is_interpreted():
         return jnp.where(value > 0, jnp.minimum(value, 1.0), 0.0)
@@ -88,7 +89,7 @@ def saturated(value: jax.Array) -> jax.Array:
 
 
 def bits_of_halves(word: jax.Array, members: Members) -> jax.Array:
-    """Halves of products in front, (64, 8) uint32: of even columns the one behind, of odd ones that in front."""
+    """Products of words and members, (64, 8) uint32: even columns have the lower half in front."""
 
     def register_of(product):
         i32 = ir.IntegerType.get_signless(32)
@@ -99,9 +100,9 @@ def bits_of_halves(word: jax.Array, members: Members) -> jax.Array:
 
 
 def mask_of_halves(word: jax.Array, members: Members, dtype: Any, limit: int) -> jax.Array:
-    """float16's 1.0 or 0.0 as bits of `dtype`, (64, 8): 1.0 where 15 bits of the products' halves are below the limit.
+    """float16's 1.0 or 0.0 as bits of `dtype`, (64, 8): 1.0 where 15 bits of a product's half are below the limit.
 
-    Their difference, as float16, is scaled such that the least one is 1, and saturated.
+    The difference from the limit, as float16, is scaled so that the least one is 1, and saturated.
     """
     scale = 2.0 ** max(0, 26 - (limit >> 10))
     scaled_limit = float(np.uint16(limit).view(np.float16)) * scale
@@ -119,9 +120,9 @@ def mask_of_halves(word: jax.Array, members: Members, dtype: Any, limit: int) ->
 
 
 def permuted(word: jax.Array, order: jax.Array) -> jax.Array:
-    """The bytes of 64 x 8 words in another order, that of `prmt` with zeros behind the word.
+    """The bytes of (64, 8) words in another order, as `prmt` takes it, with zeros as the second operand.
 
-    Both are the same for a thread's two rows, and order for all that it has: so they are made once.
+    A thread's two rows have the same words, and all its elements the same order: one register is computed for both.
     """
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(word.shape, word.dtype, layout=layout)
@@ -140,9 +141,9 @@ def permuted(word: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _of_products(word: jax.Array, members: Members, dtype: Any, register_of: Callable[[Any], Any]) -> jax.Array:
-    """An array like `word`, of which a thread's elements are one number, made once: the compiler may not see that.
+    """An array like `word`, whose elements a thread computes once, as it has one word; the compiler may not see that.
 
-    register_of: from its product with the member of a row to the row's two elements.
+    register_of: from the product of the word and a row's member to the row's two elements.
     """
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(word.shape, dtype, layout=layout)
@@ -160,24 +161,20 @@ def _of_products(word: jax.Array, members: Members, dtype: Any, register_of: Cal
     return make(word)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
 
 
-def _pair_kind(dtype: Any) -> str:
-    return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-
-
 def _pair_type(dtype: Any) -> Any:
     return ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
 
 
 _PERIOD = 2**32
 _HALF, _OTHER, _FAR = 1, 8, 16
-"""The bits in which the places of those that share a word differ: all three of keys, the second of queries."""
+"""The bits in which the places of weights that share a word differ: all three of keys, the second of queries."""
 _KEY_BITS = _HALF | _OTHER | _FAR
 _KEYS = 2 * _FAR
-"""Among so many, those that share words are."""
+"""Keys that share words are in one group of so many."""
 _COLUMNS = 8
 """Columns of a register of the accumulators' layout."""
 _PACKED_LIMITS = 0x2C00, 0x7C00
-"""From where on a float16 has a scale that makes its least difference 1, and the first that is no finite number."""
+"""The least float16 with a scale that makes its least difference 1, and the first that is not finite; as bits."""
 _WHOLE_QUERIES = 128
 
 
@@ -187,23 +184,23 @@ class Grid:
     def __init__(self, *, batch: int, heads: int, queries: int, keys: int, period: int = _PERIOD):
         self.queries = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES
         self.keys = -(-keys // _KEYS) * _KEYS
-        # Whole groups of queries, so that a tile of them lies in one epoch.
+        # Whole groups of queries, so that a query tile lies in one epoch.
         self.rows_an_epoch = max(1, period // self.keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
         self.has_epochs = batch * heads * self.queries > self.rows_an_epoch
 
     def row(self, head: Any, query: Any) -> jax.Array:
-        """head: batch and head in one number."""
+        """The row of a query; head: counted over all batch entries."""
         return _uint32(head) * jnp.uint32(self.queries) + _uint32(query)
 
     def second(self, words: Words, row: jax.Array) -> jax.Array:
-        """The second key word for a row."""
+        """The second key word of a row."""
         return epoch_word(words[1], row // jnp.uint32(self.rows_an_epoch)) if self.has_epochs else words[1]
 
 
 def keep_mask(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *, rate: float) -> jax.Array:
-    """Which weights are kept, boolean (batch, heads, queries, keys): the definition, in plain `jax.numpy`.
+    """The weights that dropout keeps, boolean (batch, heads, queries, keys): the definition, in plain `jax.numpy`.
 
-    Each with probability 1 - rate, rounded to a multiple of 2**-15.
+    Each is kept with probability 1 - rate, rounded to a multiple of 2**-15.
     """
     grid = Grid(batch=batch, heads=heads, queries=queries, keys=keys)
     words = mixed_words(key_words(key))
@@ -228,14 +225,14 @@ def with_kept(
     query: Any,
     key: Any,
 ) -> jax.Array:
-    """combine(values, kept), in a kernel: kept is 1.0 where `keep_mask` is true, else 0.0.
+    """combine(values, kept) in a kernel, where kept is 1.0 where `keep_mask` is true, else 0.0.
 
     Args:
         values: a tile in the accumulators' layout, its lengths multiples of 16 queries and 32 keys.
-        combine: of some of the tile's columns.
-        words: of `mixed_words`.
+        combine: called for eight columns at a time.
+        words: see `mixed_words`.
         query_axis: the axis along which queries lie.
-        head: of the queries, that of all batches counted on.
+        head: of the queries, counted over all batch entries.
         query, key: the tile's first ones, multiples of 64 and of 32.
     """
     words_of = _words_of(values.shape[0], problem, words, query_axis, head, query, key)
@@ -252,9 +249,9 @@ def with_kept(
 
 
 def packed_unit(problem: Problem) -> float | None:
-    """What `packed_kept` multiplies kept weights by; None where it does not serve.
+    """The factor of kept weights in `packed_kept`, or None where that cannot serve.
 
-    1.0 of a float16, as the bits of the weights' own type.
+    It is the number that the bits of float16's 1.0 are in the weights' dtype.
     """
     if not problem.dropout_rate or not _PACKED_LIMITS[0] <= _limit(problem.dropout_rate) >> 16 < _PACKED_LIMITS[1]:
         return None
@@ -262,10 +259,10 @@ def packed_unit(problem: Problem) -> float | None:
 
 
 def packed_kept(columns: int, *, problem: Problem, words: Words, head: Any, query: Any, key: Any) -> jax.Array:
-    """What 64 x columns weights of the problem's type are to be multiplied by, queries along the first axis.
+    """The mask to multiply (64, columns) weights of the problem's dtype by, `packed_unit` or 0; queries along rows.
 
-    That is `packed_unit` or 0. As `with_kept`, with an instruction for two elements in place of one for each: two
-    columns lie in one register, and so do the random bits of the two, which are a product.
+    Like `with_kept`, with one instruction for two elements: two columns lie in one register, and so do their random
+    bits, which are a product.
     """
     words_of = _words_of(64, problem, words, 0, head, query, key)
     parts = []
@@ -280,19 +277,20 @@ def packed_kept(columns: int, *, problem: Problem, words: Words, head: Any, quer
 
 
 def _words_of(rows: int, problem: Problem, words: Words, query_axis: int, head: Any, query: Any, key: Any):
-    """What gives the words of eight columns from one on: of 8 keys, or of 8 queries and those 8 further on.
+    """Returns a function from a column to the words of the eight columns from there on.
 
-    Halves are where they belong; where keys lie along rows, also those of even keys are in front.
+    Eight columns are 8 keys, or 8 queries that share words with the next 8. Halves are swapped for keys with bit 4; if
+    keys lie along rows, those of even keys are also in front.
     """
     masking = problem.masking
     grid = Grid(batch=problem.batch, heads=problem.heads, queries=masking.queries, keys=masking.keys)
     row = grid.row(head, query)
     second = grid.second(words, row)
     steps = [PLACE_STEP * step % _PERIOD for step in ((1, grid.keys) if query_axis else (grid.keys, 1))]
-    # All but the constants of the columns, once: the same for both rows of a thread, which are 8 apart.
+    # Everything but the columns' constants is computed once. It is the same for both rows of a thread, 8 apart.
     first_axis, second_axis = (_places(rows, axis) for axis in (0, 1))
-    # A kernel's loop goes along the second axis: all else is one number held throughout. Only `moving` is multiplied as
-    # a scalar: uniform registers are few, and descriptors of products that do not fit in them are spilled.
+    # A kernel's loop moves along the second axis; everything else is one number that a thread holds throughout. Only
+    # `moving` is multiplied as a scalar: uniform registers are few, and wgmma descriptors beyond them are spilled.
     held, moving = (_uint32(key), row) if query_axis else (row, _uint32(key))
     own = (_without(first_axis, _KEY_BITS if query_axis else _OTHER) + held) * jnp.uint32(steps[0]) + words[0]
     own = (own + _without(second_axis, _HALF) * jnp.uint32(steps[1])) + moving * jnp.uint32(steps[1])
@@ -308,7 +306,6 @@ def _words_of(rows: int, problem: Problem, words: Words, query_axis: int, head: 
     def words_of(column: int) -> jax.Array:
         here, next_ = (jnp.uint32(steps[1] * c % _PERIOD) for c in (column, column + 1))
         word = shared_word(own + jnp.where(is_odd, next_, here), second)
-        # The same for a thread's two rows.
         return _of_key(word, first_axis) if is_interpreted() else permuted(word, order)
 
     return words_of
@@ -319,7 +316,7 @@ def _places(rows: int, axis: int) -> jax.Array:
 
 
 def _of_key(word: jax.Array, key: jax.Array) -> jax.Array:
-    """The word with what belongs to a key in front: a permutation of bytes."""
+    """The word with a key's half in front: a permutation of bytes."""
     word = jnp.where(_has(key, _FAR), _turned(word), word)
     return jnp.where(_has(key, _HALF), word, word << jnp.uint32(16))
 
@@ -338,13 +335,13 @@ def _turned(word: jax.Array) -> jax.Array:
 
 
 def _members_at(column: int) -> Members:
-    """What the words of eight keys from a multiple of 8 on are multiplied by; even keys' 16 bits are behind."""
+    """The members for eight keys from a multiple of 8 on; even keys have the lower 16 bits of the product."""
     own, other = (keys[_has(column, _OTHER)] for keys in MEMBERS)
     return own, other
 
 
 def _bits_of_rows(word: jax.Array, members: Members) -> jax.Array:
-    """The 16 bits of each of 64 x 8 weights, in front; behind them, what decides nothing."""
+    """The 16 random bits of each of (64, 8) weights, in front of others that decide nothing."""
     if is_interpreted():
         product = word * jnp.where(_has(_places(64, 0), _OTHER), *map(jnp.uint32, members[::-1]))
         return jnp.where(_has(_places(64, 1), _HALF), product, product << jnp.uint32(16))
@@ -361,7 +358,7 @@ def _without(place: jax.Array, bits: int) -> jax.Array:
 
 
 def _limit(rate: float) -> int:
-    """Elements whose lower 31 bits are below it are kept; of these bits, the first 15 decide."""
+    """The limit below which 31 random bits keep a weight; the first 15 of these bits decide."""
     return round((1 - rate) * 2**15) << 16
 
 
@@ -372,13 +369,13 @@ def _are_kept(bits: jax.Array, rate: float) -> jax.Array:
 def _as_kept(bits: jax.Array, rate: float) -> jax.Array:
     """`_are_kept` as 1.0 and 0.0.
 
-    Floats without a sign compare as their bits do, and not-a-number, which has the greatest bits, saturates to 0. The
-    difference from the limit is scaled such that the least one is 1.
+    Positive floats compare as their bits do, and NaN, which has the greatest bits, saturates to 0. The difference from
+    the limit is scaled so that the least one is 1.
     """
     limit = _limit(rate)
     exponent = (limit >> 23) - 127
     if not -103 <= exponent <= 127:
-        # A limit that is no finite float, or one of which the scale would not be.
+        # The limit or the scale would not be finite.
         return jnp.where(_are_kept(bits, rate), 1.0, 0.0)
     scale = 2.0 ** max(0, 24 - exponent)
     value = jnp.abs(lax.bitcast_convert_type(bits, jnp.float32))

@@ -1,7 +1,7 @@
-"""Few queries, of which a tile has rows for 64 of a head, however few there are (TUNING.md).
+"""Attention with few queries, which would leave most of a tile's 64 rows empty (TUNING.md).
 
 GQA packing: the queries of all heads that share a key head are rows of one tile, forward and backward. Where queries
-see all keys and no gradient is asked for, the kernel of decoding does that, and splits the keys.
+see all keys and no gradient is needed, the kernel of `decode_attention` does that, and also splits the keys.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 _MOST_QUERIES = 32
-"""Of a head. With more of them fewer than half of the tiles would go."""
+"""Queries of a head: with more, packing would save less than half of the tiles."""
 _LARGEST_HEAD = 128
-"""With 256 ptxas spills where the last tile of keys is not whole."""
+"""With a head size of 256 ptxas spills where the last key tile is not whole."""
 _MASKED_ROWS, _MASKED_KEYS = 64, 128
-"""With a causal mask: one tile, so that what is seen of it need not be worked out for others."""
+"""A causal mask takes one tile: key ranges of several packed tiles are not implemented."""
 _DECODED_ROWS = 64
-"""Queries of all heads of a group: a tile of the kernel. More would read the keys again."""
+"""Queries of all heads of a group: a tile of the decoding kernel. More would read the keys again."""
 _DECODED_KEYS = 16384
-"""Of all sequences: with more than one query the heads have to be turned before and after, which costs 3 µs."""
+"""Keys of all sequences: with more than one query, heads are transposed before and after, which costs 3 µs."""
 _LINES = 8
-"""TMA loads groups of eight keys."""
+"""The decoding kernel's TMA loads groups of eight keys."""
 
 
 def can_pack(problem: Problem) -> bool:
-    """Whether rows may be queries of several heads: of them all the same is seen, and nothing depends on the head."""
+    """Whether queries of several heads may share a tile: they see the same keys, and nothing depends on the head."""
     masking = problem.masking
     is_plain = problem.dense is None and not problem.dropout_rate and not masking.has_segments and masking.left is None
     is_few = masking.queries <= _MOST_QUERIES and problem.head_size <= _LARGEST_HEAD
@@ -49,36 +49,36 @@ def can_pack(problem: Problem) -> bool:
 
 
 def packs_forward(problem: Problem) -> bool:
-    """Whether the forward pass takes packed queries: where heads make more tiles of them than run at once."""
+    """Whether the forward pass packs: where unpacked heads would make more tiles than run at once."""
     sees_all = can_pack(problem) and problem.masking.right is None
     return sees_all and problem.batch * problem.heads > target_device().core_count
 
 
 def packed(problem: Problem) -> Problem:
-    """The problem of `pack`'s arrays. A causal mask is that of the queries' numbers in their heads."""
+    """The problem of packed arrays. A causal mask counts queries within their heads."""
     masking = replace(problem.masking, queries=problem.masking.queries * problem.group)
     return replace(problem, heads=problem.key_heads, masking=masking)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Packed rows that stay where they are: TMA loads those of each head.
+    """Packing of rows that stay where they are in memory: TMA loads those of each head.
 
-    queries: of a head. group: heads that have one key head.
+    queries: of a head. group: query heads of a key head.
     """
 
     queries: int
     group: int
 
     def heads_of(self, rows: int) -> int:
-        """Heads of a tile of so many rows."""
+        """The heads of a tile of so many rows."""
         return rows // self.queries
 
 
 def packs_in_place(problem: Problem, rows: int) -> Packing | None:
-    """How a tile of so many rows lies in the arrays of a problem that can be packed; None where it is no whole heads.
+    """The packing of tiles of so many rows; None where a tile does not have whole heads.
 
-    TMA writes shared memory by eight rows.
+    TMA writes shared memory by groups of eight rows.
     """
     queries, group = problem.masking.queries, problem.group
     is_whole = queries % 8 == 0 and rows % queries == 0 and queries * group % rows == 0
@@ -86,7 +86,7 @@ def packs_in_place(problem: Problem, rows: int) -> Packing | None:
 
 
 def row_places(batch: Any, row: Any, head: Any, rows: int, packing: Packing | None) -> list[tuple[Any, Any]]:
-    """Where `rows` rows of a head from `row` on are: places in (batch, queries, heads, head size), and in a tile."""
+    """The places of the `rows` rows from `row` on in (batch, queries, heads, head size), each with that in a tile."""
     if packing is None:
         return [((batch, pl.ds(row, rows), head), pl.ds(0, rows))]
     first = head * packing.group + lax.div(row, packing.queries)
@@ -96,7 +96,7 @@ def row_places(batch: Any, row: Any, head: Any, rows: int, packing: Packing | No
 
 
 def pack(array: jax.Array, group: int) -> jax.Array:
-    """(batch, queries, heads, head size) as (batch, group * queries, heads / group, head size), by heads of a group."""
+    """(batch, queries, heads, head size) as (batch, group * queries, heads / group, head size), head by head."""
     batch, queries, heads, size = array.shape
     split = array.reshape(batch, queries, heads // group, group, size)
     return split.transpose(0, 3, 1, 2, 4).reshape(batch, group * queries, heads // group, size)
@@ -112,13 +112,13 @@ def unpack(array: jax.Array, group: int) -> jax.Array:
 def packed_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention_forward` by `pack`'s arrays, where every query sees every key."""
+    """`attention_forward` on packed arrays, where every query sees every key."""
     out, lse = attention_forward(pack(query, problem.group), key, value, Extras(), problem=packed(problem))
     return unpack(out, problem.group), lse.reshape(problem.batch, problem.heads, -1)
 
 
 def has_few_queries(problem: Problem) -> bool:
-    """Whether the kernel of decoding takes this forward pass: nothing is hidden, added or dropped."""
+    """Whether the decoding kernel computes this forward pass: nothing is hidden, added or dropped."""
     masking = problem.masking
     is_plain = problem.dense is None and not problem.dropout_rate and not masking.has_segments
     sees_all = masking.left is None and masking.right is None
@@ -128,9 +128,9 @@ def has_few_queries(problem: Problem) -> bool:
 
 
 def few_queries_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Problem) -> jax.Array:
-    """Like query, (batch, queries, heads, head size); key and value (batch, keys, key heads, head size).
+    """Attention by the decoding kernel: the queries of all heads become heads of one token, which sees every key.
 
-    All queries of a head are heads of one token, which sees every key.
+    query and the result: (batch, queries, heads, head size). key, value: (batch, keys, key heads, head size).
     """
     batch, queries, heads, size = query.shape
     key_heads, group = problem.key_heads, problem.group
@@ -138,7 +138,7 @@ def few_queries_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, p
     if queries > 1:
         rows = query.reshape(batch, queries, key_heads, group, size).swapaxes(1, 2)
         rows = rows.reshape(batch, 1, heads * queries, size)
-    # A constant of the program: `jnp.full` would be a kernel.
+    # A constant in the program, where `jnp.full` would be a kernel.
     lengths = varying_like(jnp.asarray(np.full(batch, key.shape[1], np.int32)), query, key, value)
     rule = Scores(scale=problem.scale, window=None, softcap=problem.softcap)
     out = decode_forward(rows, key, value, lengths, scores=rule)

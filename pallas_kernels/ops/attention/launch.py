@@ -1,4 +1,4 @@
-"""How the attention kernels run: a grid of blocks, each with consumer warpgroups and one producer that loads by TMA."""
+"""Launches attention kernels: a grid of blocks, each of some consumer warpgroups and a producer that loads by TMA."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.flop_metadata import Products
 
 REGISTERS = (24, 240)
-"""Of a thread of the producer, and of a consumer, in a block with two consumers: at most 504 together, three times the
-168 that a thread begins with. A warpgroup that asks for more than are left waits for ever."""
+"""Registers of a thread of the producer and of each of two consumers: at most 504 = 3 * 168 in all, as a thread begins
+with 168. A warpgroup that asks for more than are left waits for ever."""
 MORE_FOR_PRODUCER = (40, 232)
-"""Likewise, for a producer that has to load panels or several heads' rows."""
+"""For a producer that loads panels or several heads' rows."""
 
 
 def block_kernel(
@@ -29,9 +29,10 @@ def block_kernel(
     automatic_barriers: bool = True,
     **params: Any,
 ) -> Callable[..., Any]:
-    """A kernel of so many blocks with so many consumer warpgroups and a producer, see `run_roles`.
+    """A kernel of so many blocks, each with some consumer warpgroups and a producer; see `run_roles`.
 
-    automatic_barriers: of a warpgroup's threads around each store, by Pallas. params: of `plgpu.CompilerParams`.
+    automatic_barriers: whether Pallas puts barriers of a warpgroup's threads around each store. params: further ones of
+    `plgpu.CompilerParams`.
     """
     return settings.kernel(
         body,
@@ -57,10 +58,10 @@ def run_roles(
     *,
     consumers_first: bool = False,
 ) -> None:
-    """In a kernel: the last warpgroup produces, the others consume.
+    """Runs the role of a warpgroup: the last one produces, the others consume.
 
-    warpgroup: the number of the one that runs.
-    consumers_first: the order of the two in the program, on which ptxas's registers may depend.
+    warpgroup: its number. registers: of a thread of the producer and of a consumer.
+    consumers_first: the order of the roles in the program, which may change ptxas's choice of registers.
     """
     of_producer, of_consumer = registers
 

@@ -1,11 +1,11 @@
-"""Which keys a query sees, said once for a launch: for tiles (what need not be computed) and for elements.
+"""Which keys a query sees: for tiles (which ones to visit, and to mask) and for elements.
 
-A band of diagonals (causal attention and windows), the keys' length, and segments of packed documents. All of it is
-arithmetic on integers that are Python's, a kernel's scalars, or arrays: the same functions serve both passes and tests.
-What is dense (a mask or bias array) is not here: it says nothing about tiles.
+The mask is a band of diagonals (causal attention and windows), the keys' length, and segments of packed documents. The
+same functions take Python integers, a kernel's scalars and arrays, and serve both passes and tests. Dense mask and bias
+arrays are not here, as they skip no tile.
 
-Only keys are bounded. Queries beyond the last are rows of zeros, whose results are not stored and whose cotangents are
-zero, so that they need no mask.
+Queries beyond the last need no mask: they are rows of zeros, their results are not stored, and their cotangents are
+zero.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Side = Literal["left", "right"]
 
 
 class TileRange(NamedTuple):
-    """Tiles from `first` to before `last` matter; from `full_first` to before `full_last` no element is masked.
+    """Tiles in [first, last) are visited; in [full_first, full_last) no element is masked.
 
-    first <= full_first <= full_last <= last. Each an integer, a scalar or an array.
+    first <= full_first <= full_last <= last, each an integer, a scalar or an array.
     """
 
     first: Any
@@ -32,15 +32,22 @@ class TileRange(NamedTuple):
     full_last: Any
     last: Any
 
+    def part(self, number: Any, parts: int) -> TileRange:
+        """One of so many parts of the range, in which no tile before the full ones may be masked."""
+        each = jax.lax.div(self.last - self.first + parts - 1, jnp.int32(parts))
+        first = jnp.minimum(self.first + number * each, self.last)
+        last = jnp.minimum(first + each, self.last)
+        return TileRange(first, first, jnp.clip(self.full_last, first, last), last)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """The mask of a launch, as far as it is not an array.
+    """The mask of a launch, except for a dense array.
 
-    queries, keys: their number. Query i and key j are on one diagonal where i == j, also where the numbers differ.
-    left: a query sees at most so many keys before its own place; None: all.
-    right: a query sees at most so many keys after its own place; None: all. Causal attention: 0.
-    has_segments: besides, query and key must carry the same segment number.
+    queries, keys: the lengths. Query i and key i are on one diagonal, also where the lengths differ.
+    left: the number of keys that a query sees before its own place; None: all.
+    right: the number of keys that a query sees after its own place; None: all. Causal attention: 0.
+    has_segments: query and key must also be of the same segment.
     """
 
     queries: int
@@ -51,17 +58,17 @@ class Masking:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no key after the query is seen."""
+        """Whether a query sees no key after its own place."""
         return self.right is not None and self.right <= 0
 
     @property
     def has_band(self) -> bool:
-        """Whether diagonals bound what is seen."""
+        """Whether a causal mask or a window hides keys."""
         return self.left is not None or self.right is not None
 
     @property
     def pairs(self) -> int | None:
-        """Pairs of query and key that are seen; None where segments decide, too."""
+        """The number of visible pairs of query and key; None with segments."""
         if self.has_segments:
             return None
         row = np.arange(self.queries, dtype=np.int64)
@@ -71,11 +78,11 @@ class Masking:
 
     @property
     def masks_before(self) -> bool:
-        """Whether some tile of keys in front of the full ones may need its elements masked."""
+        """Whether key tiles before the full ones may be masked."""
         return self.left is not None or self.has_segments
 
     def key_tiles(self, row: Any, rows: int, columns: int) -> TileRange:
-        """For the queries from `row` on, `rows` of them, the tiles of `columns` keys. Without regard to segments."""
+        """The key tiles, of `columns` keys, for the `rows` queries from `row` on; ignores segments."""
         last_row = _minimum(row + rows, self.queries) - 1
         start = 0 if self.left is None else _maximum(row - self.left, 0)
         end = self.keys if self.right is None else _minimum(self.keys, _maximum(last_row + self.right + 1, 0))
@@ -84,7 +91,7 @@ class Masking:
         return _range(start, full_start, full_end, end, columns)
 
     def query_tiles(self, column: Any, columns: int, rows: int) -> TileRange:
-        """For the keys from `column` on, `columns` of them, the tiles of `rows` queries. Without regard to segments."""
+        """The query tiles, of `rows` queries, for the `columns` keys from `column` on; ignores segments."""
         last_column = _minimum(column + columns, self.keys) - 1
         start = 0 if self.right is None else _maximum(column - self.right, 0)
         end = self.queries if self.left is None else _minimum(self.queries, _maximum(last_column + self.left + 1, 0))
@@ -103,8 +110,7 @@ class Masking:
     def has_sides(self, rows: int, columns: int) -> bool:
         """Whether no tile of `rows` queries and `columns` keys is cut both by `left` and by `right` or the end.
 
-        The tiles of keys behind the full ones are then cut by `right` and the end alone, and those in front of them by
-        `left` alone.
+        Key tiles before the full ones are then cut by `left` alone, and those after them by `right` and the end alone.
         """
         if self.left is None or self.right is None or self.queries > self.keys:
             return False
@@ -120,12 +126,12 @@ class Masking:
         tile: int = 0,
         side: Side | None = None,
     ) -> Any:
-        """Which elements are seen, boolean; None where all are.
+        """Returns which elements are visible, boolean; None if all are.
 
-        row, column: the elements' places, integer arrays that broadcast. row_segments, column_segments: the segment
-        numbers of those places, broadcasting likewise; needed where `has_segments`. tile: keys come in tiles of so
-        many; where the last tile is whole, none lies beyond the last key, and nothing is compared. 0: compare.
-        side: what alone may cut the tile, see `has_sides`; None: anything.
+        row, column: the elements' places, integer arrays that broadcast. row_segments, column_segments: the segments of
+        these places, likewise; needed with `has_segments`. tile: the length of key tiles: if it divides `keys`, no
+        place is beyond the last key, and that is not compared. 0: it is. side: the only side of the band that may cut
+        the tile, see `has_sides`; None: both may.
         """
         conditions = []
         if self.right is not None and side != "left":
@@ -145,17 +151,17 @@ class Masking:
 def segment_key_tiles(
     masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
 ) -> jax.Array:
-    """`Masking.key_tiles` of every tile of queries, with regard to segments.
+    """`Masking.key_tiles` of every query tile, with segments.
 
-    Segment numbers need not be sorted: a tile of keys counts where its range of numbers meets that of the queries. For
-    packed documents, which are sorted, the work is in proportion to the tiles that matter.
+    A key tile is visited if its range of segment numbers meets that of the queries. Numbers need not be sorted; if they
+    are, as for packed documents, no tile is visited in vain.
 
     Args:
         query_segments: (batch, queries), integers.
         key_segments: (batch, keys).
 
     Returns:
-        (batch, tiles of queries, 4), int32: the members of `TileRange`.
+        (batch, query tiles, 4), int32: the members of `TileRange`.
     """
     tile = jnp.arange(-(-masking.queries // rows), dtype=jnp.int32)
     bounds = masking.key_tiles(tile * rows, rows, columns)
@@ -165,14 +171,14 @@ def segment_key_tiles(
 def segment_query_tiles(
     masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
 ) -> jax.Array:
-    """`Masking.query_tiles` of every tile of keys, with regard to segments: (batch, tiles of keys, 4), int32."""
+    """`Masking.query_tiles` of every key tile, with segments: (batch, key tiles, 4), int32."""
     tile = jnp.arange(-(-masking.keys // columns), dtype=jnp.int32)
     bounds = masking.query_tiles(tile * columns, columns, rows)
     return _segment_tiles(bounds, _extent(key_segments, columns), _extent(query_segments, rows), len(tile))
 
 
 def padded_segments(segments: jax.Array, multiple: int) -> jax.Array:
-    """Segment numbers (batch, length) as int32, repeated at the end up to a multiple of a tile."""
+    """Segment numbers (batch, length) as int32, the last one repeated up to a multiple of a tile."""
     extra = -segments.shape[1] % multiple
     return jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, extra)), mode="edge")
 
@@ -194,7 +200,7 @@ def _segment_tiles(bounds: TileRange, own: Sequence[jax.Array], other: Sequence[
     start, end = _first(matters), len(tile) - _first(matters[..., ::-1])
     end = jnp.where(matters.any(-1), end, start)
     full_start = jnp.where(is_full.any(-1), _first(is_full), end)
-    # Where numbers are not sorted, only the first run of full tiles is taken for full.
+    # If numbers are not sorted, only the first run of full tiles counts as full.
     run_end = _first(~is_full & (tile >= full_start[..., None]), default=len(tile))
     full_end = jnp.minimum(jnp.maximum(run_end, full_start), end)
     return jnp.stack([start, full_start, full_end, end], axis=-1).astype(jnp.int32)
@@ -214,7 +220,7 @@ def _range(start: Any, full_start: Any, full_end: Any, end: Any, size: int) -> T
 
 
 def _divide(value: Any, size: int) -> Any:
-    """Of what is not negative, where rounding down takes no more than a division."""
+    """value // size, for value >= 0: a plain division, without the correction for negative numbers."""
     return value // size if isinstance(value, int) else jax.lax.div(value, jnp.asarray(size, value.dtype))
 
 

@@ -1,11 +1,11 @@
-"""What a call of attention computes: its arguments checked, and as static facts and further arrays of a launch."""
+"""The problem that a call of attention poses: checks of its arguments, static facts, and further arrays."""
 
 from __future__ import annotations
 
 import math
 import operator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,20 @@ from pallas_kernels.primitives.random import key_words
 LOG2_E = 1.4426950408889634
 
 LOWEST = -1e30
-"""Where running maxima begin, in base 2. Far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
+"""The start of running maxima, in base 2: far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Static facts of a launch.
 
-    heads: of the queries; a multiple of key_heads, that of keys and values.
+    heads: of queries; a multiple of key_heads, those of keys and values.
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
-    dropout_rate: the share of weights set to zero, the others divided by what is left.
-    bounds_weights: weights are kept from being more than 1, as those of keys could be that are not there, and are
-        zeros: a gradient by weights that are finite, and keys of zeros, is zero.
-    dense: an array that masks ("mask", int8, 0 hides) or is added to the scores ("bias"), or None.
+    dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
+    dense: whether a "mask" (int8, 0 hides) or a "bias" array comes with the launch; None: neither.
+    bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
+        and infinity times such a key is not zero.
     """
 
     batch: int
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def product(self) -> Products | None:
-        """One product of head size by pairs of query and key that are seen; None where their number is not known."""
+        """One product of head size by visible pairs of query and key; None where their number is not static."""
         pairs = self.masking.pairs
         return None if pairs is None else product(self.batch * self.heads * pairs, 1, self.head_size, self.dtype)
 
@@ -62,7 +62,7 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """The further arrays of a launch; None what it has not.
+    """The further arrays of a launch; None for one that it does not have.
 
     query_segments, key_segments: (batch, queries), (batch, keys), integers.
     dense: (1 or batch, 1 or heads, 1 or queries, keys); int8 where `Problem.dense` is "mask", else floating.
@@ -76,60 +76,63 @@ class Extras:
 
 
 Window = int | tuple[int | None, int | None] | None
-"""Keys seen before and after the query's own place; one number for both; None: all."""
+"""The number of keys seen before and after the query's own place, or one for both; None: all."""
 
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
-"""(batch, length) for queries and keys alike, or one of each."""
+"""(batch, length) for both queries and keys, or one array for each."""
 
 
 def masking_of(queries: int, keys: int, is_causal: bool, window: Window, has_segments: bool) -> Masking:
-    """The launch's mask: causal is a window that ends at the query."""
+    """The mask of a launch; causal attention is a window that ends at the query."""
     left, right = sides_of(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    # What bounds nothing is left out.
+    # Bounds that hide nothing are left out.
     left = None if left is not None and left >= queries - 1 else left
     right = None if right is not None and right >= keys - 1 and not is_causal else right
     return Masking(queries=queries, keys=keys, left=left, right=right, has_segments=has_segments)
 
 
 def sides_of(window: Window) -> tuple[int | None, int | None]:
-    """Keys seen before and after, as Python's integers."""
+    """The numbers of keys seen before and after, as Python integers."""
     left, right = window if isinstance(window, tuple) else (window, window)
     return None if left is None else operator.index(left), None if right is None else operator.index(right)
 
 
 def segments_of(segment_ids: Segments) -> tuple[jax.Array, jax.Array]:
-    """Of queries, of keys."""
+    """The segments of queries and of keys."""
     own, other = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     return jnp.asarray(own), jnp.asarray(other)
 
 
-def problem_of(
-    query: jax.Array,
-    key: jax.Array,
-    *,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    is_causal: bool,
-    scale: float | None,
-    window: Window,
-    segment_ids: Segments,
-    softcap: float | None,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-) -> tuple[Problem, Extras]:
-    """What the kernels take for these arguments of `attention`."""
+class Options(TypedDict):
+    """The keyword arguments of `attention` that say what it computes."""
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    is_causal: bool
+    scale: float | None
+    window: Window
+    segment_ids: Segments
+    softcap: float | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+
+
+def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> tuple[Problem, Extras]:
+    """The static facts and the further arrays of a launch, from arguments of `attention`."""
+    bias, mask, scale, segment_ids = options["bias"], options["mask"], options["scale"], options["segment_ids"]
+    rate, dropout_key = options["dropout_rate"], options["dropout_key"]
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
     dense, array = None, None
     if bias is not None:
-        array = _four(bias)
-        array = array if mask is None else jnp.where(_four(mask), array, -jnp.inf)
+        array = four_axes(bias)
+        array = array if mask is None else jnp.where(four_axes(mask), array, -jnp.inf)
         dense = "bias"
     elif mask is not None:
         # Mosaic GPU would load booleans as bits; XLA keeps them as bytes.
-        dense, array = "mask", _four(mask).astype(jnp.int8)
+        dense, array = "mask", four_axes(mask).astype(jnp.int8)
     if array is not None and array.shape[3] != keys:
         array = jnp.broadcast_to(array, (*array.shape[:3], keys))
     problem = Problem(
@@ -138,36 +141,25 @@ def problem_of(
         key_heads=key_heads,
         head_size=size,
         dtype=query.dtype,
-        masking=masking_of(queries, keys, is_causal, window, segment_ids is not None),
+        masking=masking_of(queries, keys, options["is_causal"], options["window"], segment_ids is not None),
         scale=1 / math.sqrt(size) if scale is None else scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
+        softcap=options["softcap"],
+        dropout_rate=rate,
         dense=dense,
     )
     own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
-    words = key_words(dropout_key) if dropout_rate and dropout_key is not None else None
+    words = key_words(dropout_key) if rate and dropout_key is not None else None
     return problem, Extras(query_segments=own, key_segments=other, dense=array, words=words)
 
 
-def _four(array: jax.Array) -> jax.Array:
+def four_axes(array: jax.Array) -> jax.Array:
+    """A mask or bias with leading axes of length 1 up to four axes."""
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def check(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    scale: Any,
-    window: Any,
-    segment_ids: Any,
-    softcap: Any,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-) -> None:
+def check(query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[Options]) -> None:
     """Raises TypeError or ValueError where arguments do not belong together."""
+    scale, softcap = options["scale"], options["softcap"]
     for name, array in (("query", query), ("key", key), ("value", value)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"attention: {name} must be floating, got {array.dtype.name}; cast it first.")
@@ -191,10 +183,10 @@ def check(
         static_number("attention", "scale", scale)
     if softcap is not None:
         positive_number("attention", "softcap", softcap)
-    _check_window(window)
-    _check_dense(bias, mask, (batch, heads, queries, keys))
-    _check_segments(segment_ids, batch, queries, keys)
-    dropout_words("attention", dropout_rate, dropout_key)
+    _check_window(options["window"])
+    _check_dense(options["bias"], options["mask"], (batch, heads, queries, keys))
+    _check_segments(options["segment_ids"], batch, queries, keys)
+    dropout_words("attention", options["dropout_rate"], options["dropout_key"])
 
 
 def _check_window(window: Any) -> None:
@@ -240,29 +232,26 @@ def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> No
 
 
 HEAD_SIZES = (64, 96, 128, 192, 256)
-"""What kernels have tiles for."""
+"""Head sizes that kernels have tiles for."""
 LEAST_SIZE = 32
-"""Below, more than half of a tile would be zeros."""
+"""For smaller heads, more than half of a tile would be zeros."""
 LEAST_SCORES = 2**16
-"""Of a head. With fewer, XLA takes as long to add the zeros as to keep scores in memory: estimated, not measured."""
+"""Scores of a head: with fewer, padding is estimated (not measured) to take XLA as long as scores in memory."""
 
 
 def size_taken(size: int) -> int | None:
-    """The size of a kernel's heads that has room for `size` features, None where there is none."""
+    """The least head size of the kernels that is not below `size`; None if there is none."""
     return next((whole for whole in HEAD_SIZES if whole >= size), None)
 
 
 def pays(problem: Problem) -> bool:
-    """Whether a kernel is worth its zeros."""
+    """Whether a kernel is worth padding the heads."""
     scores = problem.masking.queries * problem.masking.keys
     return problem.head_size in HEAD_SIZES or (problem.head_size >= LEAST_SIZE and scores >= LEAST_SCORES)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:
-    """The problem and its arrays, (batch, length, heads, head size), with heads of a size that the kernels take.
-
-    The scale stays that of the heads as they were.
-    """
+    """Pads the heads of arrays (batch, length, heads, head size) to a size that the kernels take; keeps the scale."""
     size = size_taken(problem.head_size)
     assert size is not None
     if size == problem.head_size:

@@ -10,11 +10,11 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.dropout import keep_mask
-from pallas_kernels.ops.attention.problem import Segments, Window, masking_of, segments_of
+from pallas_kernels.ops.attention.problem import Segments, Window, four_axes, masking_of, segments_of
 from pallas_kernels.specs import Arguments
 
 SCORES_BYTES = 16 * 2**30
-"""Where all scores would take more, those of one key head at a time are computed."""
+"""The most bytes of scores at once: if all heads would take more, one key head is computed at a time."""
 
 
 def attention_reference(
@@ -33,7 +33,7 @@ def attention_reference(
     dropout_key: jax.Array | None = None,
     return_residuals: bool = False,
 ):
-    """See `pallas_kernels.attention`. All scores are written out, those of all heads unless they are too many at once.
+    """See `pallas_kernels.attention`. Keeps all scores in memory, or those of one key head if they are too many.
 
     Computes in float32 (float64 for float64 inputs).
     """
@@ -63,7 +63,6 @@ def _attend(query, key, value, given, dropout_rate: float = 0.0, dropout_key=Non
 
 
 def _head_by_head(query, key, value, given) -> tuple[jax.Array, jax.Array]:
-    """One key head after the other."""
     batch, queries, heads, size = query.shape
     key_heads = key.shape[2]
     own = {name: _by_head(given[name], key_heads) for name in ("bias", "mask") if _has_heads(given[name])}
@@ -87,8 +86,8 @@ def _has_heads(dense: jax.Array | None) -> bool:
 
 
 def _by_head(dense: jax.Array, key_heads: int) -> jax.Array:
-    """(key heads, batch, group, queries, keys)."""
-    dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+    """dense as (key heads, batch, group, queries, keys)."""
+    dense = four_axes(dense)
     batch, heads, queries, keys = dense.shape
     return jnp.moveaxis(dense.reshape(batch, key_heads, heads // key_heads, queries, keys), 1, 0)
 
@@ -105,7 +104,7 @@ def masked_scores(
     segment_ids: Segments = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """What the softmax is taken of, (batch, key heads, group, queries, keys), float32 or wider; -inf where hidden."""
+    """The softmax's argument, (batch, key heads, group, queries, keys), float32 or wider; -inf where hidden."""
     heads, key_heads = query.shape[2], key.shape[2]
     scores = _scores(query, key, scale, softcap)
     if bias is not None:
@@ -120,7 +119,7 @@ def masked_scores(
 def weighted_values(
     weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
 ) -> jax.Array:
-    """The values' sums with weights (batch, key heads, group, queries, keys), after dropout; like query."""
+    """dropout(weights) @ value, like query; weights: (batch, key heads, group, queries, keys)."""
     if dropout_rate:
         assert dropout_key is not None
         batch, queries, heads, _ = query.shape
@@ -131,7 +130,7 @@ def weighted_values(
 
 
 def _scores(query: jax.Array, key: jax.Array, scale: float | None, softcap: float | None) -> jax.Array:
-    """Scaled and capped, (batch, key heads, group, queries, keys)."""
+    """The scores before bias and mask, (batch, key heads, group, queries, keys)."""
     batch, queries, heads, size = query.shape
     wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, queries, key.shape[2], heads // key.shape[2], size)
@@ -141,8 +140,8 @@ def _scores(query: jax.Array, key: jax.Array, scale: float | None, softcap: floa
 
 
 def _grouped(dense: jax.Array, key_heads: int, heads: int) -> jax.Array:
-    """A mask or bias that broadcasts to (batch, heads, queries, keys), as it broadcasts to scores."""
-    dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+    """A mask or bias that broadcasts to (batch, heads, queries, keys), reshaped to broadcast to grouped scores."""
+    dense = four_axes(dense)
     batch, own, queries, keys = dense.shape
     if own == 1:
         return dense[:, :, None]
@@ -163,7 +162,7 @@ _OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap")
 
 
 def backward_of_xla(arguments: Arguments, lse: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
-    """From the log-sum-exp on, as the kernels do it; one key head at a time where scores would be too many."""
+    """Gradients from the log-sum-exp on, like the kernels'; one key head at a time if scores would be too many."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     bias = arguments.get("bias")
     static = {name: arguments[name] for name in _OF_SCORES if name in arguments}
@@ -175,7 +174,7 @@ def backward_of_xla(arguments: Arguments, lse: jax.Array, dout: jax.Array) -> tu
         def unnormalised(query, key, value, bias):
             scores = masked_scores(query, key, bias=bias, **static)
             weights = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
-            # The cotangent -delta of a row's sum makes what normalising it takes off.
+            # The cotangent -delta of a row's sum subtracts what normalising the row does.
             sums = jnp.sum(weights, axis=-1).reshape(lse.shape)
             return weighted_values(weights, value, query, rate, dropout_key), sums
 

@@ -1,8 +1,8 @@
-"""Tiles of rows of a head in shared memory, as TMA loads them and tensor cores read them.
+"""Tiles of a head's rows in shared memory, as TMA copies them and tensor cores read them.
 
-Tensor cores want groups of eight rows, swizzled. TMA makes such groups of an array whose length is whole groups. Of any
-other it loads panels of as many columns as are swizzled together, row behind row: in memory that is the same as the
-groups of a tile which is that narrow, and rows beyond the last one come as zeros, and are not stored.
+Tensor cores read swizzled groups of eight rows. TMA makes such groups of an array whose length is a multiple of eight.
+From any other array it loads panels, as wide as the swizzle, row after row: in memory a panel is the same as the groups
+of a tile of that width. TMA fills rows beyond the last one with zeros, and does not store them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.gemm.shared import shared
 
 GROUP = 8
-"""Rows that lie together for tensor cores."""
+"""Rows of a group that tensor cores read."""
 
 
 def is_ragged(masking: Masking) -> bool:
-    """Whether queries or keys are no whole groups."""
+    """Whether the number of queries or of keys is no multiple of eight."""
     return any(length % GROUP for length in (masking.queries, masking.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileForm:
-    """How tiles lie. size: of a row. in_panels: for arrays of any length. swizzle: bytes; None: as many as fit."""
+    """The layout of tiles. size: columns. in_panels: for arrays of any length. swizzle: bytes; None: as many as fit."""
 
     size: int
     dtype: jnp.dtype
@@ -39,11 +39,11 @@ class TileForm:
 
     @property
     def copies(self) -> int:
-        """By which TMA loads a tile, each of which arrives at its barrier."""
+        """TMA copies that load a tile, each of which arrives at the barrier."""
         return self.size // self._width if self.in_panels else 1
 
     def scratch(self, *shape: int) -> Any:
-        """The scratch type of tiles: shape is that of the stack of tiles, and then a tile's rows."""
+        """The scratch type of a stack of tiles; the last number of `shape` is a tile's rows."""
         if not self.in_panels:
             return shared((*shape, self.size), self.dtype, swizzle=self._swizzle)
         shape = (*shape[:-1], self.copies, shape[-1], self._width)
@@ -52,7 +52,7 @@ class TileForm:
         return plgpu.RefUnion(landed, shared(shape, self.dtype, swizzle=self._swizzle))
 
     def tiles(self, scratch: Any) -> RowTiles:
-        """What a kernel is given for `scratch`."""
+        """The tiles of a reference to `scratch`."""
         landed, read = scratch if self.in_panels else (scratch, scratch)
         return RowTiles(form=self, landed=landed, read=read)
 
@@ -68,9 +68,9 @@ class TileForm:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """References to tiles of rows: landed is what TMA writes and reads, read what tensor cores and threads do.
+    """A stack of tiles, one of them, or some of its rows.
 
-    stack: which of the tiles. rows: which of its rows.
+    landed: the reference for TMA. read: the one for tensor cores and threads. stack: the index of a tile. rows: in it.
     """
 
     form: TileForm
@@ -84,34 +84,34 @@ class RowTiles:
         return replace(self, stack=(*self.stack, *stack), rows=self.rows if rows is None else rows)
 
     def part(self, rows: Any) -> RowTiles:
-        """So many rows of these."""
+        """Some of these rows."""
         if isinstance(self.rows, slice):
             return replace(self, rows=rows)
         return replace(self, rows=pl.ds(self.rows.start + rows.start, rows.size))
 
     def panels(self, width: int | None = None) -> Iterator[tuple[int, Any]]:
-        """First columns, and references: all that lies together, or so many columns at a time."""
+        """Yields the first column of, and the reference to, each panel, or each `width` columns."""
         for start, panel in self._panels(self.read):
             size = panel.shape[1]
             for first in range(0, size, width or size):
                 yield start + first, panel if width in (None, size) else panel.at[:, pl.ds(first, width)]
 
     def load_async(self, source: Any, barrier: Any) -> None:
-        """By TMA from a reference to (rows, size) in device memory."""
+        """Starts TMA copies from a reference to (rows, size) in device memory."""
         for start, panel in self._panels(self.landed):
             plgpu.copy_gmem_to_smem(self._columns(source, start, panel), panel, barrier)
 
     def send(self, target: Any) -> None:
-        """By TMA, likewise."""
+        """Starts TMA copies to a reference to (rows, size) in device memory."""
         for start, panel in self._panels(self.landed):
             plgpu.copy_smem_to_gmem(panel, self._columns(target, start, panel))
 
     def load(self) -> list[jax.Array]:
-        """What `multiply_across` takes in place of the tile: its panels, in registers."""
+        """The tile's panels in registers, which `multiply_across` takes as its left operand."""
         return [plgpu.load(panel, layout=plgpu.Layout.WGMMA) for _, panel in self.panels()]
 
     def store(self, values: jax.Array, width: int | None = None) -> None:
-        """Rounds and stores; so many columns at a time take fewer registers."""
+        """Rounds and stores values, `width` columns at a time, which takes fewer registers."""
         for start, panel in self.panels(width):
             own = values if panel.shape[1] == values.shape[1] else values[:, start : start + panel.shape[1]]
             panel[...] = own.astype(self.form.dtype)
@@ -127,19 +127,19 @@ class RowTiles:
     def _columns(self, array: Any, start: int, panel: Any) -> Any:
         if not self.form.in_panels:
             return array
-        # The last panel may reach beyond the array, which JAX refuses of a start that it knows.
+        # The last panel may reach beyond the array, which JAX refuses if the start is static.
         return array.at[:, pl.ds(jnp.full((), start, jnp.int32), panel.shape[1])]
 
 
 def multiply_across(sums: Any, left: RowTiles | list[jax.Array], right: RowTiles) -> None:
-    """Starts sums += left @ right.T over rows' whole size, as many products as there are panels."""
+    """Starts sums += left @ right.T, one wgmma a panel."""
     lefts = left if isinstance(left, list) else [panel for _, panel in left.panels()]
     for own, (_, other) in zip(lefts, right.panels(), strict=True):
         plgpu.wgmma(sums, own, other.transpose((1, 0)))
 
 
 def multiply_down(sums: Any, left: Any, right: RowTiles) -> None:
-    """Starts sums += left @ right over the tile's rows, as many products as there are panels."""
+    """Starts sums += left @ right, one wgmma a panel."""
     for start, other in right.panels():
         own = sums.at[:, pl.ds(start, other.shape[1])] if right.form.in_panels else sums
         plgpu.wgmma(own, left, other)

@@ -1,4 +1,4 @@
-"""From a product of queries and keys to weights: scale, softcap, bias, mask, dropout. Scores are in base 2."""
+"""Scores and weights of a tile of products query @ key: scale, softcap, bias, mask, dropout. Scores are in base 2."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from pallas_kernels.ops.attention.problem import LOG2_E, Problem
 from pallas_kernels.primitives.random import Words
 
 Weights = tuple[jax.Array, ...]
-"""Weights, or weights in the problem's type and what they are still to be multiplied by.
+"""Weights; or weights in the problem's dtype and a mask to multiply them by.
 
-What wgmma reads may be made of them only when the one before has ended: to a loop, the operands of both are one
-register, and ptxas would have every single wgmma waited for.
+The product of the two, which wgmma reads, may only be computed when the wgmma before it has ended: in a loop the
+operands of both are the same registers, and ptxas would wait for each wgmma.
 """
 
-
 _REGISTER = 8
-"""Columns of a register of the accumulators' layout."""
-
-
+"""Columns of the accumulators' layout over which a thread has one register a row."""
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 
 def capped(products: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, jax.Array]:
-    """(softcap * bounded, in base 2, and bounded), bounded = tanh(scale * products / softcap).
+    """Returns (softcap * bounded, in base 2; bounded), with bounded = tanh(scale * products / softcap).
 
-    From one exponential: the hardware's own tanh is off by 5e-4, which a softcap of 50 makes 2% of a weight. It is off
-    by 3e-7; where a large cap would make that visible, small scores are by their series.
+    It takes one exponential and is off by 3e-7; the hardware's tanh is off by 5e-4, which a softcap of 50 makes 2% of a
+    weight. Where a large cap would show even the 3e-7, small scores come from the series.
     """
     bounded = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * scale / softcap)))
     scores = bounded * (softcap * LOG2_E)
@@ -48,10 +45,10 @@ def capped(products: jax.Array, scale: float, softcap: float) -> tuple[jax.Array
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What becomes of the products of a tile of 64 queries by `columns` keys, in the layout of the accumulators.
+    """The forward pass's arithmetic on a tile of 64 queries by `columns` keys, in the accumulators' layout.
 
-    extras: references to `Extras`' arrays, padded to whole tiles. words: what `mixed_words` gives, for dropout.
-    packs_dropout: whether that may take weights in pairs. short_masks: see `ForwardConfig`.
+    extras: references to the arrays of `Extras`, padded to whole tiles. words: `mixed_words` of the dropout key.
+    packs_dropout, short_masks: see `ForwardConfig`.
     """
 
     problem: Problem
@@ -63,23 +60,25 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """What `scaled`'s scores are still to be multiplied by, above zero: part of the exponential's own product."""
+        """A positive factor that `scaled` leaves to the exponential, whose own product has room for it."""
         problem = self.problem
         is_plain = problem.softcap is None and problem.dense != "bias" and problem.scale > 0
         return problem.scale * LOG2_E if is_plain else 1.0
 
     def scaled(self, product: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
-        """Scaled, capped, and with the dense array's part: what does not depend on the tile's place in the mask."""
+        """The scores with scale, softcap, and dense mask or bias."""
         problem = self.problem
         scores = product
         if problem.softcap is not None:
             scores = capped(scores, problem.scale, problem.softcap)[0]
         elif self.factor == 1.0:
             scores = scores * (problem.scale * LOG2_E)
-        if problem.dense == "bias":
-            scores = scores + self._dense(batch, head, row, column).astype(jnp.float32) * LOG2_E
-        elif problem.dense == "mask":
-            scores = jnp.where(self._dense(batch, head, row, column) != 0, scores, -jnp.inf)
+        if problem.dense is not None:
+            dense = load_dense(self.extras["dense"], (batch, head), (row, column), (64, self.columns))
+            if problem.dense == "bias":
+                scores = scores + dense.astype(jnp.float32) * LOG2_E
+            else:
+                scores = jnp.where(dense != 0, scores, -jnp.inf)
         return scores
 
     def masked(
@@ -90,7 +89,7 @@ class Scores:
         segments: tuple[jax.Array, jax.Array] | None,
         side: Side | None = None,
     ) -> jax.Array:
-        """-inf where the mask hides the key. segments: the numbers of the tile's queries and of its keys."""
+        """The scores, -inf where hidden. segments: those of the tile's queries and of its keys."""
         if self.short_masks and segments is None:
             return self._within_bounds(scores, row, column, side)
         rows, columns = self._places(row, column)
@@ -100,16 +99,16 @@ class Scores:
 
     @property
     def packs(self) -> bool:
-        """Whether dropout takes weights in pairs."""
+        """Whether dropout applies to pairs of weights."""
         return self.packs_dropout and packed_unit(self.problem) is not None
 
     @property
     def kept_unit(self) -> float:
-        """What kept weights are multiplied by."""
+        """The factor of kept weights after `dropped`."""
         return (packed_unit(self.problem) or 1.0) if self.packs else 1.0
 
     def _within_bounds(self, scores: jax.Array, row: Any, column: Any, side: Side | None) -> jax.Array:
-        """`masked` by places in the tile, of which a thread's share is taken off the bounds, once for each row."""
+        """`masked`, by comparing columns in the tile, which are constants, with bounds that are computed once a row."""
         masking, layout = self.problem.masking, plgpu.Layout.WGMMA
         rows, places = (plgpu.broadcasted_iota(jnp.int32, (64, _REGISTER), axis, layout=layout) for axis in (0, 1))
         own = (places & ~1) + column
@@ -133,7 +132,7 @@ class Scores:
         return lax.concatenate(parts, 1)
 
     def dropped(self, weights: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> Weights:
-        """Weights with those that dropout hits at zero; the others are not yet divided by what is left."""
+        """The weights with dropped ones set to zero, without dropout's factor 1 / (1 - rate)."""
         problem = self.problem
         if not problem.dropout_rate:
             return (weights,)
@@ -145,7 +144,7 @@ class Scores:
         return (with_kept(weights, operator.mul, problem=problem, query_axis=0, **place),)
 
     def rounded(self, weights: Weights) -> Weights:
-        """In the problem's type."""
+        """The weights in the problem's dtype."""
         return tuple(each.astype(self.problem.dtype) for each in weights)
 
     def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
@@ -154,15 +153,17 @@ class Scores:
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         return rows + row, columns + column
 
-    def _dense(self, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
-        ref = self.extras["dense"]
-        batches, heads, rows, _ = ref.shape
-        head = head if heads > 1 else 0
-        batch = batch if batches > 1 else 0
-        shape = (64, self.columns)
-        if rows == 1:
-            place = ref.at[batch, head, 0, pl.ds(column, self.columns)]
-            values = plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(values, shape, (1,))
-        place = ref.at[batch, head, pl.ds(row, 64), pl.ds(column, self.columns)]
-        return plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+
+def load_dense(ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int]) -> jax.Array:
+    """A tile of a mask or bias in the accumulators' layout, broadcast along the array's axes of length 1.
+
+    ref: to (1 or batch, 1 or heads, rows or 1, columns or 1). lead: the batch entry and the head.
+    """
+    places = [0 if size == 1 else place for size, place in zip(ref.shape, lead, strict=False)]
+    axes = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
+    index = [pl.ds(starts[axis], shape[axis]) if axis in axes else 0 for axis in (0, 1)]
+    if not axes:  # of a single query and a single key
+        return lax.broadcast(ref[(*places, 0, 0)], shape)
+    layout = plgpu.Layout.WGMMA if len(axes) == 2 else plgpu.Layout.WGMMA.reduce(1 - axes[0])
+    values = plgpu.load(ref.at[(*places, *index)], layout=layout, optimized=False)
+    return values if len(axes) == 2 else lax.broadcast_in_dim(values, shape, tuple(axes))

@@ -27,7 +27,7 @@ def batch_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normalises each feature by its mean and variance over all rows, as in training.
 
-    The same as, in float32 between the casts, with `axes` all but the last,
+    Equivalent to this, in float32 between the casts, where `axes` are all axes but the last:
 
         mean, variance = x.mean(axes), x.var(axes)
         y = (x - mean) * rsqrt(variance + epsilon) * scale + bias
@@ -35,17 +35,20 @@ def batch_norm(
     Args:
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype.
-        epsilon: added to the variance; a Python number from 0 on.
-        implementation: "mosaic" (Mosaic GPU kernels: one for up to 64 rows, else three; Hopper GPUs, or
-            `plgpu.force_gpu_interpret_mode`; at least 128 features), "xla", a sequence of them in order of preference,
-            or None: "mosaic" where it runs, else "xla".
+        epsilon: added to the variance; a non-negative Python number.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            One kernel for up to 64 rows, else three.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        y like x; mean and (biased) variance, (features,) float32. Under shard_map they are each device's own.
+        (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
+        `jax.shard_map` each device has its own statistics.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: Ioffe and Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
     """
@@ -63,7 +66,7 @@ def batch_norm(
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
         return reason
     features = x.shape[-1]
@@ -92,7 +95,7 @@ def _batch_norm_mosaic(
 
 def _mosaic_fwd(epsilon, x, scale, bias):
     y, mean, variance = batch_norm_forward(x, scale, bias, epsilon=epsilon)
-    # Only the dtype of the bias is needed; a residual must be an array.
+    # The backward pass needs only the bias's dtype, but residuals must be arrays.
     return (y, mean, variance), (x, scale, mean, variance, bias[:0])
 
 

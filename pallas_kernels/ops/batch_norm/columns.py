@@ -1,4 +1,4 @@
-"""The two large kernels of batch normalisation: sums down the columns, and then work on each element."""
+"""The two large kernels of batch normalisation: one sums over the rows, one applies the columns' coefficients."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Values = Mapping[str, jax.Array]
 Index = jax.Array | int
 
 SHIFT_ROWS = 8
-"""Rows whose mean is the shift of a block."""
+"""The number of rows whose mean is a block's shift."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNormConfig:
-    """How both kernels split their work: the one that reduces, and the one that applies the column's numbers.
+    """How the reducing kernel and the applying kernel split their work.
 
-    rows, warpgroups, blocks_per_core: of the reducing kernel, whose blocks are persistent: rows that a warpgroup reads
-        at once, warpgroups of a block, blocks a streaming multiprocessor.
-    apply_rows: rows that a block of one warpgroup takes in the applying kernel; the columns' numbers are read once for
-        them.
+    rows: rows that a warpgroup of the reducing kernel reads at a time. warpgroups: warpgroups of one of its blocks.
+    blocks_per_core: its persistent blocks on each streaming multiprocessor.
+    apply_rows: rows for each block of one warpgroup in the applying kernel, which reads the columns' numbers once for
+        all of them.
     """
 
     rows: int = 4
@@ -50,7 +50,7 @@ class BatchNormConfig:
 
 
 def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) -> BatchNormConfig:
-    """The untuned choice for a reduction over so many arrays: forward one, backward two."""
+    """Returns the untuned configuration for a reduction over this number of arrays: one forward, two backward."""
     if rows < 1024:
         return BatchNormConfig(rows=1, warpgroups=1, blocks_per_core=2, apply_rows=1)
     blocks = rows * features // (4 * access_columns(1, itemsize))
@@ -58,7 +58,7 @@ def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) 
 
 
 def candidates() -> dict[str, BatchNormConfig]:
-    """The configurations worth measuring, by name, in both phases."""
+    """Returns the configurations worth measuring, by name, in both phases."""
     shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 8, 8), (4, 4, 4))
     return {
         f"{r} rows {w} warpgroups, {a} rows": BatchNormConfig(rows=r, warpgroups=w, apply_rows=a) for r, w, a in shapes
@@ -67,7 +67,7 @@ def candidates() -> dict[str, BatchNormConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """`units` of `at_once` rows each, taken in turn by `lanes` warpgroups of each of `groups` groups."""
+    """Divides `units` of `at_once` rows among `groups` groups, whose `lanes` warpgroups each take every n-th unit."""
 
     units: int
     at_once: int
@@ -76,7 +76,7 @@ class RowSplit:
 
     @property
     def together(self) -> int:
-        """Warpgroups that share the rows."""
+        """The number of warpgroups that share the rows."""
         return self.groups * self.lanes
 
     def unit(self, group: Index, lane: Index, trip: Index) -> Any:
@@ -88,7 +88,7 @@ class RowSplit:
         return lax.div(self.units - group * self.lanes - lane + self.together - 1, self.together)
 
     def count(self, group: jax.Array) -> jax.Array:
-        """Rows of a group: at least one for those there are."""
+        """The number of rows of a group, at least one."""
         whole, left = divmod(self.units, self.together)
         rest = jnp.minimum(jnp.maximum(left - group * self.lanes, 0), self.lanes)
         return self.at_once * (self.lanes * whole + rest)
@@ -96,9 +96,9 @@ class RowSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Partials:
-    """The sums of each group of rows.
+    """Partial column sums, one set for each group of rows.
 
-    found: (groups, 2 or 3, features) float32: both sums and, where there is one, what was subtracted from an array.
+    found: (groups, 2 or 3, features) float32: both sums and, with a shifted array, the value subtracted from it.
     """
 
     found: jax.Array
@@ -114,51 +114,52 @@ def sum_columns(
     shifted: str | None = None,
     config: BatchNormConfig,
 ) -> Partials:
-    """Sums two terms of every row down the columns.
+    """Sums two terms over the rows, for every column.
 
-    Blocks are persistent: each keeps a strip of columns for a group of rows, which its warpgroups share out.
+    Blocks are persistent: each has a strip of columns and a group of rows, which its warpgroups divide among them.
 
     arrays: (rows, features), of one dtype. columns: (features,).
-    terms: what a row adds, from its and the columns' values.
+    terms: computes a row's summands from its values and the columns'.
     shifted: an array from which each block first subtracts the mean of a few of its rows (0 where that is huge or
         NaN), so that sums of squares do not cancel.
     """
     first_array = next(iter(arrays.values()))
-    rows, features = first_array.shape
-    itemsize, warpgroups = first_array.dtype.itemsize, config.warpgroups
+    (rows, features), dtype = first_array.shape, first_array.dtype
+    itemsize, warpgroups = dtype.itemsize, config.warpgroups
     at_once = rows_at_once(config.rows, rows)
-    units = rows // at_once  # what a warpgroup does in one step
+    units = rows // at_once  # a warpgroup reads one unit per step
     width = access_columns(1, itemsize)
     strips = max(1, features // width)
     groups = max(1, min(-(-units // warpgroups), target_device().core_count * config.blocks_per_core // strips))
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
     blocks = Blocks(rows=groups, features=features, columns=width, itemsize=itemsize, stride=features)
     operands = {**arrays, **columns}
+    array_names, column_names, names = tuple(arrays), tuple(columns), tuple(operands)
     results = 3 if shifted else 2
 
     def kernel(*all_refs):
-        refs = dict(zip(operands, all_refs, strict=False))
-        partial_ref, sums, done = all_refs[len(operands) :]
+        refs = dict(zip(names, all_refs, strict=False))
+        partial_ref, sums, done = all_refs[len(names) :]
         warpgroup = lax.axis_index("warpgroup")
 
         def block_shift(group, part, shifted):
-            """The same in all warpgroups of a block, and a value of the array's dtype: 16-bit ones differ exactly."""
+            """Returns the block's shift, in the array's dtype, so that differences of 16-bit values are exact."""
             first = group * (warpgroups * at_once)
             few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
             values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
             mean = moderate_or_zero(sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS))
-            return mean.astype(arrays[shifted].dtype).astype(jnp.float32)
+            return mean.astype(dtype).astype(jnp.float32)
 
         def work(group, parts):
             trips = split.trips(group, warpgroup)
             for part in parts:
                 shift = block_shift(group, part, shifted) if shifted else None
-                column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
+                column_values = _load({key: refs[key].at[part.columns] for key in column_names}, part)
 
                 def add(trip, total, part=part, shift=shift, column_values=column_values):
                     unit_rows = [split.unit(group, warpgroup, trip) * at_once + j for j in range(at_once)]
                     loaded = [
-                        _load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in unit_rows
+                        _load({key: refs[key].at[row, part.columns] for key in array_names}, part) for row in unit_rows
                     ]
                     for values in loaded:
                         if shifted and shift is not None:
@@ -209,9 +210,9 @@ def apply_columns(
     *,
     config: BatchNormConfig,
 ) -> jax.Array:
-    """`step` of every row of `arrays` and the values of `columns`; the result is like the first array.
+    """Applies `step` to every row of `arrays` and the values of `columns`; the result is like the first array.
 
-    Goes through the rows backwards: those that a reduction read last are in the L2 cache yet.
+    It goes through the rows backwards, since the L2 cache still has those that the reduction read last.
     """
     first_array = next(iter(arrays.values()))
     rows, features = first_array.shape
@@ -225,13 +226,15 @@ def apply_columns(
         stride=features,
     )
 
+    array_names, column_names = tuple(arrays), tuple(columns)
+
     def make_work(refs, result_ref):
         def work(group, parts):
             first = (blocks.rows - 1 - group) * at_once
             for part in parts:
                 mine = [first + i for i in range(at_once)]
-                loaded = [_load({key: refs[key].at[row, part.columns] for key in arrays}, part) for row in mine]
-                column_values = _load({key: refs[key].at[part.columns] for key in columns}, part)
+                loaded = [_load({key: refs[key].at[row, part.columns] for key in array_names}, part) for row in mine]
+                column_values = _load({key: refs[key].at[part.columns] for key in column_names}, part)
                 for row, values in zip(mine, loaded, strict=True):
                     store(result_ref.at[row, part.columns], step({**values, **column_values}).astype(result_ref.dtype))
 

@@ -1,4 +1,4 @@
-"""Sums down the columns of few rows, in one launch: of a short x itself, or of what the blocks of a long one found."""
+"""Column sums over few rows in one launch: rows of a short x, or the partial sums of a long one's blocks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import LANES
 
 WARPGROUPS = 8
-"""Warpgroups of a block, which share out the rows of its 128 columns."""
+"""Warpgroups of a block, which divide the rows of its 128 columns among them."""
 HELD_ROWS = 64
-"""The most rows that a block holds: 8 a warpgroup, in half of its registers where there are two arrays."""
+"""The most rows that a block holds: 8 per warpgroup. With two arrays they take half of its registers."""
 _TERMS = 2
 """The most terms of a pass."""
 _AT_ONCE = 3
-"""Rows that a warpgroup reads at once where they are not held."""
+"""Rows that a warpgroup reads at once if it does not hold them."""
 
 _HUGE = 1e30
 """The neighbours of such a float32 are so far from it that the distance's square is infinite."""
 
 Values = Mapping[str, jax.Array]
 Sums = tuple[jax.Array, ...]
-"""Sums over all rows, one float32 value a column each."""
+"""Sums over all rows, each with one float32 value per column."""
 
 
 def sum_few_rows(
@@ -46,14 +46,14 @@ def sum_few_rows(
     count_of: Callable[[jax.Array], jax.Array] | None = None,
     first_of: str | None = None,
 ) -> dict[str, jax.Array]:
-    """Sums terms of every row down the columns, in a fixed order, and derives numbers of each column.
+    """Sums terms over the rows in a fixed order, and computes numbers of each column from the sums.
 
     arrays: (rows, features); or the names of the (rows, names, features) parts of one array, whose places differ by
         constants, which saves registers. columns: (features,). All are seen as float32.
-    passes: each gives terms of a row, from its values, the columns' and the sums of the passes before.
-    finish: columns' numbers from the sums; those named in `out_types` are returned, (features,).
-    step: a row of a result like the first array, from its values and all columns'; returned as "result". Needs all
-        rows to be held.
+    passes: each computes a row's terms from its values, the columns' and the sums of earlier passes.
+    finish: computes columns' numbers from the sums; those named in `out_types` are returned, (features,).
+    step: computes a row of a result like the first array from its values and all columns'; returned as "result".
+        All rows must fit in registers.
     count_of: a row's "count" among its values, an integer.
     first_of: the array whose first row is the columns' value "first", or 0 where that is huge or NaN.
     """
@@ -62,22 +62,23 @@ def sum_few_rows(
         operands = {**arrays, **columns}
         places = {key: (key, ()) for key in arrays}
     else:
-        names, first_array = arrays
+        parts, first_array = arrays
         operands = {"parts": first_array, **columns}
-        places = {key: ("parts", (i,)) for i, key in enumerate(names)}
-    rows, features = first_array.shape[0], first_array.shape[-1]
+        places = {key: ("parts", (i,)) for i, key in enumerate(parts)}
+    rows, features, dtype = first_array.shape[0], first_array.shape[-1], first_array.dtype
+    names, column_names = tuple(operands), tuple(columns)
     warpgroups = min(WARPGROUPS, rows)
     turns = -(-rows // warpgroups)
     is_held = rows <= HELD_ROWS and len(places) <= 2
     if step is not None and not is_held:
         raise ValueError(f"{rows} rows of {len(places)} arrays are too many for one launch, which holds {HELD_ROWS}.")
-    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=first_array.dtype.itemsize, stride=features)
-    results = {} if step is None else {"result": jax.ShapeDtypeStruct(first_array.shape, first_array.dtype)}
-    results |= {key: jax.ShapeDtypeStruct((features,), dtype) for key, dtype in out_types.items()}
+    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=dtype.itemsize, stride=features)
+    results = {} if step is None else {"result": jax.ShapeDtypeStruct(first_array.shape, dtype)}
+    results |= {key: jax.ShapeDtypeStruct((features,), out_dtype) for key, out_dtype in out_types.items()}
 
     def kernel(*all_refs):
-        refs = dict(zip(operands, all_refs, strict=False))
-        out_refs = dict(zip(results, all_refs[len(operands) :], strict=False))
+        refs = dict(zip(names, all_refs, strict=False))
+        out_refs = dict(zip(results, all_refs[len(names) :], strict=False))
         held, done = all_refs[-2:]
         warpgroup = lax.axis_index("warpgroup")
 
@@ -100,11 +101,11 @@ def sum_few_rows(
             return isinstance(turn, int) and (turn + 1) * warpgroups <= rows
 
         def sum_turns(first_turn, row_values, terms, totals):
-            """Adds the terms of some turns' rows to the totals."""
+            """Adds the terms of the rows of some turns to the totals."""
             for turn, values in enumerate(row_values):
                 found = terms(values)
                 if not is_surely_there(first_turn + turn):
-                    # No product with zero: the row in its place may have infinities.
+                    # Select instead of multiplying by zero: the row read in its place may have infinities.
                     there = lax.broadcast(row_of(first_turn + turn) < rows, found[0].shape)
                     found = tuple(jnp.where(there, value, jnp.zeros_like(value)) for value in found)
                 totals = found if not totals else tuple(a + b for a, b in zip(totals, found, strict=True))
@@ -123,7 +124,7 @@ def sum_few_rows(
 
         def work(_, parts: tuple[Part, ...]):
             row_values = [[load_row(turn, part) for turn in range(turns) if is_held] for part in parts]
-            column_values = [{key: load(refs[key].at[part.columns], part) for key in columns} for part in parts]
+            column_values = [{key: load(refs[key].at[part.columns], part) for key in column_names} for part in parts]
             if first_of is not None:
                 for values, part in zip(column_values, parts, strict=True):
                     values["first"] = moderate_or_zero(load(place(first_of, 0, part), part))
@@ -159,7 +160,7 @@ def sum_few_rows(
 
         def write_rows(part, row_values, numbers, step):
             for turn, values in enumerate(row_values):
-                result = step({**numbers, **values}).astype(first_array.dtype)
+                result = step({**numbers, **values}).astype(dtype)
 
                 def write(turn=turn, result=result):
                     store(out_refs["result"].at[row_of(turn), part.columns], result)
@@ -193,5 +194,5 @@ def _local(part: Part) -> pl.Slice:
 
 
 def moderate_or_zero(value: jax.Array) -> jax.Array:
-    """The value, or 0 where it is huge: distances from it would be NaN, or their squares infinite."""
+    """Returns the value, or 0 if it is huge: distances from it would be NaN, or their squares infinite."""
     return jnp.where(jnp.abs(value) < _HUGE, value, jnp.zeros_like(value))

@@ -1,18 +1,19 @@
-"""Batch normalisation on Mosaic GPU: one launch for sums down the columns, a small one to join them, one for the rows.
+"""Batch normalisation on Mosaic GPU: one launch for column sums, a small one to add them, one for the rows.
 
 Forward, the statistics need every row before the first result can be written, so x is read twice. Each block sums x and
-x**2 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero; a
-small kernel in between joins what the blocks found, in a fixed order: first their means, to one rounded mean, then what
-they have left from there, which corrects both moments. The second pass goes through the rows backwards, since those
-read last are in the L2 cache yet. Few rows need one launch.
+x**2 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero. A
+small kernel then joins the blocks' sums in a fixed order: first their means, to one rounded mean, then the deviations
+from it, which correct both moments. The second pass goes through the rows backwards, since those read last are still in
+the L2 cache. Few rows need one launch.
 
 Backward, with v = (x - mean) / deviation, deviation = sqrt(variance + epsilon) and n rows,
 
     dbias = sum of dy,   dscale = sum of dy * v,   dx = scale / deviation * (dy - dbias / n - v * dscale / n)
 
-and the cotangents of mean and variance add dmean / n + 2 (x - mean) dvariance / n. All of it is a column's three
-numbers: dx = slope * dy + across * (x - mean) + offset. Of few rows, whose variance may be as small as epsilon and the
-slope large, the mean of dy is taken off each dy first: what is left is small, and of one row exactly zero.
+and the cotangents of mean and variance add dmean / n + 2 (x - mean) dvariance / n. So three numbers of each column
+suffice: dx = slope * dy + across * (x - mean) + offset. With few rows the variance may be as small as epsilon and the
+slope large; there the mean of dy is subtracted from each dy first. The difference is small, and exactly zero for one
+row.
 
 Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance: analysis and recommendations", 1983,
 https://doi.org/10.1080/00031305.1983.10483115
@@ -32,7 +33,7 @@ def batch_norm_forward(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, config: BatchNormConfig | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (y, mean, variance). x: (rows, features), features >= 128. scale, bias: (features,)."""
-    rows = x.shape[0]
+    rows, dtype = x.shape[0], x.dtype
 
     def normalise(values):
         return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
@@ -43,14 +44,14 @@ def batch_norm_forward(
         return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
 
     def near_mean(sums, values):
-        """The mean rounded to a value that x may have, from which 16-bit values have exact distances."""
+        """Rounds the mean to x's dtype, so that 16-bit values have exact differences from it."""
         mean = values["first"] + sums[0] * (1.0 / rows)
-        return mean.astype(x.dtype).astype(jnp.float32)
+        return mean.astype(dtype).astype(jnp.float32)
 
     def finish(sums, columns):
-        """The sums are of x, counted from `first`, and of deviations from `near_mean` and their squares."""
+        """Takes the sums of x - first, of the deviations from `near_mean`, and of their squares."""
         near, left, squares = near_mean(sums, columns), sums[1] * (1.0 / rows), sums[2] * (1.0 / rows)
-        # Of a column with an infinity the mean is infinite, and what is left of it NaN; of huge values the variance is.
+        # A column with an infinity has an infinite mean and NaN deviations; huge values have an infinite variance.
         mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
         return derive(mean, jnp.where(squares < jnp.inf, squares - left * left, squares), columns)
 
@@ -79,7 +80,7 @@ def batch_norm_forward(
         return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
 
     def group_deviations(values, sums):
-        """The sums of `deviations` over a group, from its sums of distances from its shift."""
+        """Returns the sums of `deviations` over a group, from its sums of distances from its shift."""
         away = values["shift"] - near_mean(sums, values)
         total = values["sums"] + values["count"] * away
         return total, values["squares"] + away * (values["sums"] + total)
@@ -121,9 +122,9 @@ def batch_norm_backward(
         dscale = products * inverse
         slope = inverse * columns["scale"]
         across, offset = -slope * dscale * inverse, -slope * dbias
-        if dvariance is not None:
+        if "dvariance" in columns:
             across += 2.0 * columns["dvariance"]
-        if dmean is not None:
+        if "dmean" in columns:
             offset += columns["dmean"]
         across, offset = across * (1.0 / rows), offset * (1.0 / rows)
         return {"dscale": dscale, "dbias": dbias, "slope": slope, "across": across, "offset": offset}

@@ -1,10 +1,8 @@
-"""Batch normalisation's registry entry: how it is called in tests and benchmarks, its traffic, and its variants."""
+"""Batch normalisation's registry entry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,103 +11,40 @@ from pallas_kernels.ops.batch_norm.api import batch_norm
 from pallas_kernels.ops.batch_norm.columns import candidates
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.specs import (
-    BENCH,
-    GPU,
-    ArgSpec,
-    Arguments,
-    ArraySpec,
-    Fill,
-    OpSpec,
-    Traffic,
-    array_bytes,
-    call_name,
-)
+from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic, variants
+from pallas_kernels.specs import ArraySpec, OpSpec
 
 _EPSILON = 1e-5
 
 
-def _call(
-    *shape: int,
-    dtype: str = "bfloat16",
-    parameter_dtype: str | None = None,
-    mean: float = 0.5,
-    fill: Fill = "normal",
-    tags: tuple[str, ...] = ("test",),
-) -> ArgSpec:
-    parameter = ArraySpec(shape=shape[-1:], dtype=parameter_dtype or dtype, mean=1.0, deviation=0.3)
-    scale_dtype = parameter_dtype and f"{parameter_dtype}_scale"
-    name = call_name(shape, dtype, scale_dtype, mean != 0.5 and f"mean_{mean:g}", fill=fill)
-    arguments = {
-        "x": ArraySpec(shape=shape, dtype=dtype, fill=fill, mean=mean),
-        "scale": parameter,
-        "bias": parameter,
-    }
-    return ArgSpec(name=name, arguments=arguments, tags=frozenset(tags))
+@array_call
+def _call(x, *, parameter_dtype=None, mean=0.5):
+    parameter = ArraySpec(shape=x.shape[-1:], dtype=parameter_dtype or x.dtype, mean=1.0, deviation=0.3)
+    arguments = {"x": replace(x, mean=mean), "scale": parameter, "bias": parameter}
+    return arguments, parameter_dtype and f"{parameter_dtype}_scale", mean != 0.5 and f"mean_{mean:g}"
 
 
-_ARG_SPECS = (
-    _call(9, 512),
-    _call(3, 3, 300, dtype="float32"),
-    _call(6, 1152, parameter_dtype="float32"),
-    _call(5, 257, dtype="float16"),
-    _call(24, 128, dtype="float32", mean=100.0),
-    _call(72, 1024),
-    _call(66, 300, dtype="float32", mean=100.0),
-    _call(1, 256, dtype="float32"),
-    _call(8, 127, tags=("test", "ragged")),
-    _call(8, 256, fill="extreme", tags=("test", "extreme")),
-    _call(6, 256, fill="ones", tags=("test", "extreme")),
-    _call(4, 0, tags=("test", "empty")),
-    _call(2000, 1024, tags=GPU),
-    _call(1999, 4097, tags=GPU),
-    _call(3000, 1152, dtype="float32", mean=100.0, tags=GPU),
-    _call(777, 8192, parameter_dtype="float32", tags=GPU),
-    _call(32768, 1024, tags=(*BENCH, "block")),
-    _call(32768, 4096, tags=BENCH),
-    _call(8192, 8192, tags=BENCH),
-    _call(16384, 4096, dtype="float32", tags=BENCH),
-    _call(64, 4096, tags=BENCH),
-)
+def _statistics(scale):
+    """Returns made-up saved statistics close to the true ones; any values take the same time."""
+    return jnp.full(scale.shape, 0.5, jnp.float32), jnp.ones(scale.shape, jnp.float32)
 
 
-def _forward_traffic(arguments: Arguments) -> Traffic:
-    # Twice: no result can be written before the statistics have seen every row.
-    size = array_bytes(arguments["x"])
-    return Traffic(read=(size,) * 2, written=(size,))
-
-
-def _backward_traffic(arguments: Arguments) -> Traffic:
-    size = array_bytes(arguments["x"])
-    return Traffic(read=(size,) * 4, written=(size,))
-
-
-def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    del arguments
-    variant = _forward_variant if phase == "forward" else _backward_variant
-    return {name: partial(variant, config=config) for name, config in candidates().items()}
-
-
-def _forward_variant(*, x, scale, bias, config):
+def _forward(*, x, scale, bias, config):
     return batch_norm_forward(x.reshape(-1, x.shape[-1]), scale, bias, epsilon=_EPSILON, config=config)
 
 
-def _backward_variant(*, x, scale, bias, cotangents, config=None):
-    """As in training: the statistics are there, and have no cotangents."""
+def _backward(*, x, scale, bias, cotangents, config=None):
+    """Runs the backward pass as in training: with saved statistics, which have no cotangents."""
     rows = x.reshape(-1, x.shape[-1])
-    dy = cotangents[0].reshape(rows.shape)
-    # Any statistics take the same time; these are close to the true ones, at no cost.
-    mean, variance = jnp.full(scale.shape, 0.5, jnp.float32), jnp.ones(scale.shape, jnp.float32)
-    dx, dscale, dbias = batch_norm_backward(
-        rows, scale, mean, variance, dy, None, None, epsilon=_EPSILON, config=config
-    )
+    arrays = (rows, scale, *_statistics(scale), cotangents[0].reshape(rows.shape))
+    dx, dscale, dbias = batch_norm_backward(*arrays, None, None, epsilon=_EPSILON, config=config)
     return dx.reshape(x.shape), dscale, dbias.astype(bias.dtype)
 
 
 def _xla_backward(*, x, scale, bias, cotangents):
-    """The same work from the same statistics, in plain jnp."""
+    """Runs the same work from the same statistics, in plain jnp."""
     axes, rows = tuple(range(x.ndim - 1)), x.size // x.shape[-1]
-    mean, variance = jnp.full(scale.shape, 0.5, jnp.float32), jnp.ones(scale.shape, jnp.float32)
+    mean, variance = _statistics(scale)
     inverse = jax.lax.rsqrt(variance + _EPSILON)
     dy, normal = cotangents[0].astype(jnp.float32), (x.astype(jnp.float32) - mean) * inverse
     dbias, dscale = jnp.sum(dy, axes), jnp.sum(dy * normal, axes)
@@ -117,23 +52,36 @@ def _xla_backward(*, x, scale, bias, cotangents):
     return dx.astype(x.dtype), dscale.astype(scale.dtype), dbias.astype(bias.dtype)
 
 
-def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    if implementation == "mosaic":
-        return _backward_variant(**arguments, cotangents=cotangents)
-
-    return _xla_backward(**arguments, cotangents=cotangents)
-
-
 BATCH_NORM = OpSpec(
     name="batch_norm",
     function=batch_norm,
     reference=batch_norm_reference,
-    implementations=("mosaic", "xla"),
     differentiable=("x", "scale", "bias"),
     batched=("x",),
-    arg_specs=_ARG_SPECS,
-    forward_traffic=_forward_traffic,
-    backward_traffic=_backward_traffic,
-    backward=_backward,
-    variants=_variants,
+    arg_specs=(
+        _call(9, 512),
+        _call(3, 3, 300, dtype="float32"),
+        _call(6, 1152, parameter_dtype="float32"),
+        _call(5, 257, dtype="float16"),
+        _call(24, 128, dtype="float32", mean=100.0),
+        _call(72, 1024),
+        _call(66, 300, dtype="float32", mean=100.0),
+        _call(1, 256, dtype="float32"),
+        _call(8, 127, tags="test ragged"),
+        _call(8, 256, fill="extreme", tags="test extreme"),
+        _call(6, 256, fill="ones", tags="test extreme"),
+        _call(4, 0, tags="test empty"),
+        *calls(_call, (2000, 1024), (1999, 4097), tags="gpu"),
+        _call(3000, 1152, dtype="float32", mean=100.0, tags="gpu"),
+        _call(777, 8192, parameter_dtype="float32", tags="gpu"),
+        _call(32768, 1024, tags="gpu bench block"),
+        *calls(_call, (32768, 4096), (8192, 8192), tags="gpu bench"),
+        _call(16384, 4096, dtype="float32", tags="gpu bench"),
+        _call(64, 4096, tags="gpu bench"),
+    ),
+    # Reads x twice: no result can be written before the statistics have seen every row.
+    forward_traffic=traffic(read=("x",) * 2, written=("x",)),
+    backward_traffic=traffic(read=("x",) * 4, written=("x",)),
+    backward=backward_passes(mosaic=_backward, xla=_xla_backward),
+    variants=variants((_forward, lambda arguments: candidates()), (_backward, lambda arguments: candidates())),
 )

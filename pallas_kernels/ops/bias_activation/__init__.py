@@ -1,1 +1,1 @@
-"""Bias, activation, dropout and residual sum: what follows a linear layer."""
+"""Bias, activation, dropout and residual sum in one operation."""

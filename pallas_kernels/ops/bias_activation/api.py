@@ -29,34 +29,37 @@ def bias_activation(
     residual: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Adds a bias, applies an activation, drops elements and adds a residual.
+    """Adds a bias, applies an activation and dropout, and adds a residual.
 
-    The same as, in float32 between the casts,
+    Equivalent to this, in float32 between the casts:
 
         y = activation(x + bias)
         y = where(keep, y / (1 - dropout_rate), 0) + residual
 
-    where `keep` is `pallas_kernels.primitives.random.array_keep_mask` of the key: the same on every implementation, and
-    made again in the backward pass, never stored.
+    `keep` is `pallas_kernels.primitives.random.array_keep_mask` of the key. It is the same for every implementation and
+    is never stored: the backward pass computes it again.
 
     Args:
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         bias: (features,), any floating dtype, or None.
-        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
         dropout_rate: the share of elements set to zero, a Python number, 0 <= rate < 1.
-        dropout_key: one key of `jax.random.key` or `jax.random.PRNGKey`; needed for a rate above 0. Members of a
-            `jax.vmap` and devices of a shard_map that share a key have the same mask: give each its own.
-        residual: like x, or None.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features, or a power of two that divides the rows and has as many in so many rows; without a bias 128
-            values), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+        dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; needed if the rate is above 0. Members of a
+            `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask. Give each its own key.
+        residual: an array of x's shape and dtype, or None.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. It needs at least 128
+            features, or rows that fold: a power of two that divides the rows, with 128 values in so many rows. Without
+            a bias it needs 128 values.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        y like x.
+        y, with x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source of dropout: Srivastava et al., 2014, https://jmlr.org/papers/v15/srivastava14a.html
     """
@@ -71,7 +74,7 @@ def bias_activation(
         return bias_activation_reference(
             x, bias, activation=activation, dropout_rate=dropout_rate, dropout_key=dropout_key, residual=residual
         )
-    # Without a bias rows do not matter: one long row needs the fewest unaligned accesses.
+    # Without a bias the row length does not matter, and one long row has the fewest unaligned accesses.
     rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
     operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
     y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), *operands)  # pyright: ignore
@@ -79,7 +82,7 @@ def bias_activation(
 
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, bias=bias):
         return reason
     if bias is None:

@@ -1,6 +1,6 @@
-"""Bias, activation, dropout and residual sum forward on Mosaic GPU: one pass, 16-byte accesses straight to registers.
+"""Bias, activation, dropout and residual sum forward on Mosaic GPU: one pass, 16-byte accesses directly to registers.
 
-A block takes the same columns of a few rows, so that the bias is read once for them.
+A block takes the same columns of a few rows and reads their bias once.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ def bias_activation_forward(
     shape = x.shape
     x, bias, residual = fold(x, bias, residual)
     operands = present({"x": x, "bias": bias, "residual": residual, "words": words})
+    dtype = x.dtype
 
     def step(row: jax.Array, part: Part, loaded: Mapping[str, jax.Array], keep: Keep | None):
-        y = activation.value(add_bias(loaded), x.dtype)
+        y = activation.value(add_bias(loaded), dtype)
         if keep is not None:
             y = keep(y, row, part)
-        return y + loaded["residual"].astype(jnp.float32) if residual is not None else y
+        return y + loaded["residual"].astype(jnp.float32) if "residual" in loaded else y
 
     return elementwise_kernel("bias_activation", operands, step, rate=rate, config=config).reshape(shape)
 
 
 def fold(x: jax.Array, bias: jax.Array | None, other: jax.Array | None) -> tuple[Any, Any, Any]:
-    """x, the bias, and the other array like x, in rows of wide accesses (see `folded_rows`).
+    """Reshapes x, the bias and the other array like x to rows of wide accesses (see `folded_rows`).
 
-    The places that dropout counts are the same.
+    The element numbers that dropout draws from stay the same.
     """
     times = 1 if bias is None else folded_rows(x.shape[0], x.shape[1], x.dtype.itemsize)
     if bias is None or times == 1:
@@ -71,13 +72,13 @@ def fold(x: jax.Array, bias: jax.Array | None, other: jax.Array | None) -> tuple
 
 
 def add_bias(loaded: Mapping[str, jax.Array]) -> jax.Array:
-    """x (+ bias) in float32."""
+    """Returns x + bias, or x without a bias, in float32."""
     x = loaded["x"].astype(jnp.float32)
     return x + loaded["bias"].astype(jnp.float32) if "bias" in loaded else x
 
 
 def present(operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """The operands that are not None."""
+    """Returns the operands that are not None."""
     return {name: value for name, value in operands.items() if value is not None}
 
 
@@ -91,7 +92,7 @@ def elementwise_kernel(
 ) -> jax.Array:
     """Launches `step` over all parts of `operands["x"]`; returns its results in x's shape and dtype.
 
-    step: takes the row, the part, what was loaded of each operand for it, and how to drop (None: not at all).
+    step: takes the row, the part, each operand's values in it, and the dropout function (None: no dropout).
     """
     x = operands["x"]
     rows, features = x.shape
@@ -124,14 +125,14 @@ def elementwise_kernel(
 
 
 def load_bias(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
-    """The bias of a part's columns, where there is one."""
+    """Loads the bias of a part's columns, if there is one."""
     if "bias" not in refs:
         return {}
     return {"bias": plgpu.load(refs["bias"].at[part.columns], layout=part.segment.layout, optimized=False)}
 
 
 def load_row_part(refs: Mapping[str, Any], row: jax.Array, part: Part) -> dict[str, jax.Array]:
-    """A part of a row of each array but the bias."""
+    """Loads a part of a row from each array except the bias."""
     return {
         name: plgpu.load(ref.at[row, part.columns], layout=part.segment.layout, optimized=False)
         for name, ref in refs.items()
@@ -140,7 +141,7 @@ def load_row_part(refs: Mapping[str, Any], row: jax.Array, part: Part) -> dict[s
 
 
 def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
-    """The function that applies dropout to a part of a row; None without dropout."""
+    """Returns the function that applies dropout to a part of a row, or None without dropout."""
     if words_ref is None:
         return None
     words = mixed_words(words_ref)

@@ -1,9 +1,8 @@
 """Bias, activation and dropout backward on Mosaic GPU: one pass reads x and dy and writes dx.
 
-The dropout mask is made again from the key. With a bias, whose gradient is the column sums of dx, blocks are
-persistent: each keeps one strip of columns for a group of rows, which its warpgroups share out, walks down the rows
-with the sums in registers, and writes them once. XLA adds the groups' sums in a fixed order, so results repeat bit for
-bit.
+The dropout mask is drawn again from the key. The bias's gradient is the column sums of dx; to compute it, blocks are
+persistent: each has a strip of columns and a group of rows, which its warpgroups divide among them, keeps the column
+sums in registers, and writes them once. XLA adds the groups' sums in a fixed order, so results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from pallas_kernels.primitives.platform import target_device, varying_like
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSumConfig:
-    """How the kernel with a bias cuts its work: persistent blocks, each for one strip of columns.
+    """How the kernel with a bias splits its work: persistent blocks, each for one strip of columns.
 
-    warpgroups: of a block; they take turns with rows, and their column sums are added in shared memory. Eight leave
-        64 registers a thread, enough for a row in hand and the next one on its way.
-    blocks_per_core: blocks a streaming multiprocessor.
+    warpgroups: warpgroups of a block. They take rows in turn, and their column sums are added in shared memory. Eight
+        warpgroups have 64 registers per thread, enough for the current row and for loading the next one.
+    blocks_per_core: blocks per streaming multiprocessor.
     """
 
     warpgroups: int = 8
@@ -47,7 +46,7 @@ class ColumnSumConfig:
 
 
 def column_sum_candidates() -> dict[str, ColumnSumConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     shapes = ((8, 1), (4, 1), (1, 2))
     return {f"{w} warpgroups {b} blocks": ColumnSumConfig(warpgroups=w, blocks_per_core=b) for w, b in shapes}
 
@@ -66,7 +65,7 @@ def bias_activation_backward(
     shape = x.shape
     x, bias, dy = fold(x, bias, dy)
     operands = present({"x": x, "bias": bias, "words": words, "dy": dy})
-    # As accurate as the more accurate of the two gradients shows.
+    # As accurate as the more accurate of the two gradients needs.
     shown = x.dtype if bias is None else jnp.promote_types(x.dtype, bias.dtype)
 
     def step(row, part, loaded, keep):
@@ -95,8 +94,8 @@ def _column_sum_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dx, like `operands["x"]`, and the sums of its columns in the dtype of `operands["bias"]`.
 
-    features: of the unfolded rows: as many sums are returned.
-    step: takes a row, a part of it, what was loaded of each operand for it, and how to drop (None: not at all).
+    features: the length of unfolded rows, and the number of sums returned.
+    step: takes a row, a part of it, each operand's values in it, and the dropout function (None: no dropout).
     """
     x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
     rows, features = x.shape
@@ -105,11 +104,12 @@ def _column_sum_kernel(
     strips = max(1, features // columns)
     groups = max(1, min(-(-rows // warpgroups), target_device().core_count * config.blocks_per_core // strips))
     is_sum = groups * features == sums_wanted  # nothing is left to add
+    names = tuple(operands)
     blocks = Blocks(rows=groups, features=features, columns=columns, itemsize=itemsize, stride=features)
 
     def bias_activation_gradient(*all_refs):
-        refs = dict(zip(operands, all_refs, strict=False))
-        dx_ref, partial_ref, sums, done = all_refs[len(operands) :]
+        refs = dict(zip(names, all_refs, strict=False))
+        dx_ref, partial_ref, sums, done = all_refs[len(names) :]
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -120,7 +120,7 @@ def _column_sum_kernel(
             bias = load_bias(refs, part)
 
             def read(i):
-                # Past the end the last row is read again, and not used.
+                # Past the end, the last row is read again but not used.
                 return load_row_part(refs, jnp.minimum(first + i * together, rows - 1), part)
 
             def add(i, carry):

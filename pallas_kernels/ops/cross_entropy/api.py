@@ -34,43 +34,46 @@ def cross_entropy(
     reduction: Reduction = "none",
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Cross-entropy of logits and integer labels.
+    """Computes the cross-entropy of logits and integer labels.
 
-    With lse = logsumexp(logits, axis=-1), in float32,
+    Equivalent to this, in float32:
 
+        lse = logsumexp(logits, axis=-1)
         loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
 
-    and 0 where the label is `ignore_index`, NaN (with a gradient of zero) where it names no token. Labels have no
-    gradient.
+    The loss is 0 for the label `ignore_index`. A label outside the vocabulary gives NaN and a gradient of zero. Labels
+    have no gradient.
 
-    What is read and written of the logits' size n in a training step, loss and gradient, with "mosaic":
+    Memory traffic of "mosaic" in a training step (loss and gradient), where n is the size of the logits:
 
-    * `reduction` "mean" or "sum": n read, n written. The forward pass knows what each row's gradient is multiplied
-      with, and writes the gradient as it computes the loss. Where the result is multiplied before it is differentiated
-      (a loss scale), the backward pass multiplies the written gradient once more: another n read and n written.
-    * "none", and float16 (whose loss scale must come before the rounding): 2n read, n written. The backward pass
-      computes the gradient from the logits and two saved numbers a row.
+    * `reduction` "mean" or "sum": n read, n written. The forward pass already knows each row's factor and writes the
+      gradient with the loss. If the result is multiplied before it is differentiated (a loss scale), the backward pass
+      multiplies the written gradient: another n read and n written.
+    * "none", or float16, whose loss scale must come before rounding: 2n read, n written. The backward pass computes the
+      gradient from the logits and two saved numbers per row.
 
-    With a reduction, vocabularies above 12288 that are no multiple of 8 (4 in float32) take another n read: pad them.
+    With a reduction, a vocabulary above 12288 that is no multiple of 8 (4 in float32) costs another n read; pad it.
 
     Args:
         logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
-        labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
-        ignore_index: the label of tokens that do not count, whose logits must still be finite for gradients to be; it
-            and the next two are Python numbers.
-        label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
-        z_loss: weight of the squared lse, which keeps logits from drifting.
-        reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).
-        implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; a vocabulary of
-            at least 128), "xla", a sequence of them in order of preference, or None: "mosaic" where it runs, else
-            "xla".
+        labels: (...), integers of any width, `0 <= label < vocabulary` or `ignore_index`.
+        ignore_index: the label of tokens that do not count, a Python integer. Gradients are finite only if the logits
+            of those tokens are, too.
+        label_smoothing: the share of the target spread evenly over the vocabulary, a Python number from 0 to 1.
+        z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
+        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; a vocabulary of at least
+            128.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        float32 (float64 for float64 logits): (...), or a scalar with a reduction.
+        The losses (...), or a scalar with a reduction; float32 (float64 for float64 logits).
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: online softmax as in Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; gradient in the forward
     pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989
@@ -101,7 +104,7 @@ def cross_entropy(
 
 
 def mosaic_unsupported(logits: jax.Array) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these logits here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these logits here, or None if they can."""
     if reason := dtypes_unsupported(logits=logits):
         return reason
     if logits.shape[-1] < LANES and logits.size:
@@ -110,16 +113,24 @@ def mosaic_unsupported(logits: jax.Array) -> str | None:
 
 
 def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *, each: str) -> jax.Array:
-    """The labels, of int32 or a wider integer. TypeError or ValueError, in the operation's name, for anything else.
+    """Returns the labels as int32 or a wider integer.
 
-    shape: what they must have. each: what has one, for the message.
+    Args:
+        operation: the public function's name, for messages.
+        labels: integers of any width.
+        shape: the shape that the labels must have.
+        each: what each label belongs to, for messages.
+
+    Raises:
+        TypeError: the labels are not integers.
+        ValueError: the labels have another shape.
     """
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{operation}: labels must be integers, got {labels.dtype.name}.")
     if labels.shape != shape:
         raise ValueError(f"{operation}: labels must be {shape}, one a {each}, got {labels.shape}.")
-    # In fewer bits the vocabulary's size, and the label to be ignored, would be other numbers.
+    # The vocabulary's size and `ignore_index` may not fit in fewer bits.
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
@@ -131,7 +142,11 @@ def checked_options(
     z_loss: float,
     reduction: str,
 ) -> dict[str, Any]:
-    """The options by name. TypeError or ValueError, in the operation's name, where one is out of range."""
+    """Returns the options by name.
+
+    Raises:
+        TypeError, ValueError: an option is not a Python number, or out of range.
+    """
     options: dict[str, Any] = {"ignore_index": static_integer(operation, "ignore_index", ignore_index)}
     if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= options["ignore_index"] <= jnp.iinfo(labels_dtype).max:
         raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {ignore_index}.")
@@ -146,7 +161,7 @@ def checked_options(
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """The static arguments of a call. is_reduced: the result is the sum of the weighted losses."""
+    """The static arguments of a call. is_reduced: whether the result is the sum of the weighted losses."""
 
     terms: Terms
     is_reduced: bool
@@ -157,14 +172,14 @@ class _Call:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Weighted losses, or their sum. logits: (rows, vocabulary). labels: (rows,). weights: (1,) int32, or None."""
+    """Returns weighted losses, or their sum. logits: (rows, vocabulary). labels: (rows,). weights: (1,) int32."""
     losses, _, _ = cross_entropy_forward(logits, labels, weights, terms=call.terms, with_gradient=False)
     return call.result(losses)
 
 
 def _mosaic_fwd(call, logits, labels, weights):
     logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
-    with_gradient = call.is_reduced and logits.dtype != jnp.float16  # whose loss scale must come first
+    with_gradient = call.is_reduced and logits.dtype != jnp.float16  # float16 needs its loss scale first
     losses, statistics, gradient = cross_entropy_forward(
         logits, labels, weights, terms=call.terms, with_gradient=with_gradient
     )

@@ -1,4 +1,4 @@
-"""Launch configurations of the cross-entropy kernels: the choices, and the untuned defaults."""
+"""Launch configurations of the cross-entropy kernels: their parameters and the untuned defaults."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
 REGISTER_COLUMNS = 12288
 """The longest row that one warpgroup holds in its registers; 16384 float32 ones spill."""
 _SHARED_MEMORY_BYTES = 227 * 1024
-"""Shared memory that one block of Hopper may have."""
+"""The most shared memory of a block on Hopper."""
 _OTHER_BYTES = 4096
-"""Of it for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
+"""Shared memory for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
 WARP_LANES = 32
 """Threads of a warp."""
 _LINE_BYTES = WARP_LANES * ACCESS_BYTES
 """Bytes that a warp moves in one access."""
 _FEW_ROWS = 66
-"""The most rows of which each has two multiprocessors of an H200's 132 or more."""
+"""The most rows for which an H200's 132 multiprocessors give each row two or more."""
 _MOST_HELD = {4: 2, 3: 3}
-"""Chunks that each of so many warpgroups may keep in registers: one more, and they spill."""
+"""The most chunks that a warpgroup keeps in registers without spilling, by number of warpgroups."""
 _MOST_BARRIERS = 32
-"""One a stage, and Mosaic GPU has no more in a group."""
+"""The most stages: each has a barrier, and Mosaic GPU allows no more in a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """How the kernel of the loss splits its work.
+    """How the forward kernel splits its work.
 
-    loads: "registers" gives a row to one warpgroup, which reads it once; "ring", with a gradient only, gives it to the
-        `warpgroups` of a persistent block, which bring it to shared memory by TMA, `chunk_lines` lines of 512 bytes at
-        a time, into `slots` stages each, and keep `held` more chunks each in registers; "split" gives `chunk` columns
-        of a row to each block, twice.
+    loads: "registers": one warpgroup reads a row once. "ring" (only with a gradient): the `warpgroups` of a persistent
+        block share a row; each copies its part to shared memory by TMA, in chunks of `chunk_lines` lines of 512 bytes
+        and a ring of `slots` stages, and keeps `held` more chunks in registers. "split": each block takes `chunk`
+        columns of a row, in each of two launches.
     """
 
     loads: Literal["registers", "ring", "split"]
@@ -46,12 +46,12 @@ class ForwardConfig:
 
 
 def default_forward(rows: int, vocabulary: int, itemsize: int, *, with_gradient: bool) -> ForwardConfig:
-    """The untuned choice for `rows` rows of `vocabulary` values of `itemsize` bytes."""
+    """Returns the untuned configuration for `rows` rows of `vocabulary` values of `itemsize` bytes."""
     if vocabulary <= REGISTER_COLUMNS:
         return ForwardConfig(loads="registers")
     if with_gradient and rows > _FEW_ROWS:
-        # 8192 x 32000 bf16, which shared memory holds: 4 warpgroups 272 µs, 3 take 303. 8192 x 128256, which needs
-        # registers: 3 warpgroups 1077 µs, 4 take 1094; 4096 x 128256 float32: 1259 and 1288.
+        # 8192 x 32000 bf16 fits in shared memory: 4 warpgroups take 272 µs, 3 take 303. 8192 x 128256 needs registers:
+        # 3 warpgroups take 1077 µs, 4 take 1094; 4096 x 128256 float32 takes 1259 and 1288.
         rings = [ring_config(vocabulary, itemsize, warpgroups=n) for n in (4, 3)]
         found = rings[0] if rings[0] is None or not rings[0].held else rings[1] or rings[0]
         if found is not None:
@@ -61,11 +61,11 @@ def default_forward(rows: int, vocabulary: int, itemsize: int, *, with_gradient:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """How the warpgroups of the ring kernel share a row, in accesses of a lane and in chunks of them.
+    """How the warpgroups of the ring kernel share a row. Sizes are in accesses (of one lane) and in chunks.
 
-    accesses: in the row. sharers: warpgroups. chunk: accesses in a chunk. own: chunks of each warpgroup, of which the
-    last begins early where its part is no multiple of a chunk. held: how many of them, the first, stay in registers;
-    kept: how many, the last, stay in shared memory.
+    accesses: the row's length. sharers: the number of warpgroups. chunk: accesses in a chunk. own: chunks of each
+    warpgroup; the last overlaps the one before if the part is no multiple of a chunk. held: how many of the first
+    chunks stay in registers. kept: how many of the last stay in shared memory.
     """
 
     accesses: int
@@ -77,7 +77,7 @@ class RowPlan:
 
     @classmethod
     def make(cls, vocabulary: int, itemsize: int, config: ForwardConfig) -> RowPlan:
-        """Raises ValueError for rows that do not divide into accesses, or are too short."""
+        """Returns the plan of a row. Raises ValueError if the row does not divide into accesses, or is too short."""
         accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
         if left:
             raise ValueError(f"a vocabulary of {vocabulary} is no multiple of {ACCESS_BYTES} bytes; use 'split'.")
@@ -93,16 +93,16 @@ class RowPlan:
 
     @property
     def loads(self) -> int:
-        """Loads of each warpgroup in a row: more than its chunks, where some come twice."""
+        """The number of loads of each warpgroup in a row: its chunks, and those that are loaded again."""
         return 2 * self.own - self.held - self.kept
 
     @property
     def most_repeated(self) -> int:
-        """The most of a warpgroup's last chunk that was in the chunk before."""
+        """The largest overlap of a warpgroup's last chunk with the chunk before."""
         return self.own * self.chunk - _share(self.accesses, self.sharers)
 
     def part(self, sharer):
-        """Where a warpgroup's part of the row begins, and how much of its last chunk was in the chunk before."""
+        """Returns where a warpgroup's part of the row begins, and how far its last chunk overlaps the one before."""
         share = _share(self.accesses, self.sharers)
         rest = self.accesses - (self.sharers - 1) * share
         if rest == share:
@@ -110,22 +110,21 @@ class RowPlan:
         return sharer * share, self.own * self.chunk - jnp.where(sharer == self.sharers - 1, rest, share)
 
     def chunk_at(self, position):
-        """The chunk at `position` of a row's loads: all in turn, then backwards those that stayed nowhere."""
+        """Returns the chunk at `position` of a row's loads: all chunks in order, then those not kept, latest first."""
         if self.loads == self.own:
             return position
         return jnp.where(position < self.own, position, 2 * self.own - self.kept - 1 - position)
 
 
 def _share(accesses: int, sharers: int) -> int:
-    """Accesses of each warpgroup but the last, which has the rest; a multiple of a cache line."""
+    """Returns the accesses of each warpgroup except the last, which has the remainder; a multiple of a cache line."""
     return accesses // sharers // 8 * 8
 
 
 def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes: int = 8192) -> ForwardConfig | None:
-    """As many stages as fit; None where the row does not divide into accesses, or is too short for all warpgroups.
+    """Returns a ring with as many stages as fit, or None if the row does not divide into accesses or is too short.
 
-    Chunks that find no stage in a row, if a third of the stages are to be free for the next row, stay in registers, as
-    many as these hold.
+    A third of the stages is left free for the next row. As many of the chunks without a stage as fit stay in registers.
     """
     accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
     share = _share(accesses, warpgroups)
@@ -138,7 +137,7 @@ def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes:
         return min(stages, _MOST_BARRIERS) // warpgroups
 
     def cost(lines):
-        """A last chunk that begins early costs what it repeats, and a chunk about as much as another line."""
+        """Returns the cost in lines: the overlap of the last chunk, and about one line for each chunk."""
         return -(-share // (lines * WARP_LANES)) * (lines + 1)
 
     most = slots_of(tallest) * tallest
@@ -153,7 +152,7 @@ def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes:
 
 
 def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -> dict[str, ForwardConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     candidates = {}
     if vocabulary <= REGISTER_COLUMNS:
         candidates["registers"] = ForwardConfig(loads="registers")

@@ -5,10 +5,9 @@ With z the logits of a row, t its label, V the vocabulary, s the label smoothing
     loss = lse - (1 - s) z_t - s mean(z) + c lse^2,      lse = log(sum(exp(z)))
     dz_j = exp(z_j - lse) (1 + 2 c lse) - (1 - s) [j = t] - s / V
 
-Nothing is computed from lse itself where the maximum can be kept apart: at logits of 1e4 its float32 rounding alone is
-a relative error of 5e-4 in every probability. For the same reason an exponential for 16-bit logits, which is a power of
-2 to the machine, is 2^(z log2(e) - shift) in one fused multiplication and one power, with the *same* rounded shift
-throughout a row: what a shift's rounding adds to every power, their quotients do not see.
+Where possible the maximum is used rather than lse: at logits of 1e4 the float32 rounding of lse alone is a relative
+error of 5e-4 in every probability. For 16-bit logits an exponential is 2^(z log2(e) - shift), one fused multiply-add
+and one ex2, with the *same* rounded shift throughout a row: the shift's rounding error cancels in every quotient.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ import jax.numpy as jnp
 
 LOG2_E = 1.4426950408889634
 LOWEST_LOGIT = -1e38
-"""Where a running maximum begins: finite, and so are its multiples. A row needs one logit above it."""
+"""The initial value of a running maximum: finite, and so are its multiples. A row needs one logit above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponential:
-    """exp(logit - maximum), from a shift that stands for the maximum.
+    """Computes exp(logit - maximum) from a shift that represents the maximum.
 
-    is_binary: the shift is log2(e) times the maximum, rounded, and the powers are of 2; else it is the maximum.
+    is_binary: the shift is log2(e) times the maximum, rounded, for powers of 2; otherwise it is the maximum.
     """
 
     is_binary: bool
 
     def shift(self, maximum):
-        """The shift that belongs to a maximum; the greatest shift belongs to the greatest maximum."""
+        """Returns the shift of a maximum; it grows with the maximum."""
         return maximum * LOG2_E if self.is_binary else maximum
 
     def __call__(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
-        """The exponentials of float32 logits."""
+        """Computes the exponentials of float32 logits."""
         return jnp.exp2(logits * LOG2_E - shift) if self.is_binary else jnp.exp(logits - shift)
 
     def ratio(self, before: jax.Array, after: jax.Array) -> jax.Array:
-        """The factor from exponentials under one shift to those under another."""
+        """Returns the factor that converts exponentials under one shift to another shift."""
         return jnp.exp2(before - after) if self.is_binary else jnp.exp(before - after)
 
     def total(self, total: jax.Array, shift: jax.Array, maximum: jax.Array) -> jax.Array:
-        """A sum under a shift as the sum of exp(logit - maximum): rid of the shift's rounding."""
+        """Turns a sum under a shift into the sum of exp(logit - maximum), without the shift's rounding error."""
         return total * jnp.exp2(shift - maximum * LOG2_E) if self.is_binary else total
 
 
@@ -53,10 +52,10 @@ NATURAL = Exponential(is_binary=False)
 
 
 def logarithm(x: jax.Array) -> jax.Array:
-    """log(x) of a float32 scalar from 1/2 on, to an ulp: what a kernel has is approximate for 16-bit types.
+    """Computes log(x) of a float32 scalar x >= 1/2 to an ulp. The kernels' logarithm is approximate for 16-bit types.
 
-    NaN for 0 and what is not finite. Source of the polynomial, in s = f / (2 + f) for x = 2^k (1 + f) with 1 + f from
-    sqrt(1/2) to sqrt(2): fdlibm, e_logf.c of FreeBSD, https://www.netlib.org/fdlibm/
+    The result is NaN for 0 and for x that is not finite. Source of the polynomial, in s = f / (2 + f) for x = 2^k (1 +
+    f) with 1 + f from sqrt(1/2) to sqrt(2): fdlibm, e_logf.c of FreeBSD, https://www.netlib.org/fdlibm/
     """
     k = (jnp.log(x) * LOG2_E + 0.5).astype(jnp.int32).astype(jnp.float32)
     f = x * jnp.exp2(-k) - 1
@@ -69,10 +68,10 @@ def logarithm(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """A row's label, the loss of which is multiplied with `weight`.
+    """A row's label, and the weight of its loss.
 
-    label: in range, if need be a stand-in. is_valid: it names a token. offset: the loss where it does not. weight: 0
-    there.
+    label: the label, or a valid token in place of an invalid one. is_valid: whether the label names a token. offset:
+    the loss if it does not. weight: the factor of the loss, 0 if it does not.
     """
 
     label: jax.Array
@@ -82,10 +81,10 @@ class Token:
 
 
 def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
-    """The factor of a row's loss.
+    """Returns the factor of a row's loss.
 
-    weights_ref: a sequence of no reference for 1, or one reference of (rows,) or (1,) weights, or of (1,) int32, over
-    how many tokens the mean is taken.
+    weights_ref: an empty sequence for a factor of 1, or one reference: (rows,) or (1,) weights, or (1,) int32, the
+    number of tokens of a mean.
     """
     if not weights_ref:
         return 1.0
@@ -107,7 +106,7 @@ class Terms:
     ignore_index: int = -1
 
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
-        """The token of an int32 label."""
+        """Returns the token of an int32 label."""
         is_ignored = label == self.ignore_index
         is_valid = jnp.logical_not(is_ignored) & (label >= 0) & (label < self.vocabulary)
         return Token(
@@ -120,7 +119,7 @@ class Terms:
     def loss(
         self, token: Token, maximum: jax.Array, total: jax.Array, target: jax.Array, logit_sum: jax.Array | None
     ) -> jax.Array:
-        """The loss of a row, times its weight.
+        """Computes the loss of a row, times its weight.
 
         maximum: of the row's logits. total: sum(exp(logit - maximum)). target: the label's logit. logit_sum: of all
         logits, given where there is label smoothing. All float32 scalars.
@@ -142,7 +141,7 @@ class Terms:
         exponential: Exponential = NATURAL,
         shift: jax.Array | None = None,
     ) -> Slope:
-        """The numbers of a row's gradient, times its weight. total: under the shift, where one is given."""
+        """Returns the parameters of a row's gradient, times its weight. total: under the shift, if one is given."""
         factor, weight = token.weight / total, token.weight
         if self.z_loss:
             factor *= 1 + 2 * self.z_loss * (maximum + logarithm(total))
@@ -166,7 +165,7 @@ class Slope:
     at_label: jax.Array
 
     def __call__(self, logits: jax.Array, is_label: jax.Array | None = None) -> jax.Array:
-        """The float32 gradients of some logits of the row. is_label: None where the label is not among them."""
+        """Returns the float32 gradients of some logits of the row. is_label: None if the label is not among them."""
         gradient = self.exponential(logits, self.shift) * self.factor
         if self.everywhere is not None:
             gradient -= self.everywhere

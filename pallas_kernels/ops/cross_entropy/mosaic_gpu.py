@@ -1,9 +1,9 @@
-"""Cross-entropy on Mosaic GPU: the loss, and its gradient with it where that is asked for.
+"""Cross-entropy on Mosaic GPU: the loss, and with it the gradient if requested.
 
-A short row is in the registers of one warpgroup. A long one goes through shared memory (`mosaic_gpu_ring`), and where
-that cannot take it, where rows are few, or where only the loss is asked for, it is split among many blocks in two
-launches: the first gives maximum and sum of each part of a row; the second puts the parts' numbers together, all of
-them in every block, and writes loss and gradient.
+One warpgroup holds a short row in registers. A long row goes through shared memory (`mosaic_gpu_ring`). If that is not
+possible, if rows are few, or if only the loss is needed, a row is split among many blocks in two launches:
+the first computes maximum and sum of each part; in the second, every block combines the parts' results and writes its
+part of loss and gradient.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def cross_entropy_forward(
 ) -> tuple[jax.Array, Statistics, jax.Array | None]:
     """Returns (losses, statistics, gradient), the last None unless `with_gradient`.
 
-    logits: (rows, vocabulary), a floating dtype, vocabulary >= 128. labels: (rows,) int32, any. weights: what each
-    row's loss is multiplied with, (rows,) or for all rows (1,) float32; or (1,) int32, what all are divided by where it
-    is not 0; or None for 1. losses: (rows,) float32, 0 where a label is ignored and NaN where it names no token.
-    gradient: of their sum, like logits, 0 in both cases.
+    logits: (rows, vocabulary), a floating dtype, vocabulary >= 128. labels: (rows,) int32, any. weights: factors of the
+    losses, (rows,) float32 or (1,) for all rows; or (1,) int32, a divisor of all losses unless it is 0; or None for 1.
+    losses: (rows,) float32, 0 where a label is ignored and NaN where it names no token. gradient: of their sum, like
+    logits, 0 in both cases.
     """
     rows, vocabulary = logits.shape
     config = config or default_forward(rows, vocabulary, logits.dtype.itemsize, with_gradient=with_gradient)
@@ -71,7 +71,6 @@ def cross_entropy_forward(
 
 
 def _out_types(logits: jax.Array, *, with_gradient: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Loss, maximum and sum of each row, and the gradient."""
     gradient = (jax.ShapeDtypeStruct(logits.shape, logits.dtype),) if with_gradient else ()
     return (jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),) * 3 + gradient
 

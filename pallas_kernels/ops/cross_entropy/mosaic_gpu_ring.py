@@ -2,18 +2,18 @@
 
 A row of 128256 bf16 logits is 250 KiB, more than the registers or the shared memory of a multiprocessor, and the
 gradient needs the whole row's sum first. A persistent block takes a row at a time. Each of its warpgroups has a part of
-the row, cut into chunks, and a ring of stages in shared memory, into which it brings them by TMA. It walks along them
-twice:
+the row, cut into chunks, and copies the chunks by TMA to a ring of stages in shared memory. It makes two passes over
+them:
 
     1. maximum and sum (online softmax); the first chunks stay in registers (`held`), the last ones in their stages
-    2. the gradient, first of those in their stages, then of those in registers, then of those that found no room and
-       come a second time, out of the L2 cache where that has it still, the latest first
+    2. the gradient, first of the chunks in shared memory, then of those in registers, then of those that were not kept
+       and are loaded again, latest first, from the L2 cache where it still has them
 
-A stage is filled again as soon as its chunk is done with, by chunks of the next row if need be, in one sequence of
-loads throughout (`ring`): memory is busy all the time, though the second walk must wait for the end of the first.
+A stage is refilled as soon as its chunk is no longer needed, also with chunks of the next row, in one sequence of loads
+(`ring`). So memory stays busy although the second pass must wait for the end of the first.
 
-A row's label, weight and label's logit are loaded a row or a walk ahead: nobody waits for memory between the walks. The
-warpgroups of a block exchange their sums once a row; each reads and fills only stages of its own.
+A row's label, weight and label's logit are loaded a row or a pass ahead, so that no thread waits for them. The
+warpgroups of a block exchange their sums once per row; each reads and fills only stages of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ring_kernel(
 
 
 def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slots: int, stride: int) -> None:
-    """Both walks along each of the block's rows. stride: from one of them to the next."""
+    """Runs both passes over each of the block's rows. stride: the distance between two of them."""
     logits_ref = refs["logits"]
     weights_ref = [refs["weights"]] if "weights" in refs else []
     rows, _, vector = logits_ref.shape
@@ -109,9 +109,9 @@ def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slo
         target = logits_ref[row.index, token.label // vector, lax.rem(token.label, vector)]
         following = label_and_weight(jnp.minimum(row.index + stride, rows - 1))
         seen, held = _first_walk(row, softmax)
-        sums = exchange.join(seen, lax.rem(i, 2))  # nobody is two rows ahead
+        sums = exchange.join(seen, lax.rem(i, 2))  # no warpgroup is two rows ahead
 
-        # The warpgroups take turns, at the end of a row: the next row's loads wait for the gradient.
+        # The warpgroups take turns at the end of a row, because the next row's loads wait for the gradient.
         def write_loss():
             logit_sum = sums.logit_sum if terms.label_smoothing else None
             total = exponential.total(sums.total, sums.shift, sums.maximum)
@@ -129,7 +129,7 @@ def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slo
 
 
 def _first_walk(row: RingRow, softmax: OnlineSoftmax) -> tuple[ThreadSums, list[RowValues]]:
-    """The threads' sums of the row, and the chunks that stay in registers."""
+    """Returns each thread's sums of the row, and the chunks that stay in registers."""
     plan = row.ring.plan
 
     def arrive(j):
@@ -142,7 +142,7 @@ def _first_walk(row: RingRow, softmax: OnlineSoftmax) -> tuple[ThreadSums, list[
     seen, held = softmax.begin(), []
     for j in range(plan.held):
         seen = softmax.add(seen, arrive(jnp.int32(j)), is_last=j == plan.own - 1)
-        # Read a second time, behind a barrier: else the compiler holds its float32 conversions, twice as much.
+        # A second read after a barrier: otherwise the compiler keeps the float32 conversions, twice as many registers.
         plgpu.commit_smem()
         held.append(row.take(jnp.int32(j)))
     if plan.held < plan.own:
@@ -153,7 +153,7 @@ def _first_walk(row: RingRow, softmax: OnlineSoftmax) -> tuple[ThreadSums, list[
 
 
 def _second_walk(row: RingRow, held: list[RowValues], gradient_ref, slope: Slope, label: jax.Array) -> None:
-    """Writes the row's gradient: of the chunks in shared memory, of those in registers, of those that come again."""
+    """Writes the row's gradient: of chunks in shared memory, then in registers, then of those loaded again."""
     plan, pieces = row.ring.plan, row.ring.pieces
 
     def write(j, values):
@@ -176,7 +176,7 @@ def _second_walk(row: RingRow, held: list[RowValues], gradient_ref, slope: Slope
 
 
 def _write_chunk(gradient_ref, first, values: RowValues, pieces: Pieces, slope: Slope, label: jax.Array) -> None:
-    """The gradient of a chunk's logits, to the row's accesses from `first` on."""
+    """Writes the gradient of a chunk's logits to the row's accesses from `first` on."""
     hit = label - first * pieces.vector
     is_here = (hit >= 0) & (hit < len(values) * LANES * pieces.vector)
 
@@ -186,13 +186,13 @@ def _write_chunk(gradient_ref, first, values: RowValues, pieces: Pieces, slope: 
             gradient = slope(value.astype(jnp.float32), is_label)
             pieces.store(gradient_ref, first + i * LANES, gradient.astype(gradient_ref.dtype))
 
-    # Two forms of one loop: the comparisons would cost a quarter of the instructions, for one logit of a row.
+    # Two forms of one loop: comparing every logit with the label would cost a quarter of the instructions.
     pl.when(is_here)(lambda: store(at_label=True))
     pl.when(jnp.logical_not(is_here))(lambda: store(at_label=False))
 
 
 class ThreadSums(NamedTuple):
-    """Online softmax of the logits of a row that each thread has seen: maximum and shift a thread, sums in pieces.
+    """The state of online softmax over each thread's logits so far: maximum and shift per thread, sums in pieces.
 
     All float32. totals: exponentials under the thread's shift. logits: the logits themselves, for label smoothing.
     """
@@ -214,7 +214,7 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineSoftmax:
-    """Adds up the chunks of a warpgroup's part of a row, each thread for itself, with one maximum for all its logits.
+    """Sums the chunks of a warpgroup's part of a row; each thread has one maximum for all its logits.
 
     sums_logits: whether the logits are summed, too: for label smoothing.
     """
@@ -224,7 +224,7 @@ class OnlineSoftmax:
     sums_logits: bool
 
     def begin(self) -> ThreadSums:
-        """The state before the first chunk."""
+        """Returns the state before the first chunk."""
         pieces = self.ring.pieces
         return ThreadSums(
             maximum=pieces.of_threads(LOWEST_LOGIT),
@@ -234,7 +234,7 @@ class OnlineSoftmax:
         )
 
     def add(self, seen: ThreadSums, values: RowValues, *, is_last: bool) -> ThreadSums:
-        """The state after one more chunk. is_last: it is the last one of the part."""
+        """Returns the state after one more chunk. is_last: whether it is the last one of the part."""
         maximum, shift, totals, logits = seen
         over_vectors, exponential = self.ring.pieces.over_vectors, self.exponential
         if self.sums_logits:
@@ -251,7 +251,7 @@ class OnlineSoftmax:
         return ThreadSums(jnp.maximum(maximum, highest), shift, totals, logits)
 
     def _counted(self, values: RowValues, fill: float) -> Iterator[jax.Array]:
-        """The values of the last chunk, where those that were in the chunk before are replaced by `fill`."""
+        """Returns the values of the last chunk, with `fill` in place of those that the chunk before also had."""
         for i, value in enumerate(values):
             if i * LANES < self.ring.plan.most_repeated:
                 is_new = self.ring.pieces.access_numbers() >= self.ring.repeated - i * LANES
@@ -261,7 +261,7 @@ class OnlineSoftmax:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The exchange of the warpgroups' sums, with one barrier a row.
+    """The exchange of the warpgroups' sums, with one barrier per row.
 
     lines: a (turns, kinds, warpgroups, warps) reference in shared memory: each warp's maximum, shift, and two sums.
     met: the barrier.
@@ -272,7 +272,7 @@ class Exchange:
     met: Any
 
     def join(self, seen: ThreadSums, turn: jax.Array) -> RowSums:
-        """The row's sums, once all its warpgroups are here. turn: nobody still reads what was put there before."""
+        """Returns the row's sums once all warpgroups have arrived. turn: a slot that no warpgroup still reads."""
         self._put(seen, turn)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.met)

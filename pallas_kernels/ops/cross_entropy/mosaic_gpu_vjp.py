@@ -1,6 +1,6 @@
-"""The gradient of cross-entropy on Mosaic GPU where the forward kernel did not write it, or wrote it unscaled.
+"""The gradient of cross-entropy on Mosaic GPU if the forward kernel did not write it, or wrote it unscaled.
 
-From each row's maximum and sum the gradient is elementwise, so that a block takes any part of a row.
+Given each row's maximum and sum, the gradient is elementwise, so a block can compute any part of a row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowSplit:
 
     @classmethod
     def make(cls, vocabulary: int, itemsize: int, chunk: int) -> RowSplit:
-        """Chunks of `chunk` columns, or of the whole row where it is shorter."""
+        """Splits a row into chunks of `chunk` columns, or into one chunk if it is shorter."""
         chunk = min(chunk, vocabulary)
         chunks, tail = divmod(vocabulary, chunk)
         if 0 < tail < LANES:
@@ -67,13 +67,15 @@ class RowSplit:
         return self.chunks + bool(self.rest)
 
     def block_part(self) -> tuple[jax.Array, jax.Array]:
-        """The row and the part of a block, in a kernel whose grid is (rows * parts,): CUDA's second axis ends at
-        65535."""
+        """Returns the row and the part of a block.
+
+        The grid is (rows * parts,), because CUDA limits its second axis to 65535.
+        """
         block = lax.axis_index("block")
         return lax.div(block, jnp.int32(self.parts)), lax.rem(block, jnp.int32(self.parts))
 
     def run(self, part: jax.Array, function: Callable[[Any, pl.Slice, tuple[Segment, ...]], None]) -> None:
-        """Calls function(first column, columns, segments in them) for a part."""
+        """Calls `function(first column, columns, segments)` for a part."""
 
         def whole_chunk():
             function(part * self.chunk, pl.ds(part * self.chunk, self.chunk), self.segments)
@@ -118,7 +120,7 @@ def cross_entropy_backward(
 
 
 def write_gradient(logits_row, gradient_row, split: RowSplit, part: jax.Array, slope: Slope, label: jax.Array) -> None:
-    """The gradient of one part of a row, given as references."""
+    """Writes the gradient of one part of a row, given as references."""
 
     def differentiate(first, columns, segments):
         values = to_float32(load_row(logits_row.at[columns], segments))
@@ -129,13 +131,13 @@ def write_gradient(logits_row, gradient_row, split: RowSplit, part: jax.Array, s
 
 
 def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
-    """factor * gradient, in the gradient's own memory, and without touching it where the factor is 1.
+    """Multiplies the gradient by the factor in place; a factor of 1 leaves the memory untouched.
 
-    gradient: (rows, vocabulary). factor: a float32 scalar. It is 1 wherever the loss is what is differentiated, and
-    then this is a launch of 2 µs; `gradient * factor` would read and write gigabytes to change nothing.
+    gradient: (rows, vocabulary). factor: a float32 scalar. It is 1 wherever the loss itself is differentiated; then
+    this launch takes 2 µs, where `gradient * factor` would read and write gigabytes.
     """
     if jax.typeof(gradient).manual_axis_type.varying:
-        # jax.shard_map(check_vma=True): jax 0.11.2 takes no references there. XLA's branch works in place, too, but
+        # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references. XLA's branch also works in place, but
         # the host waits for the factor.
         multiply = lambda values: (values.astype(jnp.float32) * factor).astype(values.dtype)  # noqa: E731
         return lax.cond(factor == 1, lambda values: values, multiply, gradient)
@@ -148,7 +150,7 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
 
         def multiply(ref, segments):
             values = to_float32(load_row(ref, segments))
-            if segments[-1].repeated:  # no thread may write a column that another has still to read
+            if segments[-1].repeated:  # no thread may write a column that another has yet to read
                 plgpu.commit_smem()
             store_row(ref, map_row(lambda v: v * factor, values), segments)
 

@@ -34,18 +34,21 @@ def cross_entropy_reference(
 
 @jax.jit
 def _where_labelled(loss: jax.Array, is_ignored: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """0 for what is ignored, NaN for what names no token. In one piece: `jax_debug_nans` stops at NaN by itself."""
+    """Replaces the loss by 0 for ignored labels and by NaN for invalid ones.
+
+    Under jit, because `jax_debug_nans` would stop at a separate NaN.
+    """
     return jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
 
 
 def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
-    """Which labels are ignored, and which name a token."""
-    is_ignored = labels == np.asarray(ignore_index).astype(labels.dtype)  # -1 is the greatest label without a sign
+    """Returns which labels are ignored, and which name a token."""
+    is_ignored = labels == np.asarray(ignore_index).astype(labels.dtype)  # -1 becomes the largest unsigned label
     return is_ignored, ~is_ignored & (labels >= 0) & (labels < vocabulary)
 
 
 def reduce_loss(loss: jax.Array, is_ignored: jax.Array, reduction: str) -> jax.Array:
-    """The losses themselves, their sum, or their mean over what is not ignored (0 where all is)."""
+    """Returns the losses, their sum, or their mean over the labels that are not ignored (0 if all are)."""
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
@@ -53,5 +56,5 @@ def reduce_loss(loss: jax.Array, is_ignored: jax.Array, reduction: str) -> jax.A
 
 
 def mean_factor(is_ignored: jax.Array, dtype) -> jax.Array:
-    """1 / the number of labels that are not ignored."""
+    """Returns 1 / the number of labels that are not ignored."""
     return 1 / jnp.maximum(1, jnp.sum(~is_ignored)).astype(dtype)

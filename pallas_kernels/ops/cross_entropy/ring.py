@@ -1,7 +1,7 @@
-"""The chunks of long rows, in registers and in the ring of stages in shared memory through which they come.
+"""The chunks of long rows, in registers and in the ring of stages in shared memory that they are loaded to.
 
-Loads count on from row to row: a row has `RowPlan.loads` positions, and load number n of a warpgroup goes to its stage
-n % slots. Whoever has read a stage issues the next load into it, which may be of the next row already.
+Loads are numbered through all rows: a row has `RowPlan.loads` of them, and a warpgroup's load number n goes to its
+stage n % slots. After reading a stage, the warpgroup starts the next load into it, possibly of the next row.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ class Pieces:
         return plgpu.Layout.TILED(plgpu.Tiling((self.shape,)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
     def full(self, value: float) -> jax.Array:
-        """A piece of one float32 value."""
+        """Returns a piece filled with a float32 value."""
         return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
 
     def of_threads(self, value: float) -> jax.Array:
-        """One float32 value in each thread."""
+        """Returns one float32 value for each thread."""
         return plgpu.layout_cast(jnp.full(self.shape[:2], value, jnp.float32), self.layout.reduce(2))
 
     def over_warps(self, values: jax.Array) -> jax.Array:
-        """A value of each warp in each of its threads."""
+        """Broadcasts each warp's value to its threads."""
         return plgpu.layout_cast(lax.broadcast_in_dim(values, self.shape[:2], (0,)), self.layout.reduce(2))
 
     def over_vectors(self, values: jax.Array) -> jax.Array:
-        """A value of each thread beside each of its neighbouring logits."""
+        """Broadcasts each thread's value to its neighbouring logits."""
         return plgpu.layout_cast(lax.broadcast_in_dim(values, self.shape, (0, 1)), self.layout)
 
     def access_numbers(self) -> jax.Array:
-        """The access of each element in its piece."""
+        """Returns the number of each element's access in its piece."""
         warp, lane = (plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout) for axis in (0, 1))
         return warp * WARP_LANES + lane
 
     def value_numbers(self) -> jax.Array:
-        """The place of each element in its piece."""
+        """Returns the position of each element in its piece."""
         neighbour = plgpu.broadcasted_iota(jnp.int32, self.shape, 2, layout=self.layout)
         return self.access_numbers() * self.vector + neighbour
 
     def read(self, ref) -> RowValues:
-        """The pieces of a chunk, an (accesses, vector) reference."""
+        """Reads the pieces of a chunk, an (accesses, vector) reference."""
         return tuple(self._load(ref.at[pl.ds(first, LANES)]) for first in range(0, ref.shape[0], LANES))
 
     def store(self, ref, first: jax.Array, value: jax.Array) -> None:
@@ -78,14 +78,14 @@ class Pieces:
             ref.reshape(self.shape)[...] = value
 
     def _load(self, ref) -> jax.Array:
-        if is_interpreted():  # which does not know reshaped references, nor needs layouts
+        if is_interpreted():  # the interpreter has no reshaped references and needs no layouts
             return ref[...].reshape(self.shape)
         return plgpu.load(ref.reshape(self.shape), layout=self.layout, optimized=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One warpgroup's stages, and its part of each row of the block, which arrives there chunk by chunk.
+    """One warpgroup's stages, and its part of each of the block's rows, loaded chunk by chunk.
 
     logits: all rows, a (rows, accesses, vector) reference; the block's are every `stride`-th from `first_row` on.
     buffers: (warpgroups, slots, chunk, vector) in shared memory. arrived: a barrier for each stage.
@@ -105,7 +105,7 @@ class Ring:
 
     @property
     def slots(self) -> int:
-        """Stages of the warpgroup."""
+        """The number of stages of the warpgroup."""
         return self.buffers.shape[1]
 
     def stage(self, load: jax.Array) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ class Ring:
         return jnp.where(j == self.plan.own - 1, begin - self.repeated, begin) if self.plan.most_repeated else begin
 
     def fetch(self, i: jax.Array, position: jax.Array) -> None:
-        """Issues the load at `position` of the block's row number i, or of a row after it."""
+        """Starts the load at `position` of the block's row number i; a position past its end is one of a later row."""
         plan, rows = self.plan, self.logits.shape[0]
         row = (i + position // plan.loads) * self.stride + self.first_row
         j = plan.chunk_at(lax.rem(position, plan.loads))
@@ -152,16 +152,16 @@ class RingRow:
         plgpu.barrier_wait(self.ring.stage(self.first_load + position)[1])
 
     def read(self, position: jax.Array) -> RowValues:
-        """The chunk at `position`, whose stage stays as it is."""
+        """Reads the chunk at `position` and keeps its stage."""
         return self.ring.pieces.read(self.ring.stage(self.first_load + position)[0])
 
     def release(self, position: jax.Array) -> None:
-        """Issues the next load into this load's stage, which the whole warpgroup has read."""
+        """Starts the next load into this load's stage, once the whole warpgroup has read it."""
         plgpu.commit_smem()
         self.ring.fetch(self.i, position + self.ring.slots)
 
     def take(self, position: jax.Array) -> RowValues:
-        """The chunk at `position`, whose stage is then for the next load."""
+        """Reads the chunk at `position` and releases its stage to the next load."""
         values = self.read(position)
         self.release(position)
         return values

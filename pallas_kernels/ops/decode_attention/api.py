@@ -1,4 +1,4 @@
-"""The public function: checks and dispatch. Gradients, which decoding has no use for, are XLA's."""
+"""The public function: checks and dispatch. Gradients, which decoding does not need, are XLA's."""
 
 from __future__ import annotations
 
@@ -34,37 +34,45 @@ def decode_attention(
     page_table: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Attention of each sequence's newest tokens over its cache of keys and values. For inference.
+    """Computes attention of each sequence's newest tokens over its cache of keys and values, for inference.
 
-    The T tokens are a sequence's last ones, their own keys and values already in the cache: token t of them is at
-    position p = length - T + t, and sees the keys at positions 0 to p. So T = 1 sees all `length` keys, and of T > 1
-    each sees one key more than the token before. A token that sees no key (position below zero) gets zeros.
+    The T query tokens are the last ones of their sequence, and the cache already holds their keys and values. Token t
+    is at position p = length - T + t and sees the keys at positions 0 to p. A token with p < 0 sees no key and gets
+    zeros.
 
-        softmax(softcap * tanh(scale * query @ keys^T / softcap)) @ values      (without softcap: no tanh)
+    Equivalent to this, for each head, in float32 between the casts:
 
-    Query heads come in groups: N / K consecutive ones share a head of keys and values.
+        score = scale * query @ keys.T
+        score = softcap * tanh(score / softcap)             # only if given
+        score = where(seen, score, -inf)
+        out = softmax(score) @ values
+
+    N / K consecutive query heads share a head of keys and values.
 
     Args:
         query: (B, T, N, D), floating; 1 <= T <= 8 for "mosaic".
-        key_cache, value_cache: (B, S, K, D) of query's dtype, with K a divisor of N. What is in them behind a
-            sequence's length does not matter, as long as it is finite.
-        lengths: (B,) integers: keys of each sequence, its newest tokens' included. Values outside 0 to S count as 0, S.
+        key_cache, value_cache: (B, S, K, D), of query's dtype; K divides N. Entries after a sequence's end must be
+            finite, but do not count.
+        lengths: (B,) integers: the number of keys of each sequence, including its newest tokens. Values are clipped to
+            the range 0 to S.
         scale: a Python number; None: D ** -0.5.
-        window: an integer from 0 on: a token at position p sees keys p - window to p only. None: all before it.
-        softcap: a positive Python number: scores are capped to it, softly, before anything is masked. None: not.
-        page_table: (B, P) integers, for caches in pages: key_cache and value_cache are then (pages, page size, K, D),
-            and key j of sequence b is number j % page size of page page_table[b, j // page size]; S is P times the page
-            size. Entries behind a sequence's end may be anything. None: the caches are (B, S, K, D).
-        implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; bfloat16 or
-            float16, D 64, 96, 128, 192 or 256, S a multiple of 8, pages of 8, 16, 32 or a multiple of 64 keys), "xla",
-            a sequence of them in order of preference, or None: "mosaic" where it runs, else "xla".
+        window: a non-negative integer: a token at position p sees only keys p - window to p. None: keys 0 to p.
+        softcap: a positive Python number that bounds the scores before masking. None: no bound.
+        page_table: (B, P) integers, for paged caches. Then key_cache and value_cache are (pages, page size, K, D), key
+            j of sequence b is entry j % page size of page page_table[b, j // page size], and S = P * page size. Table
+            entries after a sequence's end do not count. None: the caches are not paged.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 or float16; D
+            64, 96, 128, 192 or 256; S a multiple of 8; pages of 8, 16, 32 or a multiple of 64 keys.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        (B, T, N, D), of query's dtype. Gradients of query and caches are computed by XLA.
+        out, (B, T, N, D), of query's dtype. XLA computes the gradients of query and caches.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
     """
     query, key_cache, value_cache, lengths = as_arrays(
         "decode_attention", query=query, key_cache=key_cache, value_cache=value_cache, lengths=lengths
@@ -75,17 +83,13 @@ def decode_attention(
     (page_table,) = optional_arrays("decode_attention", page_table=page_table)
     _check(query, key_cache, value_cache, lengths, page_table, window)
     keys = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    # What bounds nothing is left out, however large.
+    # A window that hides nothing is left out, however large.
     window = None if window is not None and window >= keys else window
-    if jnp.iinfo(lengths.dtype).max > _MOST_LENGTH:  # in int32 they would be others
+    if jnp.iinfo(lengths.dtype).max > _MOST_LENGTH:  # larger numbers would overflow int32
         lengths = jnp.clip(lengths, 0, keys)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
-    rule = Scores(
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        window=window,
-        softcap=softcap,
-    )
+    rule = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
     support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):

@@ -1,4 +1,4 @@
-"""Combines the sums of a part's warpgroups in their block, and the parts of a sequence in a small second kernel."""
+"""Combines the sums of a block's consumers, and, in a small second kernel, the parts of a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 
 def finish_types(plan: Plan) -> dict[str, Any]:
-    """Scratch types of the members of `Finish`."""
+    """The scratch types of `Finish`'s fields."""
     others, columns = plan.config.warpgroups - 1, stored_columns(plan.head_size)
     dtype = plan.dtype if plan.is_direct else jnp.float32
     types: dict[str, Any] = {"leaving": plgpu.SMEM((ROWS, columns), dtype)}
@@ -35,11 +35,11 @@ def finish_types(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The end of a part: the first consumer warpgroup adds the others' sums to its own, some columns at a time.
+    """The end of a part: the first consumer adds the others' sums to its own, some columns at a time, and stores them.
 
-    sums, statistics: the others' columns, maxima and sums of weights, in shared memory; given and taken: barriers for
-    them, one of each a warpgroup. leaving: the columns that are being stored. outputs: the result, or partial sums and
-    statistics.
+    sums, statistics: the others' columns, maxima and sums of weights, in shared memory. given, taken: their barriers,
+    one of each for each other consumer. leaving: the columns that are being stored. outputs: the result, or partial
+    sums and statistics.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class Finish:
     taken: Any = None
 
     def give(self, other: jax.Array, sums: jax.Array, maximum: jax.Array, total: jax.Array) -> None:
-        """Hands over the sums of a warpgroup but the first, number `other` of them."""
+        """Passes the sums of another consumer, number `other`, to the first one."""
         self.statistics[other, 0], self.statistics[other, 1] = maximum, total
         for piece in self._pieces(sums):
             self.sums[other] = piece
@@ -59,7 +59,7 @@ class Finish:
             plgpu.barrier_wait(self.taken.at[other])
 
     def take_and_store(self, item: Item, sums: jax.Array, maximum: jax.Array, total: jax.Array) -> None:
-        """Adds the others' sums to the first one's, and stores the result."""
+        """Adds the others' sums to the first consumer's, and stores the result."""
         pieces = self._pieces(sums)
         for other in range(self.plan.config.warpgroups - 1):
             pieces, maximum, total = self._added(other, pieces, maximum, total)
@@ -106,7 +106,7 @@ class Finish:
         return added, maximum, total
 
     def _send(self, item: Item, columns) -> None:
-        """Stores the rows of `leaving` that exist."""
+        """Stores the rows of `leaving` that are not padding."""
         plan = self.plan
         if plan.is_direct:
             heads = pl.ds(item.head * plan.group, plan.group)
@@ -132,8 +132,8 @@ def combine(
     """Returns (B, tokens, heads, head_size) of `dtype`; zeros where no key was seen.
 
     partial: (parts, B, K, rows, head size rounded up to 128) float32, sums of weighted values. statistics: (parts, 2,
-    B, K, at least rows) float32, maxima of scores and sums of weights. Row t * group + g is of token t and the group's
-    head g. factor: from a difference of scores to the exponent of two.
+    B, K, at least rows) float32, maxima of scores and sums of weights. Row t * group + g has token t and head g of the
+    group. factor: see `Scores.factor`.
     """
     parts, batch, heads, _, width = partial.shape
 

@@ -1,4 +1,4 @@
-"""How the cache is split among blocks: the untuned choice, and the candidates worth measuring."""
+"""How the cache is split among blocks: the default, and the candidates worth measuring."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ ROWS = 64
 TILE_KEYS = 64
 """Keys of a tile: 128 are as fast (two parts 486.0, then 484.5 µs)."""
 QUERIES = 2
-"""Buffers for queries, so that those of the next part come early."""
+"""Buffers for queries, so that those of the next part are loaded early."""
 _OTHER_BYTES = 4096
 """Shared memory for barriers and the compiler's reductions."""
 _FEWEST_KEYS = 128
-"""Keys of a sequence's part: fewer are not worth a start."""
+"""The least keys of a part: fewer are not worth its overhead."""
 _MOST_SPLITS = 64
 _NEAR = 0.96
-"""A share of the multiprocessors' time: cutting further is worth more than this only."""
+"""The share of the best occupancy that fewer parts must reach to be taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How one launch splits its work: as many blocks as multiprocessors, each with several parts of sequences.
+    """How a launch splits its work: one block a multiprocessor, each with several parts of sequences.
 
-    splits: parts of each sequence's keys, for blocks of their own.
-    warpgroups: computing ones, which take a part's tiles in turn.
-    stages: tiles of keys and as many of values that a computing warpgroup has room for.
+    splits: parts of each sequence's keys.
+    warpgroups: consumers, which take a part's tiles in turn.
+    stages: key tiles, and value tiles, in each consumer's ring.
     """
 
     splits: int = 1
@@ -35,7 +35,7 @@ class DecodeConfig:
     stages: int = 8
 
     def fitted(self, *, head_size: int, itemsize: int) -> DecodeConfig:
-        """The configuration with as many stages as fit."""
+        """The configuration with only as many stages as fit in shared memory."""
         query = QUERIES * ROWS * head_size * itemsize
         staging = self.warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
         stage = 2 * self.warpgroups * TILE_KEYS * head_size * itemsize
@@ -44,13 +44,13 @@ class DecodeConfig:
 
 
 def stored_columns(head_size: int) -> int:
-    """Columns of a result that are joined and stored at a time."""
+    """Columns of a result that are combined and stored at a time."""
     return 64 if head_size % 64 == 0 else 32
 
 
 def default_config(*, sequences: int, keys: int, head_size: int, cores: int) -> DecodeConfig:
-    """The untuned choice for so many pairs of a sequence and a head of keys, each of `keys` keys."""
-    # Beyond 128 columns two rings would have room for a tile or two each.
+    """The default configuration; sequences: pairs of a sequence and a key head, each with `keys` keys."""
+    # With larger heads, two rings would have room for a tile or two each.
     return DecodeConfig(splits=choose_splits(sequences, keys, cores), warpgroups=2 if head_size <= 128 else 1)
 
 

@@ -1,12 +1,12 @@
-"""Decoding attention on Mosaic GPU: every key and value is read once, by as many blocks as there are multiprocessors.
+"""Decoding attention on Mosaic GPU: one block a multiprocessor, and every key and value is read once.
 
-The heads that share keys and the newest tokens are the rows of one product. A sequence's keys are split into parts; a
-block takes part after part. Its producer warpgroup loads tiles of keys and values by TMA, ahead of the consumers across
-parts too; those take tiles in turn, each with a ring of stages and an online softmax of its own, and add up their
-results at the end of a part (unnormalised sums, maxima and sums of weights). Where parts are less than a sequence the
-results go to device memory, and a second, small kernel combines the parts in a fixed order.
+The query heads that share keys, times the newest tokens, are the rows of one product. A sequence's keys are split into
+parts; a block takes one part after the other. Its producer loads key and value tiles by TMA, ahead of the consumers and
+across parts. The consumers take tiles in turn, each with its own ring and online softmax, and add up their results at
+the end of a part (unnormalised sums, maxima and sums of weights). If sequences have several parts, these results go to
+device memory, and a small second kernel combines the parts in a fixed order.
 
-Tiles that no query sees are not read: the time is that of the lengths, not of the cache.
+Tiles that no query sees are not read: the time depends on the lengths, not on the size of the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.primitives.rows import LANES
 _LOWEST = -1e30
 """The start of running maxima, below all scores."""
 _UNSEEN = -3e38
-"""Scores of keys that a query does not see: their weights are zero beside any maximum."""
+"""Scores of hidden keys: their weights are zero beside any maximum."""
 
 
 def decode_forward(
@@ -42,7 +42,7 @@ def decode_forward(
     page_table: jax.Array | None = None,
     config: DecodeConfig | None = None,
 ) -> jax.Array:
-    """Returns the result, like query.
+    """Returns the attention output, like query.
 
     query: (B, T, N, D), key_cache, value_cache: (B, S, K, D) of one 16-bit dtype, S a multiple of eight, D of 32.
     lengths: (B,) int32. page_table: (B, pages of a sequence) int32, for caches (pages, page size, K, D), the page size
@@ -75,31 +75,23 @@ def decode_forward(
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.rows - rows), (0, 0)))
     indices = [lengths] if page_table is None else [lengths, page_table]
     outputs = _launch(plan, grouped, key_cache, value_cache, indices, cores)
-    out = (
-        outputs[0]
-        if plan.is_direct
-        else combine(
-            *outputs,
-            tokens=tokens,
-            group=plan.group,
-            head_size=head_size,
-            factor=scores.factor,
-            dtype=query.dtype,
-        )
-    )
+    if plan.is_direct:
+        (out,) = outputs
+    else:
+        static = {"tokens": tokens, "group": plan.group, "head_size": head_size}
+        out = combine(*outputs, **static, factor=scores.factor, dtype=query.dtype)
     return varying_like(out, query, key_cache, value_cache, *indices)
 
 
 def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> tuple[jax.Array, ...]:
-    """The result, where parts are whole sequences; else sums (parts, B, K, rows, D rounded up to 128), and maxima and
-    sums of weights (parts, 2, B, K, 64 times row blocks)."""
+    """Returns the output if parts are whole sequences; else the operands of `combine`."""
     config = plan.config
     rows = plan.batch * plan.kv_heads * plan.group * plan.tokens
 
     def decode_attention(query_ref, keys_ref, values_ref, index_refs, *refs):
         lengths_ref, page_table_ref = index_refs if plan.pages is not None else (*index_refs, None)
-        *output_refs, ring_refs, finish_refs = refs
-        ring, finish = Ring(**ring_refs), Finish(plan=plan, outputs=output_refs, **finish_refs)
+        *output_refs, ring, finish_refs = refs
+        finish = Finish(plan=plan, outputs=output_refs, **finish_refs)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.warpgroups)
@@ -133,7 +125,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
 
 
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
-    """Attention of the queries over this warpgroup's tiles of every part."""
+    """Runs a consumer: attention over its tiles of every part."""
     config, layout = plan.config, plgpu.Layout.WGMMA
     tile_shape = (ROWS, TILE_KEYS)
 
@@ -144,7 +136,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
         return lax.broadcast_in_dim(value, shape, (0,))
 
     def positions(item: Item, length):
-        """Each row's token's place in the sequence, beside every key of a tile."""
+        """The place in the sequence of each row's token, broadcast over the keys of a tile."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + item.row_block * ROWS
         return over(length - plan.tokens + lax.div(row, jnp.int32(plan.group)), tile_shape)
 
@@ -198,7 +190,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
         )
         unmasked = jnp.int32(0)
         if plan.scores.window is None:
-            # Tiles whose last key all tokens see.
+            # All tokens see the last key of the first tiles.
             seen = (length - plan.tokens + 1) // TILE_KEYS - first
             unmasked = jnp.clip((seen + config.warpgroups - 1 - warpgroup) // config.warpgroups, 0, own)
             carry = lax.fori_loop(0, unmasked, lambda i, c: tile(i, c, is_masked=False), carry)

@@ -1,4 +1,4 @@
-"""One launch without its arrays: the arithmetic of scores, and which block reads which keys."""
+"""A launch without its arrays: the arithmetic of scores, and the keys that each block reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How products become scores, and the window of keys that are seen."""
+    """How products become scores, and the window of visible keys."""
 
     scale: float
     window: int | None
@@ -27,19 +27,18 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """The factor from a difference of scores to a power of two; not zero, so that unseen keys weigh nothing."""
+        """The factor of differences of `prepare`'s scores in base 2; above zero, so that hidden keys weigh nothing."""
         return _LOG2E * (1.0 if self.softcap is not None else max(abs(self.scale), 1e-30))
 
     def prepare(self, products: jax.Array) -> jax.Array:
-        """Scores before scaling: their differences are scaled, not they themselves, so that equal scores weigh the same
-        however large they are."""
+        """The scores without `factor`, which scales their differences: equal scores weigh the same, however large."""
         if self.softcap is None:
             return -products if self.scale < 0 else products
         # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
         doubled = jnp.exp2(products * (2 * self.scale / self.softcap * _LOG2E))
         bounded = 1 - 2 / (1 + doubled)
         scores = self.softcap * bounded
-        if self.softcap > _LARGE_CAP:  # which would show how that is rounded: small scores are by their series
+        if self.softcap > _LARGE_CAP:  # a large cap would show rounding errors: small scores come from the series
             factor = 1 - bounded * bounded * (1 / 3)
             scores = jnp.where(jnp.abs(bounded) < _SMALL_ANGLE, products * self.scale * factor, scores)
         return scores
@@ -49,10 +48,10 @@ class Scores:
 class Plan:
     """A launch without its arrays.
 
-    tokens: of each sequence that are asked about; group: heads of queries a head of keys. Their products are the rows;
-        `row_blocks` of at most 64 make them.
-    keys: that a sequence has room for.
-    pages: None, or their number where the caches are pages of `page_size` keys.
+    tokens: queries of each sequence. group: query heads of a key head. The tokens * group queries of a key head are
+        rows, in `row_blocks` of at most 64.
+    keys: the capacity of a sequence's cache.
+    pages: the number of pages, each of `page_size` keys; None: the caches are not paged.
     """
 
     batch: int
@@ -69,12 +68,12 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Copies that load a tile of keys: it may be of several pages."""
+        """TMA copies that load a key tile, which may lie in several pages."""
         return 1 if self.pages is None else max(1, TILE_KEYS // self.page_size)
 
     @property
     def rows(self) -> int:
-        """Rows of all row blocks, padded as TMA wants them: fewer than eight or whole groups of eight."""
+        """Rows of all row blocks, padded for TMA: fewer than eight, or whole groups of eight."""
         rows = self.tokens * self.group
         whole = 8 if rows <= ROWS else ROWS
         return rows if rows < whole else -(-rows // whole) * whole
@@ -91,14 +90,17 @@ class Plan:
 
     @property
     def is_direct(self) -> bool:
-        """Whether a part's result is the final one, of a whole sequence and all its rows."""
-        # TMA wants a token's rows to begin at a multiple of 128 bytes in shared memory.
+        """Whether a part is a whole sequence with all its rows, so that its result is final."""
+        # For TMA, a token's rows must begin at a multiple of 128 bytes in shared memory.
         is_aligned = self.tokens == 1 or stored_columns(self.head_size) * self.dtype.itemsize % 128 == 0
         return self.config.splits == 1 and self.row_blocks == 1 and is_aligned
 
     def item(self, index: jax.Array) -> Item:
-        """Work item number `index`. Heads of keys come first: their rows lie side by side in memory. A sequence's parts
-        come next, so that each block gets parts of many sequences, long ones and short ones."""
+        """The work item with this number.
+
+        Key heads vary fastest: their rows lie side by side in memory. The parts of a sequence vary next, so that each
+        block gets parts of many sequences, long ones and short ones.
+        """
         index, head = index // self.kv_heads, lax.rem(index, self.kv_heads)
         index, row_block = index // self.row_blocks, lax.rem(index, self.row_blocks)
         batch, split = index // self.config.splits, lax.rem(index, self.config.splits)
@@ -107,7 +109,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A part of one sequence's keys, with one head and block of rows."""
+    """A work item: a part of one sequence's keys, with one key head and one row block."""
 
     plan: Plan
     batch: jax.Array
@@ -116,7 +118,7 @@ class Item:
     split: jax.Array
 
     def tiles(self, lengths: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The sequence's length, the part's first tile and number of tiles."""
+        """Returns the sequence's length, and the part's first tile and number of tiles."""
         plan, size = self.plan, TILE_KEYS
         length = jnp.clip(lengths[self.batch], 0, plan.keys)
         end = (length + size - 1) // size
@@ -129,7 +131,7 @@ class Item:
         return length, begin + first, last - first
 
     def sources(self, tile: jax.Array, page_table: Any) -> list[tuple[Any, ...]]:
-        """The places of a tile's pieces in the caches."""
+        """The places in the caches of a tile's pieces."""
         plan, first = self.plan, tile * TILE_KEYS
         if plan.pages is None:
             return [(self.batch, pl.ds(first, TILE_KEYS), self.head)]
@@ -137,11 +139,11 @@ class Item:
         found = []
         for piece in range(plan.pieces):
             key = jnp.minimum(first + piece * size, plan.keys - size)
-            # What the table has behind the sequence's end may be anything.
+            # The table's entries behind the sequence's end may be anything.
             page = jnp.clip(page_table[self.batch, key // plan.page_size], 0, plan.pages - 1)
             found.append((page, pl.ds(lax.rem(key, plan.page_size), size), self.head))
         return found
 
     def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
-        """The number of the part's tiles that a consumer warpgroup takes."""
+        """The number of the part's tiles that a consumer takes."""
         return (count + self.plan.config.warpgroups - 1 - warpgroup) // self.plan.config.warpgroups

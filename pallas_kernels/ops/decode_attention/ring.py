@@ -1,9 +1,8 @@
-"""The producer warpgroup, which loads queries, keys and values into a block's shared memory ahead of the consumers."""
+"""The producer, which loads queries, keys and values into a block's shared memory ahead of the consumers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,39 +14,42 @@ from pallas_kernels.ops.decode_attention.plan import Item, Plan
 from pallas_kernels.primitives.gemm.shared import shared
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ring:
-    """Shared memory and its barriers: of keys and values a ring for each computing warpgroup."""
+class Ring(NamedTuple):
+    """Shared memory and its barriers; of keys and values, each consumer has a ring of stages."""
 
-    query: Any
     keys: Any
-    values: Any
-    query_full: Any
-    query_empty: Any
-    keys_full: Any
     keys_empty: Any
-    values_full: Any
+    keys_full: Any
+    query: Any
+    query_empty: Any
+    query_full: Any
+    values: Any
     values_empty: Any
+    values_full: Any
 
 
-def ring_types(plan: Plan) -> dict[str, Any]:
-    """A block's scratch, by the names that `Ring` has."""
+def ring_types(plan: Plan) -> Ring:
+    """The scratch types of a block's ring."""
     config = plan.config
     tiles = (config.warpgroups, config.stages, TILE_KEYS, plan.head_size)
     rings = config.warpgroups * config.stages
-    return {
-        "query": shared((QUERIES, ROWS, plan.head_size), plan.dtype),
-        "keys": shared(tiles, plan.dtype),
-        "values": shared(tiles, plan.dtype),
-        "query_full": plgpu.Barrier(num_barriers=QUERIES),
-        "query_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=QUERIES),
-        **{n: plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings) for n in ("keys_full", "values_full")},
-        **{name: plgpu.Barrier(num_barriers=rings) for name in ("keys_empty", "values_empty")},
-    }
+    full = plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings)
+    empty = plgpu.Barrier(num_barriers=rings)
+    return Ring(
+        keys=shared(tiles, plan.dtype),
+        keys_empty=empty,
+        keys_full=full,
+        query=shared((QUERIES, ROWS, plan.head_size), plan.dtype),
+        query_empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=QUERIES),
+        query_full=plgpu.Barrier(num_barriers=QUERIES),
+        values=shared(tiles, plan.dtype),
+        values_empty=empty,
+        values_full=full,
+    )
 
 
 def for_each_item(plan: Plan, work, carry: Any) -> Any:
-    """Calls work(item, its number among the block's, carry), which gives the next carry; returns the last."""
+    """Runs carry = work(item, its number in the block, carry) for each work item of the block; returns the last."""
 
     @plgpu.nd_loop((plan.items,), collective_axes="block", init_carry=carry)
     def last(info, carry: Any) -> Any:
@@ -57,18 +59,14 @@ def for_each_item(plan: Plan, work, carry: Any) -> Any:
 
 
 def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring: Ring) -> None:
-    """Loads queries, keys and values of every part, as early as there is room."""
+    """Runs the producer: loads queries, keys and values of every part, as early as there is room."""
     config = plan.config
     loaded = min(ROWS, -(-plan.rows // 8) * 8)
 
     def work(item: Item, number, before):
         first, count = item.tiles(lengths_ref)[1:]
         slot = lax.rem(number, QUERIES)
-
-        @pl.when(number >= QUERIES)
-        def _():
-            plgpu.barrier_wait(ring.query_empty.at[slot])
-
+        pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(ring.query_empty.at[slot]))
         plgpu.copy_gmem_to_smem(
             query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, loaded)],
             ring.query.at[slot, pl.ds(0, loaded)],
@@ -89,18 +87,12 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table
                         (keys_ref, ring.keys, ring.keys_full, ring.keys_empty),
                         (values_ref, ring.values, ring.values_full, ring.values_empty),
                     ):
-
-                        @pl.when(load >= config.stages)
-                        def _(empty=empty):
-                            plgpu.barrier_wait(empty.at[barrier])
-
+                        pl.when(load >= config.stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[barrier]))
                         size = TILE_KEYS // plan.pieces
                         for piece, source in enumerate(sources):
                             rows = pl.ds(piece * size, size)
-                            target = (
-                                buffer.at[warpgroup, stage, rows] if plan.pieces > 1 else buffer.at[warpgroup, stage]
-                            )
-                            plgpu.copy_gmem_to_smem(ref.at[source], target, full.at[barrier])
+                            place = (warpgroup, stage, rows) if plan.pieces > 1 else (warpgroup, stage)
+                            plgpu.copy_gmem_to_smem(ref.at[source], buffer.at[place], full.at[barrier])
 
         lax.fori_loop(0, item.own(count, 0), load_tiles, None)
         return *(before[w] + item.own(count, w) for w in range(config.warpgroups)), number + 1

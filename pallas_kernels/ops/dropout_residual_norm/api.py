@@ -29,38 +29,40 @@ def dropout_residual_norm(
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds a dropped-out branch to the residual stream and normalises the sum.
+    """Applies dropout to a branch, adds the residual and normalises the sum.
 
-    The same as, in float32 between the casts,
+    Equivalent to this, in float32 between the casts:
 
         total = residual + where(keep, x / (1 - rate), 0)       # rounded to x.dtype
         y = rms_norm(total, scale)                              # or layer_norm(total, scale, bias)
 
-    `keep` depends on the key and on an element's place in its array alone: it is the same for every implementation, and
-    the backward pass draws it again and stores nothing. Under `jax.vmap` with one key and under `shard_map` each member
-    or device has the same mask: split or fold in the key where that is not wanted.
+    `keep` depends only on the key and the element's position. It is the same for every implementation and is never
+    stored: the backward pass computes it again. Members of a `jax.vmap`, and devices of a `jax.shard_map`, that share a
+    key get the same mask. Give each its own key if they must differ.
 
     Args:
         x: (..., features), the branch; bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype, or None. "rms_norm" has no bias.
-        residual: like x.
-        rate: the share of x that is set to zero, 0 <= rate < 1; static.
-        key: of `jax.random.key` or `jax.random.PRNGKey`; None only with a rate of 0, for evaluation.
+        residual: an array of x's shape and dtype.
+        rate: the share of x that is set to zero, a Python number, 0 <= rate < 1.
+        key: one key from `jax.random.key` or `jax.random.PRNGKey`. None is allowed only with a rate of 0.
         norm: "rms_norm" or "layer_norm".
-        epsilon: added to the mean square, or variance; a Python number from 0 on.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features; gradients of rows too long for registers are left to XLA), "xla", a sequence of them in order of
-            preference, or None: "mosaic" where it runs, else "xla".
+        epsilon: added to the mean square or variance; a non-negative Python number.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            XLA computes the gradients of rows too long for registers.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        (y, total), both like x.
+        (y, total), both with x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown norm or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the norm or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
-    Source: Srivastava et al., "Dropout", 2014, https://jmlr.org/papers/v15/srivastava14a.html; the mask's generator is
-    that of `pallas_kernels.primitives.random`.
+    Source: Srivastava et al., "Dropout", 2014, https://jmlr.org/papers/v15/srivastava14a.html. The mask's generator is
+    in `pallas_kernels.primitives.random`.
     """
     x, residual = as_arrays("dropout_residual_norm", x=x, residual=residual)
     scale, bias = optional_arrays("dropout_residual_norm", scale=scale, bias=bias)

@@ -25,27 +25,29 @@ def gated_activation(
     activation: str = "silu",
     implementation: Implementation = None,
 ) -> jax.Array:
-    """An activated gate times a linear branch: SwiGLU ("silu"), GEGLU ("gelu" or "gelu_tanh"), ReGLU ("relu").
+    """Multiplies an activated gate by a linear branch: SwiGLU ("silu"), GEGLU ("gelu", "gelu_tanh"), ReGLU ("relu").
 
-    The same as, in float32 between the casts,
+    Equivalent to this, in float32 between the casts:
 
         y = activation(gate) * up
 
     Args:
-        gate: (..., features), bfloat16, float16 or float32 (float64 with "xla"). Without `up` the two are packed in it,
-            (..., 2 * features): the gate is the first half of the last axis.
-        up: like gate, or None.
-        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            values, when packed 128 features), "xla", a sequence of them in order of preference, or None: "mosaic" where
-            it runs, else "xla".
+        gate: (..., features), bfloat16, float16 or float32 (float64 with "xla"). If `up` is None, gate is (..., 2 *
+            features) and holds both: the gate is the first half of the last axis, `up` the second.
+        up: an array of gate's shape and dtype, or None.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 values,
+            or 128 features if gate holds both.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         y, (..., features), of gate's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
@@ -60,7 +62,7 @@ def gated_activation(
     if up is None:
         features = gate.shape[-1] // 2
         gate_rows, up_rows, shape = gate.reshape(-1, 2, features), None, (*gate.shape[:-1], features)
-    else:  # rows do not matter: one long row needs the fewest unaligned accesses
+    else:  # the row length does not matter, and one long row has the fewest unaligned accesses
         gate_rows, up_rows, shape = gate.reshape(1, -1), up.reshape(1, -1), gate.shape
         gate_rows, up_rows = varying_alike((gate_rows, up_rows))
     y: jax.Array = _gated_activation_mosaic(activation, gate_rows, up_rows)  # pyright: ignore
@@ -68,7 +70,7 @@ def gated_activation(
 
 
 def mosaic_unsupported(gate: jax.Array, up: jax.Array | None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(gate=gate):
         return reason
     features = gate.shape[-1] // 2 if up is None else gate.size

@@ -1,6 +1,6 @@
-"""The gated activation on Mosaic GPU: 16-byte accesses straight to registers, many small blocks.
+"""The gated activation on Mosaic GPU: 16-byte accesses directly to registers, many small blocks.
 
-Nothing is saved for the backward pass but the inputs: computing the activation again costs no bytes.
+Only the inputs are saved for the backward pass: computing the activation again costs no memory traffic.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def gated_activation_backward(
     rows, features = dy.shape
     blocks = _blocks(rows, features, dy.dtype.itemsize, config)
     branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
+    names = tuple(branches)
 
     def make_work(refs, *outputs):
-        inputs, dy_ref = [refs[name] for name in branches], refs["dy"]
+        inputs, dy_ref = [refs[name] for name in names], refs["dy"]
 
         def work(row, parts):
             for part in parts:
@@ -92,7 +93,7 @@ def _blocks(rows: int, features: int, itemsize: int, config: ElementwiseConfig |
 
 
 def _halves(refs, row, columns) -> tuple[Any, Any]:
-    """References to the gate's and the other branch's part of a row, in two arrays or packed in one."""
+    """Returns references to the gate's and the linear branch's part of a row, in two arrays or packed in one."""
     if len(refs) == 1:
         return refs[0].at[row, 0, columns], refs[0].at[row, 1, columns]
     return refs[0].at[row, columns], refs[1].at[row, columns]

@@ -31,38 +31,41 @@ def gated_linear(
     norm: Norm | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Two linear layers of one input, the first activated and multiplied by the second, in one launch: SwiGLU ("silu"),
-    GEGLU ("gelu" or "gelu_tanh"), ReGLU ("relu").
+    """Applies two linear layers to one input and gates one by the other: SwiGLU ("silu"), GEGLU ("gelu"), ReGLU.
 
-    The same as, with products accumulated in float32 and float32 between the casts,
+    Equivalent to this, with products accumulated in float32 and float32 between the casts:
 
         n = norm(x)
         y = activation(n @ w_gate) * (n @ w_up)
 
-    Everything from the products on is one launch, which reads n once. The norm is another, unless it has no scale and
-    its mean squares are given (see `Norm`), or the configuration has the same launch do it, for few bfloat16 rows; what
-    is rounded to x's dtype is then x times the norm's scale. "xla" also rounds n and the products to x's dtype. A
-    gradient needs x and the weights again, and both products, which the forward pass then writes, too, in x's dtype; it
-    is one kernel for the gating, and XLA's products.
+    One launch computes the products and the gating, and reads n once. The norm is a launch before it, with two
+    exceptions: a norm without a scale whose mean squares are given (see `Norm`) needs no launch, and with few bfloat16
+    rows the configuration may fuse the norm into the product's launch, which then rounds x times the norm's scale to
+    x's dtype instead of n. "xla" rounds n and the products to x's dtype.
+
+    The backward pass needs x, the weights and both products, which the forward pass writes in x's dtype. It is one
+    kernel for the gating, and XLA's products.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w_gate: (features, outputs), of x's dtype.
-        w_up: like w_gate.
-        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`.
-        norm: of x, or None.
-        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
-            multiples of 64, at least 128 outputs, with a norm at least 128 features), "xla", a sequence of them in
-            order of preference, or None: what the tuned table of this GPU has for the sizes (`pallas_kernels.tuning`),
-            else "mosaic" for up to 64 rows with at least 4096 outputs, and for 512 rows or more whose tiles keep the
-            GPU busy; "xla" elsewhere, and where that cannot run.
+        w_up: an array of w_gate's shape and dtype.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        norm: the norm of x, or None.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
+            be multiples of 64, with at least 128 outputs, and with a norm at least 128 features.
+            "xla": always runs.
+            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
+            rows with at least 4096 outputs, and for 512 rows or more if the tiles keep the GPU busy. "xla" otherwise,
+            and if "mosaic" cannot run.
 
     Returns:
         y, (..., outputs), of x's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
@@ -85,7 +88,7 @@ def gated_linear(
 
 
 def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
 
 

@@ -1,4 +1,4 @@
-"""Launch configurations of the gated linear layer's kernels: what is chosen untuned, and what is worth measuring."""
+"""Launch configurations of the gated linear layer's kernels: the untuned choice, and the candidates worth measuring."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pallas_kernels.primitives.few_rows.config import candidates as few_rows_can
 from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, GemmConfig, choose_config, fills
 
 FEWEST_ROWS = 512
-"""Between few rows and these nothing has been measured."""
+"""Between few rows and this number, nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
 
 
 def problem(x: jax.Array, w: jax.Array, activation: str) -> tuning.Problem:
-    """What the tuned table knows a layer by; of the arrays only shapes and dtypes, of the weights one."""
+    """Returns the layer's key in the tuned table; reads only shapes and dtypes of x and one of the weights."""
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
         "features": w.shape[0],
@@ -37,31 +37,31 @@ def problem(x: jax.Array, w: jax.Array, activation: str) -> tuning.Problem:
 
 
 def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
-    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
     untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1]), w.shape[1]) else ()
     return tuning.implementations("gated_linear", problem(x, w, activation), untuned=untuned)
 
 
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False, is_normed: bool = False) -> Config:
-    """The forward kernel's measured best for a problem, else the untuned choice; it has two accumulators.
+    """Returns the forward kernel's measured best configuration of a problem, else the untuned one.
 
-    is_normed: whether a norm of x stands before the products, which the launch may have inside.
+    is_normed: whether x is normalised before the products; the launch may compute that norm.
     """
     outputs, features = int(known["outputs"]), int(known["features"])
-    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # with one buffer a result it has not been measured
+    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # not measured with one buffer per result
     untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed, is_even=not keeps_products)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
         untuned = with_fused_norm(untuned, rows) if is_normed else untuned
     config = tuning.configuration("gated_linear", "forward", known, lambda: candidates(rows), untuned=untuned)
-    # One buffer for each of three results, so that three stages still fit.
+    # One buffer per result, so that three stages fit beside three results.
     return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config
 
 
 def is_preferred(rows: int, outputs: int) -> bool:
-    """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
+    """Whether the kernel was measured to be faster than XLA, and so is preferred.
 
-    On an H200, 4096 features and 14336 outputs: 1.05 times as fast as XLA at 8192 rows, 1.20 at 512, 1.14 at 16.
+    Speed relative to XLA on an H200, with 4096 features and 14336 outputs: 1.05 at 8192 rows, 1.20 at 512, 1.14 at 16.
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096
@@ -69,7 +69,7 @@ def is_preferred(rows: int, outputs: int) -> bool:
 
 
 def candidates(rows: int) -> dict[str, Config]:
-    """The configurations of the forward kernel worth measuring, by name."""
+    """Returns the forward kernel's configurations worth measuring, by name."""
     if rows <= MOST_ROWS:
         return {**few_rows_candidates(), **(fused_norm_candidates() if rows <= MOST_FUSED_NORM_ROWS else {})}
     return {

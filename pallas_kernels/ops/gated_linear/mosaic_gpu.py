@@ -13,7 +13,7 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 SIDE_BY_SIDE = ((0, 0, 0), (0, 1, 1))
-"""One left operand with each of two right ones, an accumulator each."""
+"""One left operand times each of two right operands, with an accumulator each."""
 
 
 def gated_linear_forward(
@@ -27,7 +27,7 @@ def gated_linear_forward(
     keeps_products: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns (activation(x @ w_gate) * (x @ w_up),) and, where asked for, x @ w_gate and x @ w_up after it.
+    """Returns (activation(x @ w_gate) * (x @ w_up),), followed by x @ w_gate and x @ w_up if they are kept.
 
     x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so are the results.
     row_scale: (rows,) float32, multiplies the products' rows first. norm: of x's rows, in the same launch, with a

@@ -1,8 +1,9 @@
 """The gated linear layer backward: a pass on Mosaic GPU for the gating, then the products.
 
-The forward pass has kept both products in x's dtype. Their cotangents come from the row kernel of `gated_activation` in
-one pass. The products after it have no epilogue, and XLA's are the faster ones on an H200: 4980 µs where our main loop
-takes 6204 (8192 rows, 4096 features, 14336 outputs), since steps of two operands each leave room for two stages only.
+The forward pass has saved both products in x's dtype. The row kernel of `gated_activation` computes their cotangents in
+one pass. The products after it have no epilogue, and for such products XLA is faster on an H200: 4980 µs where our main
+loop takes 6204 (8192 rows, 4096 features, 14336 outputs), since steps of two operands each leave room for two stages
+only.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from pallas_kernels.primitives.activations import get_activation
 def gated_linear_reference(
     x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, activation: str = "silu", norm: Norm | None = None
 ) -> jax.Array:
-    """See `pallas_kernels.gated_linear`. The normalised x and the products are rounded to x's dtype, what follows is in
-    float32 (float64 for float64 inputs)."""
+    """See `pallas_kernels.gated_linear`.
+
+    Rounds the normalised x and the products to x's dtype; the rest is in float32 (float64 for float64 inputs).
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
+    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(norm_reference(norm, x))
     gate, up = jnp.matmul(rows, w_gate).astype(wide), jnp.matmul(rows, w_up).astype(wide)
     y = (get_activation("gated_linear", activation).reference(gate) * up).astype(x.dtype)

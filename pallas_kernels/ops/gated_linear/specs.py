@@ -1,21 +1,19 @@
-"""The gated linear layer's registry entry: how it is called in tests and benchmarks, its traffic, and its variants."""
+"""The gated linear layer's registry entry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 
-from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, prologue, row_norm
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
-    gradients_of,
     norm_arguments,
-    product_bytes,
+    normed,
     product_call,
     product_flops,
+    result_bytes,
     rows_of,
     weight,
     with_norm,
@@ -27,146 +25,89 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, Fill, OpSpec, Traffic
+from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
+from pallas_kernels.specs import Arguments, OpSpec
 
 _WEIGHTS = ("w_gate", "w_up")
 
 
-def _call(
-    *leading: int,
-    features: int,
-    outputs: int,
-    dtype: str = "bfloat16",
-    activation: str = "silu",
-    fill: Fill = "normal",
-    norm: str | None = None,
-    scaled: bool = True,
-    mean_square: bool = False,
-    tags: tuple[str, ...] = ("test",),
-) -> ArgSpec:
-    """Products of deviation 2, as those before an activation often have."""
-    w = weight(features, outputs, dtype, deviation=2)
-    x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
-    return product_call(
-        f"{features}-{outputs}",
-        {"x": x, "w_gate": w, "w_up": w},
-        ({"activation": activation}, activation),
-        norm_arguments(norm, x, scaled=scaled, mean_square=mean_square),
-        tags=tags,
-    )
+@product_call
+def _call(x, *, outputs, activation="silu", norm=None, **which):
+    """Makes a call whose products have a standard deviation of 2, as is common before an activation."""
+    w = weight(x, outputs, deviation=2)
+    operands = {"x": x, "w_gate": w, "w_up": w}
+    return outputs, operands, ({"activation": activation}, activation), norm_arguments(x, norm, **which)
 
 
-_ARG_SPECS = (
-    _call(2, 72, features=128, outputs=192),
-    _call(70, features=192, outputs=128, dtype="float16", activation="gelu_tanh"),
-    _call(3, features=64, outputs=128, activation="gelu"),
-    _call(5, features=100, outputs=96, tags=("test", "ragged")),
-    _call(0, features=64, outputs=128, tags=("test", "empty")),
-    _call(24, features=64, outputs=128, fill="zeros", tags=("test", "extreme")),
-    _call(4, features=128, outputs=128, norm="rms"),
-    _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
-    _call(1000, features=4096, outputs=1024, tags=GPU),
-    _call(600, features=1024, outputs=2048, norm="layer", tags=GPU),
-    _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags=GPU),
-    _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags=GPU),
-    _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags=GPU),
-    _call(1, features=4096, outputs=4096, tags=GPU),
-    _call(17, features=1024, outputs=4096, tags=GPU),
-    *(_call(rows, features=4096, outputs=14336, tags=(*BENCH, "block")) for rows in (8192, 512, 16, 1)),
-    *(_call(rows, features=4096, outputs=14336, norm="rms", tags=BENCH) for rows in (8192, 512, 16, 1)),
-    *(
-        _call(rows, features=4096, outputs=14336, norm="rms", scaled=False, mean_square=True, tags=BENCH)
-        for rows in (8192, 512)
-    ),
-)
-
-
-def _function(*, implementation=None, **arguments):
-    return gated_linear(**with_norm(arguments), implementation=implementation)
-
-
-def _reference(**arguments):
-    return gated_linear_reference(**with_norm(arguments))
-
-
-def _forward_traffic(arguments: Arguments) -> Traffic:
-    read, (y, _) = product_bytes(arguments, *_WEIGHTS)
-    return Traffic(read=tuple(read), written=(y,))
-
-
-def _backward_traffic(arguments: Arguments) -> Traffic:
-    read, (y, _) = product_bytes(arguments, *_WEIGHTS)
-    return Traffic(read=(*read, y, y, y), written=tuple(read))
-
-
-def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    if phase == "backward":  # its products are XLA's
-        return {}
+def _configs(arguments: Arguments):
     norm, x = with_norm(arguments).get("norm"), arguments["x"]
-    return {
-        name: partial(_forward_variant, config=config)
-        for name, config in candidates(rows_of(arguments)).items()
-        if can_fuse_norm(config, norm, x) == getattr(config, "fuses_norm", False)
-    }
+    found = candidates(rows_of(arguments)).items()
+    return {name: c for name, c in found if can_fuse_norm(c, norm, x) == getattr(c, "fuses_norm", False)}
 
 
-def _forward_variant(*, config=None, **arguments):
+def _forward(*, config=None, **arguments):
     called = with_norm(arguments)
-    x, function = called["x"], get_activation("gated_linear", called["activation"])
-    norm, normed, row_scale, inside = called.get("norm"), as_rows(x), None, None
-    if norm is not None and can_fuse_norm(config, norm, normed):
-        inside = row_norm(norm)
-    else:
-        normed, row_scale = prologue(norm, normed)
-    (y,) = gated_linear_forward(
-        normed, called["w_gate"], called["w_up"], activation=function, row_scale=row_scale, norm=inside, config=config
-    )
+    x, norm, function = called["x"], called.get("norm"), get_activation("gated_linear", called["activation"])
+    rows, options = normed(x, norm, is_fused=can_fuse_norm(config, norm, x))
+    weights = (called[name] for name in _WEIGHTS)
+    (y,) = gated_linear_forward(rows, *weights, activation=function, **options, config=config)
     return (y.reshape(*x.shape[:-1], -1),)
 
 
-def _backward_variant(*, x, w_gate, w_up, activation, cotangents):
-    (dy,) = cotangents
-    rows = dy.reshape(-1, dy.shape[-1])
-    # dy stands for both products that the forward pass keeps: of their shape and dtype.
-    dx, dw_gate, dw_up, _ = gated_linear_backward(
-        x.reshape(-1, x.shape[-1]),
-        w_gate,
-        w_up,
-        rows,
-        rows,
-        rows,
-        activation=get_activation("gated_linear", activation),
-    )
-    return dx.reshape(x.shape), dw_gate, dw_up
-
-
-def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _backward(implementation, arguments, cotangents):
     if "norm" in arguments:
-        return gradients_of(GATED_LINEAR, implementation, arguments, cotangents)
-    if implementation == "mosaic":
-        return _backward_variant(**arguments, cotangents=cotangents)
+        return both_passes(_FUNCTION, *_DIFFERENTIABLE)(implementation, arguments, cotangents)
     x, w_gate, w_up = (arguments[name] for name in ("x", *_WEIGHTS))
     (dy,) = cotangents
+    if implementation == "mosaic":
+        # dy stands for both products that the forward pass keeps; it has their shape and dtype.
+        rows, function = as_rows(dy), get_activation("gated_linear", arguments["activation"])
+        gradients = gated_linear_backward(as_rows(x), w_gate, w_up, rows, rows, rows, activation=function)
+        return gradients[0].reshape(x.shape), *gradients[1:3]
 
     def gating(gate, up):
         return gated_activation_reference(gate, up, activation=arguments["activation"])
 
-    products = jax.vjp(lambda *operands: (operands[0] @ operands[1], operands[0] @ operands[2]), x, w_gate, w_up)[1]
+    products = jax.vjp(lambda x, w_gate, w_up: (x @ w_gate, x @ w_up), x, w_gate, w_up)[1]
     return products(jax.vjp(gating, dy, dy)[1](dy))
 
 
+_DIFFERENTIABLE = ("x", *_WEIGHTS, *NORM_ARRAYS)
+_FUNCTION = as_taken(gated_linear, with_norm)
+
 GATED_LINEAR = OpSpec(
     name="gated_linear",
-    function=_function,
-    reference=_reference,
-    implementations=("mosaic", "xla"),
-    differentiable=("x", *_WEIGHTS, *NORM_ARRAYS),
+    function=_FUNCTION,
+    reference=as_taken(gated_linear_reference, with_norm),
+    differentiable=_DIFFERENTIABLE,
     batched=("x", "mean_square"),
-    arg_specs=_ARG_SPECS,
-    forward_traffic=_forward_traffic,
-    backward_traffic=_backward_traffic,
+    arg_specs=(
+        _call(2, 72, features=128, outputs=192),
+        _call(70, features=192, outputs=128, dtype="float16", activation="gelu_tanh"),
+        _call(3, features=64, outputs=128, activation="gelu"),
+        _call(5, features=100, outputs=96, tags="test ragged"),
+        _call(0, features=64, outputs=128, tags="test empty"),
+        _call(24, features=64, outputs=128, fill="zeros", tags="test extreme"),
+        _call(4, features=128, outputs=128, norm="rms"),
+        _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
+        _call(1000, features=4096, outputs=1024, tags="gpu"),
+        _call(600, features=1024, outputs=2048, norm="layer", tags="gpu"),
+        _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags="gpu"),
+        _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags="gpu"),
+        _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags="gpu"),
+        _call(1, features=4096, outputs=4096, tags="gpu"),
+        _call(17, features=1024, outputs=4096, tags="gpu"),
+        *(_call(rows, features=4096, outputs=14336, tags="gpu bench block") for rows in (8192, 512, 16, 1)),
+        *(_call(rows, features=4096, outputs=14336, norm="rms", tags="gpu bench") for rows in (8192, 512, 16, 1)),
+        *(
+            _call(rows, features=4096, outputs=14336, norm="rms", scaled=False, mean_square=True, tags="gpu bench")
+            for rows in (8192, 512)
+        ),
+    ),
+    forward_traffic=traffic(read=("x", *_WEIGHTS), written=("y",), y=result_bytes("w_gate")),
+    backward_traffic=traffic(read=("x", *_WEIGHTS, "y", "y", "y"), written=("x", *_WEIGHTS), y=result_bytes("w_gate")),
     backward=_backward,
-    variants=_variants,
+    variants=variants((_forward, _configs)),  # backward products are XLA's
     problem=lambda arguments: problem(arguments["x"], arguments["w_gate"], arguments["activation"]),
     flops=partial(product_flops, weights=_WEIGHTS),
 )

@@ -22,32 +22,34 @@ def layer_norm(
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Takes rows' means off and divides by their standard deviation, after an optional residual sum.
+    """Subtracts each row's mean and divides by its standard deviation, after an optional residual sum.
 
-    The same as, in float32 between the casts,
+    Equivalent to this, in float32 between the casts:
 
         total = x + residual                                    # rounded to x.dtype; x itself without a residual
         centered = total - mean(total, axis=-1)
         y = centered * rsqrt(mean(centered**2, axis=-1) + epsilon) * scale + bias
 
-    The rounded sum is what is normalised, so that the two outputs and their gradients belong together.
+    The norm takes the rounded sum, so that both outputs and their gradients are consistent.
 
     Args:
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype, or None.
-        residual: like x, or None.
-        epsilon: added to the variance; a Python number from 0 on.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at least 128
-            features; gradients of rows too long for registers are left to XLA), "triton" (through jax_triton, which the
-            extra `triton` installs; NVIDIA GPUs, 128 to 32768 features), "xla", a sequence of them in order of
-            preference, or None: "mosaic" where it runs, else "xla".
+        residual: an array of x's shape and dtype, or None.
+        epsilon: added to the variance; a non-negative Python number.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            XLA computes the gradients of rows too long for registers.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        y like x; with a residual the pair (y, x + residual).
+        y, with x's shape and dtype; with a residual, the pair (y, total).
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
     """

@@ -1,1 +1,1 @@
-"""A linear layer with what follows it: bias, activation, residual."""
+"""A linear layer with optional bias, activation and residual."""

@@ -39,39 +39,41 @@ def linear(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """A linear layer and what follows it, in one launch.
+    """Applies a linear layer with optional bias, activation and residual, in one launch.
 
-    The same as, with the product accumulated in float32 and float32 between the casts,
+    Equivalent to this, with the product accumulated in float32 and float32 between the casts:
 
         y = activation(x @ w + bias) + residual
 
-    "xla" also rounds the product, to the wider of x's dtype and `out_dtype`. A gradient needs x and w again, and with
-    an activation x @ w, which the forward pass then writes, too, in x's dtype. Behind "mosaic" it is one kernel for the
-    activation and bias, and XLA's products. Where 16-bit x gives a float32 result it is all XLA's, which multiplies x @
-    w once more for an activation.
+    "xla" also rounds the product, to the wider of x's dtype and `out_dtype`.
+
+    The backward pass needs x and w. With an activation it also needs x @ w, which the forward pass writes in x's dtype.
+    With "mosaic" it is one kernel for activation and bias, and XLA's products. If x has 16 bits and the result is
+    float32, XLA computes all of it, and computes x @ w again for an activation.
 
     Args:
         x: (..., features), bfloat16 or float16 (float32 with "triton", any floating dtype with "xla"). The leading
             dimensions are rows.
         w: (features, outputs), of x's dtype.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
-        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
-        residual: (..., outputs) of the result's dtype, or None.
-        out_dtype: the result's dtype, floating; None: x's.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
-            outputs multiples of 64, at least 128 outputs; a result of x's dtype or float32), "triton" (through
-            jax_triton, which the extra `triton` installs; NVIDIA GPUs; a result of x's dtype), "xla", a sequence of
-            them in order of preference, or None: what the tuned table of this GPU has for the sizes
-            (`pallas_kernels.tuning`), else "mosaic" for up to 64 rows of at least 2048 features and 4096 outputs, and
-            for 512 rows or more with an activation or residual whose tiles keep the GPU busy; "xla" elsewhere, and
-            where that cannot run.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
+        residual: (..., outputs), of the result's dtype, or None.
+        out_dtype: the result's floating dtype; None: x's.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs
+            must be multiples of 64, with at least 128 outputs, and the result must have x's dtype or float32.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The result has x's dtype.
+            "xla": always runs.
+            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
+            rows with at least 2048 features and 4096 outputs, and for 512 rows or more with an activation or residual
+            if the tiles keep the GPU busy. "xla" otherwise, and if "mosaic" cannot run.
 
     Returns:
         y, (..., outputs), of `out_dtype`.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
     """
     x, w = as_arrays("linear", x=x, w=w)
     bias, residual = optional_arrays("linear", bias=bias, residual=residual)
@@ -100,12 +102,12 @@ def linear(
 
 
 def mosaic_unsupported(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     return operands_unsupported(x, w) or linear_unsupported(x, bias, out_dtype)
 
 
 def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype) -> str | None:
-    """Why the Triton kernel cannot take these arguments here, or None where it can."""
+    """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
     if out_dtype != x.dtype:
         return f"the result is {out_dtype.name}, the kernel gives x's {x.dtype.name}"
     return triton_missing(x)
@@ -121,7 +123,7 @@ def linear_mosaic(
     residual: jax.Array | None,
     row_scale: jax.Array | None,
 ) -> jax.Array:
-    """activation((row_scale * x) @ w + bias) + residual by the Mosaic GPU kernel; differentiable.
+    """Computes activation((row_scale * x) @ w + bias) + residual with the Mosaic GPU kernel; differentiable.
 
     x: (rows, features), w: (features, outputs), bias: (outputs,), residual: (rows, outputs), row_scale: (rows,).
     """
@@ -141,7 +143,7 @@ def _mosaic_fwd(activation, out_dtype, x, w, bias, residual, row_scale):
 def _mosaic_bwd(activation, out_dtype, saved, dy):
     x, w, bias, product, row_scale, has_residual = saved
     dresidual = dy if has_residual else None
-    if out_dtype != x.dtype:  # a cotangent of float32, which tensor cores would round
+    if out_dtype != x.dtype:  # the tensor cores would round a float32 cotangent
 
         def forward(x, w, bias, row_scale):
             rows = scaled_rows(x, row_scale)

@@ -1,4 +1,4 @@
-"""Launch configurations of the linear layer's kernels: what is chosen untuned, and what is worth measuring."""
+"""Launch configurations of the linear layer's kernels: the untuned choice, and the candidates worth measuring."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pallas_kernels.primitives.few_rows.config import candidates as few_rows_can
 from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, NARROW, GemmConfig, choose_config, fills
 
 FEWEST_MANY_ROWS = 512
-"""Between few rows and these nothing has been measured."""
+"""Between few rows and this number, nothing has been measured."""
 FEWEST_FEATURES = 4096
-"""Of plain products; with less nothing has been measured."""
+"""The fewest features of plain products; with fewer, nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -29,7 +29,7 @@ def problem(
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
 ) -> tuning.Problem:
-    """What the tuned table knows a layer by; of the arrays only shapes and dtypes."""
+    """Returns the layer's key in the tuned table; reads only shapes and dtypes of the arrays."""
     epilogue = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
@@ -48,7 +48,7 @@ def preferred(
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
 ) -> Sequence[str]:
-    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
     has_epilogue = activation is not None or residual is not None
     is_best = is_preferred(prod(x.shape[:-1]), w.shape[1], w.shape[0], has_epilogue=has_epilogue)
     known = problem(x, w, bias, activation, residual, out_dtype)
@@ -56,25 +56,26 @@ def preferred(
 
 
 def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
-    """The measured best for a problem, else the untuned choice."""
+    """Returns the measured best configuration of a problem, else the untuned one."""
     outputs, features = int(known["outputs"]), int(known["features"])
-    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # with one buffer a result it has not been measured
+    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # not measured with one buffer per result
     is_even = not keeps_product
     untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_even=is_even)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features)
     config = tuning.configuration("linear", "forward", known, lambda: candidates(rows), untuned=untuned)
-    # One buffer for each of two results, so that four stages still fit.
+    # One buffer per result, so that four stages fit beside two results.
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
 
 
 def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) -> bool:
-    """Whether this layer runs the kernel where the caller leaves the choice: where it was measured to be faster.
+    """Whether the kernel was measured to be faster than XLA, and so is preferred.
 
-    has_epilogue: an activation or residual follows. On an H200, times as fast as XLA: with gelu 1.10 at 8192 rows and
-    1.10 to 1.21 at 512, with a residual 1.02 and 1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39.
-    Plain products of many rows are even with XLA's (0.99 to 1.02), and left to it, but where tiles of two widths share
-    them out: 1.14 at 512 rows, 14336 outputs.
+    has_epilogue: whether an activation or residual follows.
+
+    Speed relative to XLA on an H200: with gelu 1.10 at 8192 rows and 1.10 to 1.21 at 512, with a residual 1.02 and
+    1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39. Plain products of many rows are as fast as XLA's
+    (0.99 to 1.02), so XLA computes them, except with tiles of two widths: 1.14 at 512 rows and 14336 outputs.
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096 and features >= 2048
@@ -85,7 +86,7 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) 
 
 
 def candidates(rows: int) -> dict[str, Config]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     if rows <= MOST_ROWS:
         return {**few_rows_candidates()}
     return {

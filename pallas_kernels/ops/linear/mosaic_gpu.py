@@ -1,4 +1,4 @@
-"""The linear layer forward on Mosaic GPU: one launch, everything after the product done on the accumulator."""
+"""The linear layer forward on Mosaic GPU: one launch, with everything after the product in registers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def linear_forward(
     config: Config | None = None,
     name: str = "linear",
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (activation(x @ w + bias) + residual, x @ w), the second only where asked for, in x's dtype; with a
-    row_scale the products' rows are multiplied by it first.
+    """Returns (activation(x @ w + bias) + residual, x @ w); the second is in x's dtype, or None unless it is kept.
+
+    A row_scale multiplies the rows of the product first.
 
     x: (rows, features), w: (features, outputs), of one 16-bit dtype. bias: (outputs,). residual: (rows, outputs) of
     out_dtype. row_scale: (rows,) float32. norm: of x's rows, in the same launch, with a configuration of few rows.

@@ -1,8 +1,8 @@
 """The linear layer as a Triton kernel through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
-A block computes a tile of the result, with bias, activation and residual on the accumulator. RMSNorm of the input is a
-factor of each row of the product, from squares that are summed in the main loop. Imported only when asked for, since it
-imports Triton.
+A block computes a tile of the result, and applies bias, activation and residual to the accumulator. RMSNorm of the
+input becomes a factor of each row of the product, from squares that the main loop sums. The module is imported only
+when requested, since it imports Triton.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 
 @dataclass(frozen=True, kw_only=True)
 class TritonConfig:
-    """How a product is cut up.
+    """The tiling of a product.
 
-    tile_m, tile_n, tile_k: of a block's result and of a step along the depth; powers of two, at least 16.
-    group: rows of tiles that blocks near in time share. warps: of a block. stages: steps of operands under way.
+    tile_m, tile_n: rows and columns of a block's result. tile_k: depth of a step. All are powers of two, at least 16.
+    group: rows of tiles that blocks near in time share. warps: warps of a block. stages: steps of operands in flight.
     """
 
     tile_m: int = 128
@@ -38,7 +38,7 @@ class TritonConfig:
 
 
 def default_config(rows: int, dtype: jnp.dtype) -> TritonConfig:
-    """The choice: Triton's usual tiles of many rows, narrow ones of few, and small steps in float32."""
+    """Returns Triton's usual tiles for many rows, narrow ones for few, and small steps for float32."""
     if dtype.itemsize == 4:
         return TritonConfig(tile_m=64, tile_n=64, tile_k=32, warps=4)
     if rows <= 64:
@@ -50,7 +50,7 @@ def default_config(rows: int, dtype: jnp.dtype) -> TritonConfig:
 
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def activated(x, activation: tl.constexpr):
-    """See `pallas_kernels.primitives.activations`; in float32."""
+    """Applies an activation of `pallas_kernels.primitives.activations` in float32."""
     if activation == "gelu_tanh":
         y = x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
     elif activation == "gelu":
@@ -89,7 +89,7 @@ def linear_forward(
     tile_k: tl.constexpr,
     group: tl.constexpr,
 ):
-    """One tile of y a block; blocks near in time share `group` rows of tiles, and with them columns of w in the L2."""
+    """Computes one tile of y per block. Blocks near in time share `group` rows of tiles, and columns of w in the L2."""
     tiles_m = tl.cdiv(rows, tile_m)
     tiles_n = tl.cdiv(outputs, tile_n)
     tile = tl.program_id(0)
@@ -141,13 +141,13 @@ def launch(
     keeps_product: bool = False,
     config: TritonConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns y and the product, which is of use only where it was to be kept. x: (rows, features), else as `linear`.
+    """Returns y and the product, which is valid only if it is kept. x: (rows, features); the rest as in `linear`.
 
-    scale: (features,), of an RMSNorm of x, which there is none of without it.
+    scale: (features,), of an RMSNorm of x, or None for no norm.
     """
     (rows, features), outputs = x.shape, w.shape[1]
     config = config or default_config(rows, x.dtype)
-    # A pointer that is not used must still be one.
+    # An unused pointer must still be a valid one.
     operands = (x if operand is None else operand for operand in (scale, bias, residual))
     y, product = jax_triton.triton_call(
         x,
@@ -189,7 +189,7 @@ def linear_triton(
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """The layer on x (rows, features), after an RMSNorm where there is a `scale`. Differentiable."""
+    """Applies the layer to x (rows, features), after an RMSNorm if there is a `scale`. Differentiable."""
     return launch(x, w, scale, bias, residual, activation=activation, epsilon=epsilon)[0]
 
 
@@ -210,9 +210,9 @@ def backward(
     activation: str | None,
     epsilon: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Gradients of x, w, scale and bias; XLA's products, with which the Mosaic GPU kernels are even at best.
+    """Computes the gradients of x, w, scale and bias, with XLA's products, which are the fastest.
 
-    product: of the normed x and w, needed with an activation.
+    product: the normalised x times w, needed with an activation.
     """
     dbias = None
     if activation is not None:

@@ -27,7 +27,7 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_a
 from pallas_kernels.primitives.settings import usual_promotion
 
 _ROWS = 8
-"""TMA brings groups of so many rows."""
+"""TMA loads rows in groups of this size."""
 _IGNORED = -1
 
 
@@ -43,48 +43,50 @@ def linear_cross_entropy(
     reduction: Reduction = "none",
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Cross-entropy of hidden states times a vocabulary matrix, and integer labels, without the logits in memory.
+    """Computes the cross-entropy of `hidden @ w` and integer labels without keeping all logits in memory.
 
-    With logits = hidden @ w and lse = logsumexp(logits, axis=-1), in float32,
+    Equivalent to this, in float32 after the product:
 
+        logits = hidden @ w
+        lse = logsumexp(logits, axis=-1)
         loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
 
-    and 0 where the label is `ignore_index`, NaN (with a gradient of zero) where it names no token. Labels have no
-    gradient.
+    The loss is 0 for the label `ignore_index`. A label outside the vocabulary gives NaN and a gradient of zero. Labels
+    have no gradient.
 
-    What "mosaic" computes, for n tokens, and has in memory besides arguments and results:
+    Work and memory of "mosaic", besides arguments and results:
 
-    * without gradients: one matrix product, and two or three float32 numbers for every 256 logits.
-    * with gradients, `reduction` "mean" or "sum": three products as with logits, since the forward pass knows what each
-      token's gradient is multiplied with and computes all gradients at once. The logits of as many tokens as there are
-      features lie where w's gradient will, those of further tokens are computed twice (four products for them; for all
-      tokens where w needs no gradient). Beside those a sixth to a twelfth of the logits is in memory at a time. Where
-      the result is multiplied before it is differentiated (a loss scale), the written gradients are multiplied once
-      more, after having been rounded.
-    * with gradients, "none", and float16 (whose loss scale must come before the rounding): four products. The forward
-      pass keeps three numbers a token, the backward pass computes the logits again, a chunk at a time.
+    * Without gradients: one matrix product, and two or three float32 numbers for every 256 logits.
+    * With gradients and `reduction` "mean" or "sum": three products, as with logits in memory. The forward pass already
+      knows each token's factor and computes all gradients at once. It keeps the logits of as many tokens as there are
+      features in the memory of w's gradient, and computes those of further tokens twice, which makes four products for
+      them, and for all tokens if w needs no gradient. Another sixth to twelfth of the logits is in memory at a time. If
+      the result is multiplied before it is differentiated (a loss scale), the rounded gradients are multiplied again.
+    * With gradients and "none", or float16, whose loss scale must come before rounding: four products. The forward pass
+      keeps three numbers per token; the backward pass computes the logits again, a chunk at a time.
 
     Args:
         hidden: (..., features), bfloat16 or float16 (any floating dtype with "xla").
-        w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`, which
-            XLA makes a copy of.
-        labels: (...), integers of any width, from 0 to below vocabulary, or `ignore_index`.
-        ignore_index: the label of tokens that do not count; it and the next two are Python numbers.
-        label_smoothing: share of the target spread evenly over the vocabulary, from 0 to 1.
-        z_loss: weight of the squared lse, which keeps logits from drifting.
-        reduction: "none", "sum", or "mean" over the tokens that count (0 where none does).
-        implementation: "mosaic" (Mosaic GPU kernels; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
-            vocabulary multiples of 64, at least 128 of the latter), "xla" (with logits, of hidden's dtype), a sequence
-            of them in order of preference, or None: "mosaic" where it was measured to be faster (bfloat16, a reduction,
-            512 tokens or more, but no more than features, a vocabulary of 32000 or more), else "xla". Ask for
-            ("mosaic", "xla") where memory counts.
+        w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`; XLA
+            copies it.
+        labels: (...), integers of any width, `0 <= label < vocabulary` or `ignore_index`.
+        ignore_index: the label of tokens that do not count, a Python integer.
+        label_smoothing: the share of the target spread evenly over the vocabulary, a Python number from 0 to 1.
+        z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
+        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and vocabulary
+            must be multiples of 64, and the vocabulary at least 128.
+            "xla": keeps the logits in memory, in hidden's dtype.
+            None: "mosaic" where it was measured to be faster (bfloat16, a reduction, at least 512 tokens but no more
+            than features, a vocabulary of at least 32000), else "xla". Pass ("mosaic", "xla") to save memory.
 
     Returns:
-        float32 (float64 for float64 hidden states): (...), or a scalar with a reduction.
+        The losses (...), or a scalar with a reduction; float32 (float64 for float64 hidden states).
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: gradients in the forward pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989; losses from
     tiles as in Wijmans et al., 2024, https://arxiv.org/abs/2411.09009
@@ -118,42 +120,42 @@ def linear_cross_entropy(
 
 
 def mosaic_unsupported(hidden: jax.Array, w: jax.Array) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     reason = operands_unsupported(hidden, w)
     return reason.replace("x is", "hidden is") if reason else mosaic_gpu_unsupported()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is static of a call."""
+    """The static arguments of a call."""
 
     terms: Terms
     reduction: Reduction
     config: LossConfig
 
     def weight(self, labels: jax.Array) -> jax.Array:
-        """What every loss is multiplied with before they are added up."""
+        """Returns the factor of every loss in the sum."""
         if self.reduction != "mean":
             return jnp.float32(1)
         return 1 / jnp.maximum(1, jnp.sum(labels != self.terms.ignore_index)).astype(jnp.float32)
 
     def result(self, statistics: Statistics, labels: jax.Array) -> jax.Array:
-        """The losses, or the reduced loss."""
+        """Returns the losses, or the reduced loss."""
         losses = statistics.losses(self.terms, self.terms.token(labels, self.weight(labels)))
         return losses if self.reduction == "none" else jnp.sum(losses)
 
     def labels_in_range(self, labels: jax.Array) -> jax.Array:
-        """With stand-ins for those that name no token."""
+        """Returns the labels, with a valid token in place of those outside the vocabulary."""
         return self.terms.token(labels, 1.0).label
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_mosaic(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    """(rows,) losses, or their sum or mean. hidden: (rows, features), whole groups of rows. labels: (rows,) int32."""
+    """Returns (rows,) losses, or their sum or mean. hidden: (rows, features), whole groups of rows. labels: int32."""
     return _loss(call, hidden, w, labels)[0]
 
 
-# Compiled as wholes where the caller compiles nothing.
+# Under jit, so that they are compiled as wholes even if the caller does not use jit.
 
 
 @partial(jax.jit, static_argnums=0)
@@ -168,7 +170,10 @@ def _loss(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array) -> tup
 def loss_and_gradients(
     call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array, *, wants_hidden: bool = True, wants_w: bool = True
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (sum or mean, dhidden, dw), the last two None where not wanted; arguments as the kernels take them."""
+    """Returns (sum or mean, dhidden, dw), with None for a gradient that is not wanted.
+
+    hidden: (rows, features), whole groups of rows. labels: (rows,) int32.
+    """
     kept = kept_rows(*hidden.shape) if wants_w and call.config.keeps_logits else 0
     statistics, logits = logits_statistics(
         hidden, w, call.labels_in_range(labels), terms=call.terms, kept_rows=kept, config=call.config.statistics
@@ -186,7 +191,7 @@ def _slopes(call: Call, statistics: Statistics, labels: jax.Array, weights: jax.
 
 
 def _keeps_gradients(reduction: Reduction, dtype: jnp.dtype) -> bool:
-    """Whether the forward pass makes the gradients: of one number, and rounded before a loss scale multiplies them."""
+    """Whether the forward pass computes the gradients: with a reduction, unless float16 needs its loss scale first."""
     return reduction != "none" and dtype != jnp.float16
 
 
@@ -197,7 +202,7 @@ def _mosaic_fwd(call, hidden, w, labels):
         loss, dhidden, dw = loss_and_gradients(call, hidden, w, labels, wants_hidden=wants[0], wants_w=wants[1])
         return loss, ((dhidden, dw), None)
     loss, statistics = _loss(call, hidden, w, labels)
-    # None or an empty array says which gradients are wanted, in a way that transformations keep.
+    # An empty array marks a wanted gradient, None an unwanted one. Transformations preserve this.
     marks = tuple(jnp.zeros(0) if wanted else None for wanted in wants)
     return loss, (None, (hidden, w, labels, statistics, marks))
 
@@ -229,7 +234,7 @@ def _gradients(call, hidden, w, labels, statistics, cotangent, *, wants_hidden, 
 
 
 def _scaled(gradient: jax.Array, factor: jax.Array) -> jax.Array:
-    """In place. Few features, of which there are whole groups of rows, in rows that the kernel takes."""
+    """Multiplies a gradient by a factor in place. Rows too short for the kernel are folded into longer ones."""
     rows = gradient.reshape(-1, _ROWS * COLUMNS) if gradient.shape[1] < FEWEST_OUTPUTS else gradient
     return scale_in_place(rows, factor).reshape(gradient.shape)
 

@@ -1,4 +1,4 @@
-"""How a call is cut: matrix products, chunks of the vocabulary, and whose logits are kept."""
+"""Launch configurations: the matrix products, the chunks of the vocabulary, and which logits are kept."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config
 from pallas_kernels.primitives.platform import target_device
 
 CHUNK_UNIT = 256
-"""Chunks of the vocabulary are multiples of it: of a tile's columns."""
+"""Chunks of the vocabulary are multiples of this, a tile's columns."""
 ROW_UNIT = 64
-"""Kept rows are a multiple of it, or all: of the rows that a warpgroup has of a tile."""
+"""Kept rows are all rows or a multiple of this, a warpgroup's rows of a tile."""
 _FEWEST_ROWS, _FEWEST_TOKENS = 512, 32000
-"""Of a call that takes the kernels unasked, of what was measured."""
+"""The smallest sizes for which the kernels are preferred; smaller ones have not been measured."""
 _FEWEST_CHUNKS, _MOST_CHUNKS = 6, 12
-"""Of a large vocabulary: a chunk's gradients are in memory at once, and each chunk adds to all of hidden's gradient."""
+"""The number of chunks of a large vocabulary. A chunk's gradients are in memory at once, so chunks must not be large;
+each chunk adds to all of hidden's gradient, so there must not be many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The cut of a call.
+    """The launch configurations of a call's products, and its chunks.
 
-    statistics: of the product that gives the losses. recompute: of that which gives gradients of logits. hidden: of
-    the product of a chunk's gradients with w. weight: of that with the hidden states. chunk: columns of the vocabulary
-    that are worked at at a time in the backward pass, a multiple of 256. keeps_logits: where the gradient of w is asked
-    for, its memory holds logits of the first rows until they are needed; else all are computed twice.
+    statistics: of the product for the losses. recompute: of the product that computes logits again for their
+    gradients. hidden: of the product of a chunk's gradients and w. weight: of their product with the hidden states.
+    chunk: columns of the vocabulary that the backward pass takes at a time, a multiple of 256. keeps_logits: whether
+    the memory of w's gradient, where it is wanted, holds the logits of the first rows; else all are computed twice.
     """
 
     statistics: GemmConfig
@@ -36,10 +37,10 @@ class LossConfig:
 
 
 def default_config(rows: int, vocabulary: int, features: int) -> LossConfig:
-    """The untuned choice for a (rows, vocabulary) array of logits with sums over so many features."""
+    """Returns the untuned configuration for (rows, vocabulary) logits with sums over `features`."""
     chunk = default_chunk(vocabulary, features)
     product = choose_config(rows, vocabulary)
-    # Small buffers for float32 sums, so that four stages still fit.
+    # Small buffers for float32 sums, so that four stages fit.
     hidden = replace(choose_config(rows, features), store_columns=32)
     return LossConfig(
         statistics=product,
@@ -51,7 +52,7 @@ def default_config(rows: int, vocabulary: int, features: int) -> LossConfig:
 
 
 def default_chunk(vocabulary: int, features: int) -> int:
-    """Columns of a chunk: those with the fewest waves of tiles over the whole gradient of w."""
+    """Returns the chunk width that needs the fewest waves of tiles for the whole gradient of w."""
     cores, row_tiles = target_device().core_count, -(-features // 128)
     tiles = -(-vocabulary // CHUNK_UNIT)
 
@@ -65,7 +66,7 @@ def default_chunk(vocabulary: int, features: int) -> int:
 
 
 def chunk_bounds(vocabulary: int, chunk: int) -> list[tuple[int, int]]:
-    """First column and width of every chunk; a short last one is part of the one before."""
+    """Returns first column and width of every chunk; a short last chunk is merged with the one before."""
     starts = list(range(0, vocabulary, chunk))
     if len(starts) > 1 and vocabulary - starts[-1] < CHUNK_UNIT:
         starts.pop()
@@ -73,23 +74,24 @@ def chunk_bounds(vocabulary: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def kept_rows(rows: int, features: int) -> int:
-    """How many rows of logits the memory of w's gradient holds."""
+    """Returns how many rows of logits the memory of w's gradient holds."""
     return rows if rows <= features else features // ROW_UNIT * ROW_UNIT
 
 
 def is_preferred(rows: int, vocabulary: int, features: int, *, keeps_gradients: bool) -> bool:
-    """Whether the kernels run where the caller leaves the choice: where they were measured to be faster.
+    """Whether the kernels were measured to be faster than XLA, and so are preferred.
 
-    keeps_gradients: whether the forward pass makes the gradients (a reduction, no loss scale). With all logits kept
-    (no more tokens than features) an H200 was 1.08 times as fast as XLA, loss and gradients together, with 3 GB less
-    memory (4096 tokens, 4096 features, vocabulary 128256). Further tokens' logits are computed twice: more work than
-    XLA's.
+    keeps_gradients: whether the forward pass computes the gradients (a reduction, no loss scale).
+
+    With all logits kept (no more tokens than features), loss and gradients took 1/1.08 of XLA's time on an H200, with
+    3 GB less memory (4096 tokens, 4096 features, vocabulary 128256). The logits of further tokens are computed twice,
+    which is more work than XLA's.
     """
     return keeps_gradients and _FEWEST_ROWS <= rows <= features and vocabulary >= _FEWEST_TOKENS
 
 
 def candidates(rows: int, vocabulary: int, features: int) -> dict[str, LossConfig]:
-    """The configurations worth measuring, by name; those named "forward" concern the loss alone, too."""
+    """Returns the configurations worth measuring, by name; those named "forward" are for the loss alone, too."""
     default = default_config(rows, vocabulary, features)
     plain = GemmConfig()
     found = {

@@ -1,4 +1,4 @@
-"""One launch of the matrix product's main loop with a store of this operation's own."""
+"""One launch of the matrix product's main loop with this operation's own store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.references import in_place
 
 Extras = Mapping[str, Any]
-"""Further operands by name: arrays, in a kernel references to them."""
+"""Further operands by name: arrays, or references to them in a kernel."""
 
 
 def problem_of(
@@ -33,7 +33,7 @@ def problem_of(
     transpose_b: bool = False,
     stored_bytes: int,
 ) -> Problem:
-    """An (m, n, k) product, with as many stages as fit beside buffers of `stored_bytes` an element."""
+    """Returns an (m, n, k) product with as many stages as fit beside buffers of `stored_bytes` per element."""
     config = config.fitted(itemsize=dtype.itemsize, operands=(1, 1), products=1, stored_bytes=stored_bytes)
     return Problem(
         m=m,
@@ -61,13 +61,14 @@ def product_kernel(
     view_a: Callable[[Any, Extras], Any] = lambda ref, extras: ref,
     view_b: Callable[[Any, Extras], Any] = lambda ref, extras: ref,
 ) -> tuple[jax.Array, ...]:
-    """Returns the outputs of `out_type`, then what became of the arrays in `changed`.
+    """Returns the outputs of `out_type`, then the changed arrays of `changed`.
 
     changed: further extras, whose memory the kernel changes.
-    make_store: from the extras' references, the outputs', the warpgroup's buffers in shared memory, (slots, rows,
-        columns) as `Pieces` has them of `buffer_dtype` (None without one), barriers, one for each slot of each
-        warpgroup, and the warpgroup's number, to what `consume` calls `begin` and `finish` of.
-    view_a, view_b: from an operand's reference to the part of it that is multiplied.
+    make_store: makes the warpgroup's store, whose `begin` and `finish` `consume` calls. It takes the references of the
+        extras and the outputs, the warpgroup's buffers in shared memory, (slots, rows, columns) of `Pieces` in
+        `buffer_dtype` (None without one), the barriers, one for each slot of each warpgroup, and the warpgroup's
+        number.
+    view_a, view_b: return the part of an operand's reference that is multiplied.
     """
     config, pieces = problem.config, Pieces.of(problem)
 

@@ -1,9 +1,9 @@
-"""Linear layer and cross-entropy forward on Mosaic GPU: a product that leaves numbers of rows, and no logits.
+"""Linear layer and cross-entropy forward on Mosaic GPU: a product that writes statistics of rows, not logits.
 
 Each tile of logits is summarised on the accumulator, in float32: for every row its maximum, the sum of exponentials
-under it, the label's logit if it is in the tile, and with label smoothing the sum. A few numbers for 256 logits go to
-memory; XLA puts them together. For the gradient the logits of the first rows can be kept, rounded; their numbers are
-then of the rounded ones.
+under it, the label's logit if it is in the tile, and with label smoothing the sum. It writes a few numbers for every
+256 logits, which XLA combines. For the gradient it can keep the rounded logits of the first rows; their statistics are
+then of the rounded logits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pallas_kernels.primitives.platform import varying_like
 
 BINARY = Exponential(is_binary=True)
 PIECE = 64
-"""Columns of a tile that are worked at at a time."""
+"""Columns of a tile that are computed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of each row of logits, float32: see `formula`.
+    """Statistics of each row of logits, float32; see `formula`.
 
     total: the sum of exponentials under the shift that belongs to `maximum`. target: the label's logit, where it names
     a token. logit_sum: with label smoothing.
@@ -46,12 +46,12 @@ class Statistics:
     logit_sum: jax.Array | None
 
     def losses(self, terms: Terms, token: Token) -> jax.Array:
-        """Of the rows with these tokens, times their weights."""
+        """Returns the losses of rows with these tokens, times their weights."""
         total = BINARY.total(self.total, BINARY.shift(self.maximum), self.maximum)
         return terms.loss(token, self.maximum, total, self.target, self.logit_sum)
 
     def slope(self, terms: Terms, token: Token) -> Slope:
-        """What the gradients of the rows with these tokens need, times their weights."""
+        """Returns the parameters of the gradients of rows with these tokens, times their weights."""
         shift = BINARY.shift(self.maximum)
         return terms.slope(self.maximum, self.total, token, exponential=BINARY, shift=shift)
 
@@ -68,11 +68,11 @@ def logits_statistics(
     kept_rows: int,
     config: GemmConfig,
 ) -> tuple[Statistics, jax.Array | None]:
-    """Returns the statistics of hidden @ w, and with `kept_rows` an array like w with so many first rows of logits.
+    """Returns the statistics of hidden @ w, and an array like w with the first `kept_rows` rows of logits, or None.
 
     hidden: (rows, features), rows and features as the main loop takes them. w: (features, vocabulary), of its dtype.
     labels: (rows,) int32 from 0 to below vocabulary. kept_rows: at most features, and all rows or a multiple of 64.
-    The other rows of that array hold anything.
+    The other rows of that array are not initialised.
     """
     (rows, features), vocabulary, dtype = hidden.shape, w.shape[1], hidden.dtype
     problem = problem_of(rows, vocabulary, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
@@ -122,14 +122,14 @@ def logits_statistics(
 
 
 def _labelled(labels: jax.Array, blocks: int, block: int, tiles: int, width: int) -> jax.Array:
-    """(blocks, tiles) int32: whether a warpgroup's part of a tile has labels in it. Few have."""
+    """Returns whether each warpgroup's part of each tile contains labels, (blocks, tiles) int32. Few do."""
     label_tiles = jnp.pad(labels // width, (0, blocks * block - labels.shape[0]), constant_values=-1)
     hits = label_tiles.reshape(blocks, block, 1) == jnp.arange(tiles)
     return jnp.any(hits, axis=1).astype(jnp.int32)
 
 
 def _together(partial: Sequence[jax.Array], labels: jax.Array, width: int) -> Statistics:
-    """From tiles' numbers, (tiles, rows and more) each, to rows'."""
+    """Combines the statistics of tiles, (tiles, padded rows) each, into those of rows."""
     rows = labels.shape[0]
     maxima, totals, targets, *sums = (array[:, :rows] for array in partial)
     maximum = jnp.max(maxima, axis=0)
@@ -144,11 +144,11 @@ def _together(partial: Sequence[jax.Array], labels: jax.Array, width: int) -> St
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsStore:
-    """What a warpgroup does with a tile of logits.
+    """The store of a warpgroup's tile of logits: it writes their statistics.
 
-    rows, vocabulary: of all logits. labels: (rows and more,) in device memory. labelled: see `_labelled`. partial:
-    (tiles, rows and more) each. store: of the logits themselves, for the first `kept_rows`. early: what was asked for
-    before the products.
+    rows, vocabulary: the shape of the logits. labels: (padded rows,) in device memory. labelled: see `_labelled`.
+    partial: the outputs, (tiles, padded rows) each. store: for the logits of the first `kept_rows`. early: the values
+    that `begin` loads.
     """
 
     rows: int
@@ -163,18 +163,18 @@ class StatisticsStore:
     early: dict[str, jax.Array] = field(default_factory=dict)
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Before the products: nobody is to wait for memory after them."""
+        """Loads before the products whether the tile has labels, so that no thread waits for memory after them."""
         self.early["is_labelled"] = self.labelled[row // self.block, column // self.width] != 0
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Summarises, and stores what is kept."""
+        """Writes the tile's statistics, and its logits if they are kept."""
         if self.store is None:
             self._summarise(products[0], row, column)
             return
 
         def keep():
             assert self.store is not None
-            # The gradient will come from the rounded logits, and needs the sum of *their* exponentials.
+            # The gradient is computed from the rounded logits, so it needs the sum of their exponentials.
             rounded = products[0].astype(self.store.outputs[0].dtype).astype(jnp.float32)
             self.store.finish([rounded], row, column)
             self._summarise(rounded, row, column)
@@ -191,7 +191,7 @@ class StatisticsStore:
         starts = range(0, width, piece)
         parts = [logits[:, start : start + piece] for start in starts]
         is_cut = self.vocabulary % width != 0
-        if is_cut:  # zeros from outside stand in the last tile
+        if is_cut:  # the last tile has zeros from outside the array
             ends = [self.vocabulary - start for start in starts]
             parts = [jnp.where(columns < end, part, LOWEST_LOGIT) for end, part in zip(ends, parts, strict=True)]
         highest = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
@@ -216,15 +216,15 @@ def _counted(part: jax.Array) -> jax.Array:
 
 
 def added(values: Iterable[jax.Array]) -> jax.Array:
-    """Of arrays, element by element."""
+    """Adds arrays element by element."""
     return functools.reduce(operator.add, values)
 
 
 def load_rows(ref: Any, row: jax.Array, rows: int) -> jax.Array:
-    """A number of each row of a tile, from device memory, as it lies beside the accumulator."""
+    """Loads one number for each row of a tile, in the layout of the accumulator's rows."""
     return plgpu.load(ref.at[pl.ds(row, rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
 def spread(numbers: jax.Array, columns: int) -> jax.Array:
-    """A number of each row beside each of its columns."""
+    """Broadcasts one number of each row to its columns."""
     return lax.broadcast_in_dim(numbers, (numbers.shape[0], columns), (0,))

@@ -2,8 +2,8 @@
 
 For each chunk the gradients of its logits, d, (rows, chunk) in the operands' dtype, then
 
-    dhidden += d @ w[:, chunk].T        float32 between the chunks
-    dw[:, chunk] = hidden.T @ d         nothing to add up: all rows are there
+    dhidden += d @ w[:, chunk].T        # float32 between the chunks
+    dw[:, chunk] = hidden.T @ d         # complete at once, since it has all rows
 
 d comes either from logits that the forward pass kept, in one pass over them, or from logits computed again. Kept logits
 lie where dw will: an array of (features, vocabulary) holds the logits of as many rows as there are features, and a
@@ -42,9 +42,9 @@ def gradients(
     wants_w: bool,
     config: LossConfig,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns (dhidden, dw), None where not wanted.
+    """Returns (dhidden, dw), with None for a gradient that is not wanted.
 
-    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: what it kept, `kept_rows` of them.
+    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: the first `kept_rows` rows, from there.
     """
     dhidden, dw = None, logits
     bounds = chunk_bounds(w.shape[1], config.chunk)
@@ -53,19 +53,19 @@ def gradients(
         d = chunk_gradients(hidden, w, slopes, dw, first, width=width, kept_rows=kept_rows, config=config)
         if wants_hidden:
             dhidden = _add_to_hidden(d, w, dhidden, first, config=config, is_only=len(bounds) == 1)
-            # Both products of a chunk before the next one, or the chunks would be in memory together.
+            # Both products of a chunk come before the next chunk; else all chunks would be in memory together.
             d, dhidden = lax.optimization_barrier((d, dhidden))
         if wants_w:
             dw = _put_into_w(hidden, d, w, dw, first, config=config)
     return None if dhidden is None else dhidden.astype(hidden.dtype), dw if wants_w else None
 
 
-# What chunks have in common is traced and, called eagerly, compiled once.
+# Under jit, so that chunks are traced once and, if called eagerly, compiled once.
 
 
 @partial(jax.jit, static_argnames=("config", "is_only"))
 def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
-    """dhidden + d @ w[:, chunk].T, (rows, features) float32, or of d's dtype where the chunk is all there is."""
+    """Returns dhidden + d @ w[:, chunk].T, (rows, features) float32, or in d's dtype if there is only one chunk."""
     (rows, width), features = d.shape, w.shape[0]
     dtype = d.dtype if is_only else jnp.dtype(jnp.float32)
     problem = problem_of(rows, features, width, d.dtype, config.hidden, transpose_b=True, stored_bytes=dtype.itemsize)
@@ -100,7 +100,7 @@ def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class TileStore:
-    """Stores tiles, or has TMA add them to what is there; every element is added to once in a launch."""
+    """Stores tiles, or lets TMA add them to the output; each element is added to once in a launch."""
 
     pieces: Pieces
     output: Any
@@ -108,10 +108,10 @@ class TileStore:
     adds: bool
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Nothing to do before the products."""
+        """Does nothing before the products."""
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Stores."""
+        """Stores the tile after its products."""
         pieces = self.pieces
         for piece in range(pieces.count):
             slot, start = piece % pieces.slots, piece * pieces.columns
@@ -124,7 +124,7 @@ class TileStore:
 
 @partial(jax.jit, static_argnames=("config",))
 def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
-    """dw with hidden.T @ d for its columns of the chunk; a new array where dw is None."""
+    """Returns dw with hidden.T @ d in the chunk's columns; makes a new array if dw is None."""
     (rows, width), (features, vocabulary) = d.shape, w.shape
     problem = problem_of(features, width, rows, d.dtype, config.weight, transpose_a=True, stored_bytes=d.dtype.itemsize)
     is_new = dw is None

@@ -25,7 +25,7 @@ from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
 
 _COLUMNS = 8192
-"""Of a row, for one block of the kernel that turns kept logits into gradients."""
+"""Columns per block in the kernel that turns kept logits into gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class RowSlopes:
 
     @classmethod
     def of(cls, slope: Slope, label: jax.Array) -> RowSlopes:
-        """From arrays."""
+        """Makes the record from a slope and the labels."""
         return cls(
             shift=slope.shift,
             factor=slope.factor,
@@ -50,7 +50,7 @@ class RowSlopes:
         )
 
     def slope(self, read) -> tuple[Slope, Any]:
-        """A slope and its label out of what `read` makes of each reference."""
+        """Returns the slopes and labels that `read` gives for each reference."""
         everywhere = None if self.everywhere is None else read(self.everywhere)
         slope = Slope(
             exponential=BINARY,
@@ -66,13 +66,13 @@ jax.tree_util.register_dataclass(RowSlopes, ["shift", "factor", "everywhere", "a
 
 
 def is_checked(*arrays: jax.Array) -> bool:
-    """Under jax.shard_map(check_vma=True), where jax 0.11.2 takes no references."""
+    """Whether the trace is under jax.shard_map(check_vma=True), where jax 0.11.2 accepts no references."""
     return any(jax.typeof(array).manual_axis_type.varying for array in arrays)
 
 
 @partial(jax.jit, static_argnames=("width", "kept_rows", "config"))
 def chunk_gradients(hidden, w, slopes, logits, first, *, width, kept_rows, config) -> jax.Array:
-    """The gradients of a chunk's logits, (rows, width)."""
+    """Computes the gradients of a chunk's logits, (rows, width)."""
     rows = hidden.shape[0]
     if not kept_rows:
         return _from_products(hidden, w, slopes, None, first, width, kept_rows=0, config=config)
@@ -83,7 +83,7 @@ def chunk_gradients(hidden, w, slopes, logits, first, *, width, kept_rows, confi
 
 
 def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
-    """(rows, width), of which the first `kept_rows` are written: the gradients of kept logits, one pass over them."""
+    """Computes the gradients of kept logits in one pass: (rows, width), of which only `kept_rows` are written."""
     cut = RowSplit.make(width, logits.dtype.itemsize, _COLUMNS)
 
     def linear_cross_entropy_slopes(logits_ref, slopes_ref, first_ref, d_ref):
@@ -104,7 +104,7 @@ def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
 
 
 def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> jax.Array:
-    """The rows from `kept_rows` on, from logits computed again; `d` holds the others."""
+    """Computes the rows from `kept_rows` on from logits computed again; `d` holds the others."""
     (rows, features), dtype = hidden.shape, hidden.dtype
     problem = problem_of(rows - kept_rows, width, features, dtype, config.recompute, stored_bytes=dtype.itemsize)
     pieces = Pieces.of(problem)
@@ -145,9 +145,9 @@ def _from_products(hidden, w, slopes, d, first, width, *, kept_rows, config) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStore:
-    """What a warpgroup does with a tile of logits: their gradients leave by TMA, in pieces.
+    """The store of a warpgroup's tile of logits: it stores their gradients by TMA, in pieces.
 
-    slopes: references to (rows and more,) arrays. first_column: of the chunk. output: the chunk in device memory.
+    slopes: references to (padded rows,) arrays. first_column: of the chunk. output: the chunk in device memory.
     """
 
     pieces: Pieces
@@ -157,10 +157,10 @@ class GradientStore:
     buffer: Any
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Nothing to do before the products."""
+        """Does nothing before the products."""
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Computes and stores."""
+        """Computes and stores the gradients of the tile."""
         (logits,), pieces = products, self.pieces
         rows, width = pieces.rows, pieces.columns
         slope, label = self.slopes.slope(lambda ref: spread(load_rows(ref, row, rows), width))

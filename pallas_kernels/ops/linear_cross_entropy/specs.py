@@ -1,144 +1,105 @@
-"""The operation's registry entry: how it is called in tests and benchmarks, its traffic, and its kernel variants."""
+"""The registry entry of a linear layer's cross-entropy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 
 from pallas_kernels.ops._products.specs import product_call, weight
-from pallas_kernels.ops.cross_entropy.formula import Terms
+from pallas_kernels.ops.cross_entropy.specs import is_reduced, terms_of
 from pallas_kernels.ops.linear_cross_entropy.api import Call, linear_cross_entropy, loss_and_gradients
-from pallas_kernels.ops.linear_cross_entropy.config import LossConfig, candidates, default_config
+from pallas_kernels.ops.linear_cross_entropy.config import candidates
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
-from pallas_kernels.specs import BENCH, GPU, ArgSpec, Arguments, ArraySpec, OpSpec, Traffic, array_bytes
+from pallas_kernels.spec_builders import both_passes, traffic, variants
+from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
 
-def _call(
-    *leading: int,
-    features: int,
-    vocabulary: int,
-    dtype: str = "bfloat16",
-    tags: tuple[str, ...] = ("test",),
-    **static: Any,
-) -> ArgSpec:
-    """Logits of deviation 2: as spread as a trained model's are."""
-    operands = {
-        "hidden": ArraySpec(shape=(*leading, features), dtype=dtype),
-        "w": weight(features, vocabulary, dtype, deviation=2),
-        "labels": ArraySpec(shape=leading, dtype="int32", fill="integers", minimum=0, maximum=vocabulary),
-    }
-    told = "-".join(f"{key}_{value}" for key, value in static.items())
-    return product_call(f"{features}-{vocabulary}", operands, (static, told), tags=tags)
+@product_call
+def _call(hidden, *, vocabulary, **static):
+    """Makes a call whose logits have a standard deviation of 2, like a trained model's."""
+    labels = ArraySpec(shape=hidden.shape[:-1], dtype="int32", fill="integers", minimum=0, maximum=vocabulary)
+    operands = {"hidden": hidden, "w": weight(hidden, vocabulary, deviation=2), "labels": labels}
+    return vocabulary, operands, (static, "-".join(f"{key}_{value}" for key, value in static.items()))
 
 
-_BENCH_ONLY = ("bench",)
-
-_ARG_SPECS = (
-    _call(8, features=64, vocabulary=128, reduction="mean"),
-    _call(2, 6, features=64, vocabulary=320, label_smoothing=0.1, z_loss=1e-2),
-    _call(8, features=64, vocabulary=512, reduction="sum", label_smoothing=0.1, z_loss=1e-3),
-    _call(72, features=64, vocabulary=128, reduction="mean"),
-    _call(8, features=64, vocabulary=128, dtype="float16", reduction="mean", ignore_index=3),
-    _call(0, features=64, vocabulary=128, reduction="mean", tags=("test", "empty")),
-    _call(300, features=1024, vocabulary=8192, reduction="mean", tags=GPU),
-    _call(520, features=256, vocabulary=5056, reduction="sum", label_smoothing=0.1, z_loss=1e-4, tags=GPU),
-    _call(2, 150, features=512, vocabulary=4992, label_smoothing=0.1, tags=GPU),
-    _call(40, features=512, vocabulary=8000, dtype="float16", reduction="mean", tags=GPU),
-    _call(4096, features=4096, vocabulary=128256, reduction="mean", tags=(*BENCH, "block")),
-    _call(4096, features=4096, vocabulary=128256, tags=_BENCH_ONLY),
-    _call(8192, features=4096, vocabulary=32000, reduction="mean", tags=_BENCH_ONLY),
-    _call(16384, features=2048, vocabulary=50304, reduction="mean", tags=_BENCH_ONLY),
-    _call(512, features=4096, vocabulary=128256, reduction="mean", tags=_BENCH_ONLY),
-)
+def _flops(arguments: Arguments, phase: str) -> int:
+    """Counts each product once; backward is both passes."""
+    return 2 * math.prod(arguments["hidden"].shape) * arguments["w"].shape[1] * (1 if phase == "forward" else 3)
 
 
-def _is_reduced(arguments: Arguments) -> bool:
-    return arguments.get("reduction", "none") != "none"
-
-
-def _forward_traffic(arguments: Arguments) -> Traffic:
-    return Traffic(read=(array_bytes(arguments["hidden"]), array_bytes(arguments["w"])), written=())
-
-
-def _backward_traffic(arguments: Arguments) -> Traffic:
-    sizes = (array_bytes(arguments["hidden"]), array_bytes(arguments["w"]))
-    return Traffic(read=sizes, written=sizes)
-
-
-def flops(arguments: Arguments, phase: str) -> int:
-    """Multiplications and additions of a phase's products, none counted twice; backward is both passes."""
+def _configs(arguments: Arguments):
     hidden, w = arguments["hidden"], arguments["w"]
-    product = 2 * math.prod(hidden.shape) * w.shape[1]
-    return product * (1 if phase == "forward" else 3)
+    return candidates(math.prod(hidden.shape[:-1]), w.shape[1], w.shape[0])
 
 
-def _variants(phase: str, arguments: Arguments) -> Mapping[str, Callable[..., Any]]:
-    hidden, w = arguments["hidden"], arguments["w"]
-    found = candidates(math.prod(hidden.shape[:-1]), w.shape[1], w.shape[0])
-    if phase == "forward":
-        return {name: partial(_loss_variant, config=config) for name, config in found.items() if "forward" in name}
-    if not _is_reduced(arguments):
-        return {}
-    return {name: partial(_gradient_variant, config=config) for name, config in found.items()}
+def _forward_configs(arguments: Arguments):
+    return {name: config for name, config in _configs(arguments).items() if "forward" in name}
 
 
-def _prepared(hidden, w, labels, arguments: Arguments, config: LossConfig | None = None):
-    options = {key: arguments.get(key, 0.0) for key in ("label_smoothing", "z_loss")}
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    call = Call(
-        terms=Terms(vocabulary=w.shape[1], **options),
-        reduction=arguments.get("reduction", "none"),
-        config=config or default_config(rows.shape[0], w.shape[1], w.shape[0]),
-    )
-    return call, rows, labels.reshape(-1)
+def _backward_configs(arguments: Arguments):
+    return _configs(arguments) if is_reduced(arguments) else {}
 
 
-def _loss_variant(*, hidden, w, labels, config, **arguments):
-    call, rows, labels = _prepared(hidden, w, labels, arguments, config)
-    statistics, _ = logits_statistics(
-        rows, w, call.labels_in_range(labels), terms=call.terms, kept_rows=0, config=config.statistics
-    )
+def _prepared(hidden, w, labels, config, arguments):
+    terms, reduction = terms_of(w.shape[1], arguments), arguments.get("reduction", "none")
+    return Call(terms=terms, reduction=reduction, config=config), hidden.reshape(-1, w.shape[0]), labels.reshape(-1)
+
+
+def _loss(*, hidden, w, labels, config, **arguments):
+    call, rows, labels = _prepared(hidden, w, labels, config, arguments)
+    in_range = call.labels_in_range(labels)
+    statistics, _ = logits_statistics(rows, w, in_range, terms=call.terms, kept_rows=0, config=config.statistics)
     return (call.result(statistics, labels),)
 
 
-def _gradient_variant(*, hidden, w, labels, cotangents, config, **arguments):
-    del cotangents
-    call, rows, labels = _prepared(hidden, w, labels, arguments, config)
-    loss, dhidden, dw = loss_and_gradients(call, rows, w, labels)
-    return loss, dhidden, dw
+def _gradients(*, hidden, w, labels, cotangents, config, **arguments):
+    call, rows, labels = _prepared(hidden, w, labels, config, arguments)
+    return tuple(loss_and_gradients(call, rows, w, labels))
 
 
-def _backward(implementation: str, arguments: Arguments, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """With a reduction: loss and gradients together, as a training step has them. Without: both passes.
+def _backward(implementation, arguments, cotangents):
+    """Computes loss and gradients together with a reduction, as in a training step, and both passes without one.
 
-    Both implementations then run their forward pass, too: XLA's, which could begin at kept logits, as well as ours,
-    which needs its losses' statistics.
+    Both implementations also run their forward pass: XLA's could start from kept logits, but ours needs the statistics
+    of its losses.
     """
-    hidden, w, labels = arguments["hidden"], arguments["w"], arguments["labels"]
-    options = {key: value for key, value in arguments.items() if key not in ("hidden", "w", "labels")}
-    function = partial(linear_cross_entropy, **options, implementation=implementation)
-    if _is_reduced(arguments):
-        loss, found = jax.value_and_grad(lambda h, w: function(h, w, labels), argnums=(0, 1))(hidden, w)
-        return loss, *found
-    return jax.vjp(lambda h, w: function(h, w, labels), hidden, w)[1](cotangents[0])
+    if not is_reduced(arguments):
+        return both_passes(linear_cross_entropy, "hidden", "w")(implementation, arguments, cotangents)
+    others = {key: value for key, value in arguments.items() if key not in ("hidden", "w")}
+    function = partial(linear_cross_entropy, **others, implementation=implementation)
+    loss, gradients = jax.value_and_grad(function, argnums=(0, 1))(arguments["hidden"], arguments["w"])
+    return loss, *gradients
 
 
 LINEAR_CROSS_ENTROPY = OpSpec(
     name="linear_cross_entropy",
     function=linear_cross_entropy,
     reference=linear_cross_entropy_reference,
-    implementations=("mosaic", "xla"),
     differentiable=("hidden", "w"),
     batched=("hidden", "labels"),
-    arg_specs=_ARG_SPECS,
-    forward_traffic=_forward_traffic,
-    backward_traffic=_backward_traffic,
+    arg_specs=(
+        _call(8, features=64, vocabulary=128, reduction="mean"),
+        _call(2, 6, features=64, vocabulary=320, label_smoothing=0.1, z_loss=1e-2),
+        _call(8, features=64, vocabulary=512, reduction="sum", label_smoothing=0.1, z_loss=1e-3),
+        _call(72, features=64, vocabulary=128, reduction="mean"),
+        _call(8, features=64, vocabulary=128, dtype="float16", reduction="mean", ignore_index=3),
+        _call(0, features=64, vocabulary=128, reduction="mean", tags="test empty"),
+        _call(300, features=1024, vocabulary=8192, reduction="mean", tags="gpu"),
+        _call(520, features=256, vocabulary=5056, reduction="sum", label_smoothing=0.1, z_loss=1e-4, tags="gpu"),
+        _call(2, 150, features=512, vocabulary=4992, label_smoothing=0.1, tags="gpu"),
+        _call(40, features=512, vocabulary=8000, dtype="float16", reduction="mean", tags="gpu"),
+        _call(4096, features=4096, vocabulary=128256, reduction="mean", tags="gpu bench block"),
+        _call(4096, features=4096, vocabulary=128256, tags="bench"),
+        _call(8192, features=4096, vocabulary=32000, reduction="mean", tags="bench"),
+        _call(16384, features=2048, vocabulary=50304, reduction="mean", tags="bench"),
+        _call(512, features=4096, vocabulary=128256, reduction="mean", tags="bench"),
+    ),
+    forward_traffic=traffic(read=("hidden", "w")),
+    backward_traffic=traffic(read=("hidden", "w"), written=("hidden", "w")),
     backward=_backward,
-    variants=_variants,
-    flops=flops,
+    variants=variants((_loss, _forward_configs), (_gradients, _backward_configs)),
+    flops=_flops,
 )

@@ -28,36 +28,36 @@ def linear_residual_norm(
     bias: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A linear layer added to the residual stream, and the mean squares that the RMSNorm of the sum needs.
+    """Adds a linear layer to the residual stream and computes the mean squares for the RMSNorm of the sum.
 
-    The same as, with the product accumulated in float32 and float32 between the casts,
+    Equivalent to this, with the product accumulated in float32 and float32 between the casts:
 
         total = x @ w + bias + residual                 # rounded to x.dtype
-        mean_square = mean(total**2, axis=-1)
+        mean_square = mean(total**2, axis=-1)           # of the rounded sum
 
-    Given to the next layer as `Norm(None, mean_square=mean_square)`, with the norm's scale folded into that layer's
-    weights (`fold_scale`), they leave no pass over the residual stream between the two. The mean squares are of the
-    sum as it is rounded. A gradient needs x, w and total again; it is XLA's products, after a pass over total and its
-    cotangent.
+    Pass the mean squares to the next layer as `Norm(None, mean_square=mean_square)`, and fold the norm's scale into
+    that layer's weights (`fold_scale`). Then the norm needs no pass over the residual stream.
+
+    The backward pass needs x, w and total. It is one pass over total and its cotangent, and XLA's products.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: (features, outputs), of x's dtype.
         residual: (..., outputs), of x's dtype.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
-        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`),
-            "xla", a sequence of them in order of preference, or None: "mosaic" for 512 rows or more whose tiles keep
-            the GPU busy, where it can run; "xla" elsewhere.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`.
+            "xla": always runs.
+            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, else "xla".
 
     Returns:
-        total, (..., outputs) of x's dtype, and mean_square, (...) float32 (float64 for float64 x).
+        (total, mean_square): total (..., outputs), of x's dtype; mean_square (...), float32 (float64 for float64 x).
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
-    Source: the norm's division left to the next layer, as in Graef et al., "FlashNorm", 2024,
-    https://arxiv.org/abs/2407.09577
+    Source: the next layer divides by the norm, as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
     x, w, residual = as_arrays("linear_residual_norm", x=x, w=w, residual=residual)
     (bias,) = optional_arrays("linear_residual_norm", bias=bias)

@@ -1,7 +1,7 @@
-"""The layer forward on Mosaic GPU: one launch, and one over its row statistics' parts.
+"""The layer forward on Mosaic GPU: one launch, and a small one that adds the row statistics.
 
-Each warpgroup has some of a row's columns in registers when they are done, and writes the sum of their squares: 4 bytes
-for 512. The parts, one a tile, are added up in a fixed order by XLA, which fuses that with what becomes of the sum.
+Each warpgroup ends with some of a row's columns in registers, and writes the sum of their squares: 4 bytes for 512.
+XLA adds these parts, one per tile, in a fixed order, and fuses the addition with its consumers.
 """
 
 from __future__ import annotations

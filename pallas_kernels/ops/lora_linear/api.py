@@ -37,35 +37,39 @@ def lora_linear(
     bias: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """A linear layer with a low-rank correction, as low-rank adaptation (LoRA) trains it.
+    """Applies a linear layer with a low-rank correction, as low-rank adaptation (LoRA) trains it.
+
+    Equivalent to this:
 
         y = x @ w + alpha * (x @ a) @ b + bias
 
-    accumulated in float32 with "mosaic", where only alpha * (x @ a) is rounded to x's dtype on the way; "xla" rounds
-    each of the products. The gradient is XLA's products, and computes x @ a again; that of w is left out where nothing
-    asks for it.
+    "mosaic" accumulates in float32 and rounds only alpha * (x @ a) to x's dtype; "xla" rounds each product.
+
+    The backward pass is XLA's products and computes x @ a again. It skips the gradient of w if nothing needs it.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
-        w: (features, outputs), of x's dtype, as a and b are.
-        a: (features, rank).
-        b: (rank, outputs).
+        w: (features, outputs), of x's dtype.
+        a: (features, rank), of x's dtype.
+        b: (rank, outputs), of x's dtype.
         alpha: a Python number; LoRA's alpha / rank.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
-        implementation: "mosaic" (one Mosaic GPU kernel for 512 to 2047 rows with a rank of at most 64, whose blocks
-            wait for each other by semaphores that a launch before it clears; XLA's product x @ a and one kernel
-            otherwise; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and
-            outputs multiples of 64, at least 128 outputs, a rank of at most 128), "xla", a sequence of them in order
-            of preference, or None: "mosaic" for 2048 rows or more, where it can run; "xla" elsewhere.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
+            be multiples of 64, with at least 128 outputs and a rank of at most 128. With 512 to 2047 rows and a rank of
+            at most 64 it is one kernel, whose blocks wait for each other by semaphores that another launch clears
+            before it; otherwise it is XLA's product x @ a and one kernel.
+            "xla": always runs.
+            None: "mosaic" for 2048 rows or more if it can run, else "xla".
 
     Returns:
         y, (..., outputs), of x's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
-    Source: Hu et al., 2021, https://arxiv.org/abs/2106.09685; in one launch as in Zhu et al., 2025,
+    Source: Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685; one launch as in Zhu et al., 2025,
     https://arxiv.org/abs/2510.00206
     """
     x, w, a, b = as_arrays("lora_linear", x=x, w=w, a=a, b=b)
@@ -88,7 +92,7 @@ def lora_linear(
 
 
 def mosaic_unsupported(x: jax.Array, w: jax.Array, rank: int, bias: jax.Array | None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if rank > MOST_RANK:
         return f"the rank is {rank}, the kernels take at most {MOST_RANK}"
     return operands_unsupported(x, w) or linear_unsupported(x, bias, x.dtype)

@@ -1,7 +1,7 @@
 """The low-rank corrected linear layer forward on Mosaic GPU.
 
-The correction is more depth of the product: [x | alpha x a] @ [w ; b]. x @ a comes either from a launch before, or from
-a few blocks of the same launch.
+The correction is additional depth of the product: [x | alpha x a] @ [w ; b]. x @ a is computed either by a launch
+before, or by a few blocks of the same launch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The low-rank corrected linear layer backward: plain products, XLA's.
+"""The low-rank corrected linear layer backward: plain products by XLA.
 
-Where w, as usual, is not trained, XLA leaves its gradient out.
+If w is not trained, as usual, XLA removes its gradient.
 """
 
 from __future__ import annotations

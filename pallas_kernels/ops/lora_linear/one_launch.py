@@ -1,8 +1,8 @@
 """LoRA in one launch: a few blocks compute x @ a for all others.
 
 x @ a of a tile of rows costs a fraction of a tile of x @ w. The blocks that the last wave of tiles would leave idle
-compute it first, write it to device memory and signal a semaphore. Every tile of the result loads it from there as
-further depth, after the depth of x and w. At 512 rows, the measured case, this is 1.2 times as fast as the other forms.
+compute it first, write it to device memory and signal a semaphore. Every tile of the result loads it as additional
+depth, after the depth of x and w. At 512 rows, the measured case, this is 1.2 times as fast as the other forms.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def lora_linear_in_one_launch(
 ) -> jax.Array:
     """Returns x @ w + alpha (x @ a) @ b + bias.
 
-    Copies under `jax.vmap` are more rows of one launch where only x differs, and come one after the other where more
-    does: copies that JAX would make of the kernel share its semaphores.
+    Under `jax.vmap`, copies that differ only in x become more rows of one launch; other copies run one after the other,
+    since kernels that JAX batched would share the semaphores.
 
     a: (features, rank), the rank a multiple of 8 and at most `config.store_columns`. Otherwise as
     `mosaic_gpu.lora_linear_forward`.
@@ -136,8 +136,8 @@ def _launch(x, w, a, b, bias, *, alpha, config):
 class _Loop:
     """The steps of a block: those of its tiles of x @ a, then those of its tiles of the result.
 
-    A step of x @ a loads a's rows into a buffer by which results leave later, filled up with zeros by TMA. Those
-    buffers have barriers of their own, since there are not as many as stages.
+    A step of x @ a loads rows of a into a buffer that later stages results; TMA pads it with zeros. These buffers have
+    their own barriers, since there are fewer of them than stages.
     """
 
     problem: Problem
@@ -147,23 +147,23 @@ class _Loop:
 
     @property
     def own_steps(self) -> int:
-        """Of x and w, or of x and a."""
+        """The number of steps over x and w, or over x and a."""
         return self.problem.steps
 
     @property
     def steps(self) -> int:
-        """Of a tile of the result: one more, of x @ a and b."""
+        """The number of steps of a result tile: one more, of x @ a and b."""
         return self.own_steps + DEPTH // self.problem.config.tile_k
 
     @property
     def slots(self) -> int:
-        """Buffers for a's rows."""
+        """The number of buffers for rows of a."""
         return self.problem.config.warpgroups * self.pieces.slots
 
     def for_each(self, low: Callable[..., None], tile: Callable[..., None]) -> tuple[jax.Array, jax.Array]:
-        """Calls low(row, tiles before) for the block's tiles of x @ a, then tile(row, column, width, steps before).
+        """Calls `low(row, tiles before)` for the block's tiles of x @ a, then `tile(row, column, width, steps before)`.
 
-        Returns the numbers of all its steps and of those of x @ a.
+        Returns the number of all the block's steps, and of those of x @ a.
         """
         config, split, block = self.problem.config, self.split, lax.axis_index("block")
         own = split.lows(block)
@@ -181,12 +181,12 @@ class _Loop:
         return low_steps + units * unit_steps, low_steps
 
     def slot(self, step: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The buffer of a step's rows of a: its number and its place."""
+        """Returns the number and the index of the buffer for a step's rows of a."""
         slot = lax.rem(step, self.slots)
         return slot, (lax.div(slot, self.pieces.slots), lax.rem(slot, self.pieces.slots))
 
     def produce(self, x_ref, w_ref, a_ref, b_ref, low_ref, ready, ring: Ring, buffers: Any, emptied: Any) -> None:
-        """Brings the operands of every step, as early as there is room."""
+        """Loads every step's operands as soon as a stage is free."""
         config = self.problem.config
         depth = config.tile_k
 
@@ -205,7 +205,7 @@ class _Loop:
                 load_left(x_ref, row, i * depth, stage, full)
                 slot, place = self.slot(before)
                 pl.when(before >= self.slots)(lambda: plgpu.barrier_wait(emptied.at[slot]))
-                # Not a number: columns after a's last are meant to be loaded, as zeros.
+                # A slice, so that columns after a's last are loaded as zeros.
                 columns = pl.ds(lax.mul(i, 0), self.pieces.columns)
                 rows = a_ref.at[pl.ds(i * depth, depth), columns]
                 plgpu.copy_gmem_to_smem(rows, buffers.at[place], full)
@@ -251,14 +251,14 @@ class _Loop:
         store: Store,
         warpgroup: jax.Array,
     ) -> None:
-        """Multiplies every tile and stores it."""
         problem, config, pieces = self.problem, self.problem.config, self.pieces
         rows = config.warpgroup_rows
         first_row = warpgroup * rows
         own = pl.ds(first_row, rows)
 
         def multiplied(accumulator, right_of, steps, before, done_with=None):
-            """The sum over so many steps. right_of: from a step of the tile and its stage to its right operand.
+            """Returns the sum over the steps. right_of: returns the right operand for a step of the tile and its stage.
+
             done_with: called with every step that is done."""
 
             def issue(i, stage):
@@ -271,7 +271,7 @@ class _Loop:
 
         def low(row, tiles):
             before = tiles * self.own_steps
-            # Those of the last steps are ready back when the result has left by one of them.
+            # The last steps' buffers are free again once the result has been stored through one of them.
             kept = min(self.slots, self.own_steps)
 
             def release(step, predicate=None):
@@ -286,14 +286,14 @@ class _Loop:
                     lambda done: release(done, (done >= 0) & (done < self.own_steps - kept)),
                 )
                 value = (value * self.alpha).astype(problem.dtype)
-                # The other warpgroup's products may still read the buffer.
+                # The other warpgroup's products may still be reading the buffer.
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
                 buffer = buffers.at[warpgroup, 0]
                 buffer[...] = value
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(buffer, low_ref.at[pl.ds(row + first_row, rows)])
-                # All is there, not only read.
+                # Wait until the stores are complete, not only until the buffer has been read.
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(ready.at[lax.div(row, config.tile_m)], memory_scope="gpu")
                 for late in range(kept, 0, -1):
@@ -308,7 +308,7 @@ class _Loop:
                     return right if width == config.tile_n else right.at[:, pl.ds(0, width)]
 
                 value = multiplied(accumulator, right_of, self.steps, before)
-                # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
+                # A width need not be a multiple of what the buffers hold. The last tile's results left long ago.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store.narrowed(width).finish([value], row + first_row, column)
 

@@ -1,4 +1,4 @@
-"""Which block computes which tiles, where a few compute x @ a for all."""
+"""Assigns tiles to blocks if a few blocks compute x @ a for all."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jax import lax
 Number = jax.Array | int
 
 _MOST_LOWS = 2
-"""Tiles of x @ a that one block should make at most: each takes about as long as half a tile of the result."""
+"""The most tiles of x @ a per block; each takes about as long as half a tile of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkSplit:
-    """How the tiles of a launch are assigned to blocks.
+    """The assignment of a launch's tiles to blocks.
 
-    rows, columns: of tiles of the result ("units"). There is a tile of x @ a for each of the rows.
-    blocks: of the launch, all on the device at once.
-    makers: blocks that compute x @ a. They have the lowest numbers, which are started first, so that nobody waits for a
-        block that has not begun; and they come last where units are assigned, so that they have the fewest.
+    rows, columns: rows and columns of tiles of the result ("units"). Each row has one tile of x @ a.
+    blocks: the number of blocks of the launch, which all run at once.
+    makers: the number of blocks that compute x @ a. They have the lowest numbers, which start first, so that no block
+        waits for one that has not started. Units are assigned to them last, so that they get the fewest.
     """
 
     rows: int
@@ -32,7 +32,7 @@ class WorkSplit:
 
     @classmethod
     def of(cls, *, rows: int, columns: int, most: int) -> WorkSplit:
-        """most: blocks that run at once."""
+        """Returns the split of a launch. most: the number of blocks that run at once."""
         units = rows * columns
         blocks = min(most, units + rows)
         without = blocks * -(-units // blocks) - units
@@ -41,19 +41,19 @@ class WorkSplit:
         )
 
     def lows(self, block: Number) -> jax.Array:
-        """How many tiles of x @ a a block makes."""
+        """The number of tiles of x @ a that a block computes."""
         return jnp.where(block < self.makers, _count(self.rows, block, self.makers), 0)
 
     def low(self, block: Number, n: Number) -> Number:
-        """The rows of the n-th of them."""
+        """Returns the n-th tile of x @ a of a block."""
         return block + n * self.makers
 
     def units_of(self, block: Number) -> jax.Array:
-        """How many units a block makes."""
+        """The number of units that a block computes."""
         return _count(self.rows * self.columns, self._first(block), self.blocks)
 
     def place(self, block: Number, n: Number, group: int) -> tuple[jax.Array, jax.Array]:
-        """Row and column of the n-th of them. group: see `GemmConfig`."""
+        """Returns row and column of the n-th unit of a block. group: see `GemmConfig`."""
         number = self._first(block) + n * self.blocks
         return plgpu.planar_snake(number, (self.rows, self.columns), 0, min(group, self.rows))
 
@@ -62,5 +62,5 @@ class WorkSplit:
 
 
 def _count(total: int, first: Number, step: int) -> jax.Array:
-    """How many of first, first + step, ... are less than total."""
+    """Returns how many of first, first + step, ... are less than total."""
     return lax.div(jnp.maximum(total - first + (step - 1), 0), step)

@@ -1,1 +1,1 @@
-"""A linear layer of a normalised input."""
+"""A norm and a linear layer in one operation."""

@@ -1,4 +1,4 @@
-"""The public function: checks and dispatch. Its kernels are the norms' and the linear layer's, with their gradients."""
+"""The public function: checks and dispatch. It uses the kernels and gradients of the norms and the linear layer."""
 
 from __future__ import annotations
 
@@ -39,33 +39,35 @@ def norm_linear(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """A linear layer of a normalised input, and what follows it.
+    """Applies a norm and a linear layer with optional bias, activation and residual.
 
-    The same as, with the product accumulated in float32 and float32 between the casts,
+    Equivalent to this, with the product accumulated in float32 and float32 between the casts:
 
         y = activation(norm(x) @ w + bias) + residual
 
-    Everything from the product on is one launch. The norm is another, unless it has no scale and its mean squares are
-    given; see `Norm`. norm(x) is rounded to x's dtype where it is a launch of its own, as it is with "xla".
+    One launch computes the product and all that follows. The norm is a launch before it, unless it has no scale and its
+    mean squares are given (see `Norm`). A norm with its own launch, and "xla", round norm(x) to x's dtype.
 
     Args:
         x: (..., features), bfloat16 or float16 (float32 with "triton", any floating dtype with "xla"). The leading
             dimensions are rows.
         w: (features, outputs), of x's dtype.
-        norm: of x.
+        norm: the norm of x.
         bias, activation, residual, out_dtype: as in `linear`.
-        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`,
-            and at least 128 features), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs;
-            an "rms" norm with a scale and without mean squares, in the product's launch; a result of x's dtype), "xla",
-            a sequence of them in order of preference, or None: "mosaic" for 512 rows or more whose tiles keep the GPU
-            busy, where it can run; "xla" elsewhere.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`,
+            and at least 128 features.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The norm must be "rms",
+            with a scale and without given mean squares; the product's launch computes it. The result has x's dtype.
+            "xla": always runs.
+            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, else "xla".
 
     Returns:
         y, (..., outputs), of `out_dtype`.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: division after the product as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
@@ -131,12 +133,12 @@ _with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
 def mosaic_unsupported(
     x: jax.Array, w: jax.Array, norm: Norm, bias: jax.Array | None, out_dtype: jnp.dtype
 ) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     return linear_api.mosaic_unsupported(x, w, bias, out_dtype) or norm_unsupported(norm, x)
 
 
 def triton_unsupported(x: jax.Array, norm: Norm, out_dtype: jnp.dtype) -> str | None:
-    """Why the Triton kernel cannot take these arguments here, or None where it can."""
+    """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
     if norm.kind != "rms" or norm.scale is None or norm.mean_square is not None:
         return "the kernel's norm is of kind 'rms', with a scale, and computes the mean squares itself"
     return linear_api.triton_unsupported(x, out_dtype)

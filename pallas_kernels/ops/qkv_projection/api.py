@@ -46,44 +46,49 @@ def qkv_projection(
     k_norm: Norm | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of attention: three linear layers of one normalised input, and what heads go through.
+    """Projects a normalised input to query, key and value, with optional norms and rotary embedding of the heads.
 
-    The same as, with products accumulated in float32 and float32 between the casts,
+    Equivalent to this, with products accumulated in float32 and float32 between the casts:
 
         n = norm(x)
         q, k, v = n @ w_q + b_q, n @ w_k + b_k, n @ w_v + b_v
         q, k = q_norm(q), k_norm(k)         # over each head
         q, k = rope(q, k, positions)
 
-    The products, and all after them, are one launch, which reads n once. The norm before them is another, unless it
-    has no scale and its mean squares are given (see `Norm`), or the configuration has the same launch do it, for few
-    bfloat16 rows; what is rounded to x's dtype is then x times the norm's scale. "xla" also rounds n, the products with
-    their biases and the normalised heads to x's dtype. A gradient needs x and the weights again: a launch that rotates
-    back, and XLA's products; those of query and key are computed again where their heads are normalised.
+    One launch computes the products and all that follows, and reads n once. The norm of x is a launch before it, with
+    two exceptions: a norm without a scale whose mean squares are given (see `Norm`) needs no launch, and with few
+    bfloat16 rows the configuration may fuse the norm into the product's launch, which then rounds x times the norm's
+    scale to x's dtype instead of n. "xla" rounds n, the products with their biases and the normalised heads to x's
+    dtype.
+
+    The backward pass needs x and the weights. It is one launch that rotates back, and XLA's products. It computes those
+    of query and key again if their heads are normalised.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w_q: (features, query heads * head size), of x's dtype.
         w_k, w_v: (features, key heads * head size), of x's dtype.
-        bias: of query, key and value, all three, (outputs,) each, any floating dtype (at most float32 with "mosaic");
-            or None.
-        head_size: columns of a head. Needed for rope, q_norm and k_norm; where it is given, results have their heads as
-            a dimension of their own.
-        norm: of x, or None.
-        rope: the rotation of query and key heads, whose positions fit into int32; or None.
-        q_norm, k_norm: norms of each query and key head, of kind "rms", with a scale (head_size,) or none.
-        implementation: "mosaic" (Mosaic GPU; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; features and outputs
-            multiples of 64, at least 128 of each; heads of 64, 128 or 256 where something is done with them, rotated in
-            halves), "xla", a sequence of them in order of preference, or None: what the tuned table of this GPU has for
-            the sizes (`pallas_kernels.tuning`), else "mosaic" where it was measured to be faster (`is_preferred` in
-            config.py: few rows, and 512 or more); "xla" elsewhere, and where that cannot run.
+        bias: the three biases of query, key and value, (outputs,) each, any floating dtype (at most float32 with
+            "mosaic"); or None.
+        head_size: columns of a head; needed for rope, q_norm and k_norm. With it, results have a heads axis.
+        norm: the norm of x, or None.
+        rope: the rotary embedding of query and key heads, or None. Its positions must fit into int32.
+        q_norm, k_norm: the norm of each query and key head, of kind "rms", with a scale (head_size,) or None; or None.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
+            be multiples of 64, at least 128 each. With rope or head norms, heads must have 64, 128 or 256 columns, and
+            rope must not be interleaved.
+            "xla": always runs.
+            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" where it was
+            measured to be faster: few rows, and 512 or more (see `is_preferred` in config.py). "xla" otherwise, and if
+            "mosaic" cannot run.
 
     Returns:
-        q, k, v of x's dtype: (..., outputs) each, with `head_size` (..., heads, head_size).
+        (q, k, v), of x's dtype: (..., outputs) each, or (..., heads, head_size) with `head_size`.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: rotation as in Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864; norms of heads as in Dehghani
     et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; division
@@ -105,7 +110,7 @@ def qkv_projection(
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
         )
-    # Backward they are negated, which integers without a sign, or of few bits, would not survive.
+    # The backward pass negates the positions, so unsigned and narrow integers must be widened.
     positions = None if rope is None else row_positions(rope, x).astype(jnp.int32)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
     rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))
@@ -131,7 +136,7 @@ def mosaic_unsupported(
     rope: Rope | None,
     head_norms: tuple[Norm | None, Norm | None],
 ) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     reason = operands_unsupported(x, *weights) or norm_unsupported(norm, x)
     if reason:
         return reason
@@ -234,7 +239,7 @@ def _with_fused_norm(form: HeadForm, config: Config, x, norm, weights, biases, h
 
 
 def _fused_fwd(form, config, *operands):
-    """A gradient needs the normalised x, so that the norm's own launch is no loss."""
+    """Runs the norm in a launch of its own, since the backward pass needs the normalised x anyway."""
     return jax.vjp(partial(_with_norm_before, form, config), *operands)
 
 

@@ -1,4 +1,4 @@
-"""Launch configurations of the projections' kernel: what is chosen untuned, and what is worth measuring."""
+"""Launch configurations of the projections' kernel: the untuned choice, and the candidates worth measuring."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, Gem
 
 MOST_FEW_ROWS = 16
 FEWEST_MANY_ROWS = 512
-"""Between them nothing has been measured."""
+"""Between few rows and this number, nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
 
 
 def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Problem:
-    """What the tuned table knows projections by; of the arrays only shapes and dtypes."""
+    """Returns the projections' key in the tuned table; reads only shapes and dtypes of the arrays."""
     query, key, _ = weights
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
@@ -33,35 +33,35 @@ def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None
 
 
 def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> Sequence[str]:
-    """The implementations to try where the caller leaves the choice: the measured best, else by a rule."""
+    """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
     known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
     untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1])) else ()
     return tuning.implementations("qkv_projection", known, untuned=untuned)
 
 
 def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
-    """The measured best for a problem, else the untuned choice."""
+    """Returns the measured best configuration of a problem, else the untuned one."""
     untuned = default_config(rows, head_size=head_size)
     found = candidates(rows, head_size=head_size)
     return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
 
 
 def default_config(rows: int, *, head_size: int | None) -> Config:
-    """The untuned choice: of few rows the transposed product, where its tiles hold whole heads."""
+    """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
     if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
         return _transposed(head_size)
     return gemm_config(rows, head_size=head_size)
 
 
 def gemm_config(rows: int, *, head_size: int | None) -> GemmConfig:
-    """The untuned choice for the kernel that also normalises heads, which must lie whole in a tile."""
+    """Returns the untuned configuration for the kernel that also normalises heads, which must lie whole in a tile."""
     if rows <= FEW_ROWS:
         return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
     return EVEN if rows >= MANY_ROWS else GemmConfig()
 
 
 def is_preferred(rows: int) -> bool:
-    """Whether the projections run the kernel where the caller leaves the choice: where it was measured to be faster.
+    """Whether the kernel was measured to be faster than XLA, and so is preferred.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
     1.60 at 512, 1.44 at 16.
@@ -70,7 +70,7 @@ def is_preferred(rows: int) -> bool:
 
 
 def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     if rows <= FEW_ROWS:
         few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
         return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed_cuts(head_size)}
@@ -83,14 +83,16 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
 
 
 def _transposed(head_size: int | None) -> FewRowsConfig:
-    """A head a tile, or 128 columns, as many stages as fit, and a norm of x in the launch, of steps that warps share
-    where that was measured; other cuts that were measured are in `primitives/few_rows/TUNING.md`."""
+    """Returns the configuration of the transposed product: tiles of a head, or of 128 columns, with a fused norm of x.
+
+    `primitives/few_rows/TUNING.md` has the measurements of other tilings.
+    """
     mma = MmaConfig(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
     return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, mma=mma)
 
 
 def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
-    """That cut, with the norm in its launch and before it."""
+    """Returns that configuration with the norm in its launch and before it."""
     if not _is_transposable(head_size):
         return {}
     inside = _transposed(head_size)

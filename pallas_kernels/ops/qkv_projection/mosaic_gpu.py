@@ -2,7 +2,7 @@
 
 x is read once for all three, and their tiles fill the multiprocessors together. Heads are normalised and rotated on the
 accumulator: with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from
-a table of the rows' cosines and sines, 0.5 KB a row, which XLA makes of the positions.
+a table of the rows' cosines and sines, 0.5 KB per row, which XLA computes from the positions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pallas_kernels.primitives.gemm.kernel import gemm
 
 @dataclass(frozen=True, kw_only=True)
 class HeadForm:
-    """What heads go through, without arrays.
+    """The static parameters of the heads' norms and rotation.
 
-    size: of a head, or None where nothing is done with heads. theta: of the rotation, or None for none.
-    epsilons: of the norms of query and key heads; None for none.
+    size: columns of a head, or None if heads are neither normalised nor rotated. theta: of the rotation, or None.
+    epsilons: of the norms of query and key heads, each None for no norm.
     """
 
     size: int | None = None
@@ -39,7 +39,7 @@ class HeadForm:
 
     @property
     def of_query_and_key(self) -> tuple[Heads | None, Heads | None]:
-        """As the kernel takes them."""
+        """Returns the kernel's parameters for query heads and for key heads."""
         query, key = (self._heads(epsilon) for epsilon in self.epsilons)
         return query, key
 
@@ -51,19 +51,19 @@ class HeadForm:
 
 
 def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every row's angles, (rows, head_size / 2) float32 each; exact for any int32 position."""
+    """Computes cosine and sine of every row's angles, (rows, head_size / 2) float32 each; exact for int32 positions."""
     whole, fraction = turns(head_size, theta)
     return cosine_and_sine(positions.astype(jnp.int32)[:, None], jnp.asarray(whole)[None], jnp.asarray(fraction)[None])
 
 
 def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
-    """For x (rows, features): the measured best, else the untuned choice."""
+    """Returns the measured best configuration for x (rows, features), else the untuned one."""
     known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
     return tuned_config(known, x.shape[0], head_size=form.size)
 
 
 def can_fuse_norm_of(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
-    """Whether the projections' launch does the norm of x; not with norms of heads after it."""
+    """Whether the projections' launch computes the norm of x; it cannot together with norms of heads."""
     return can_fuse_norm(config, norm, x) and form.epsilons == (None, None)
 
 
@@ -89,7 +89,7 @@ def qkv_projection_forward(
     if isinstance(config, FewRowsConfig):
         if form.epsilons == (None, None):
             return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
-        config = gemm_config(x.shape[0], head_size=form.size)  # a norm of heads is made by the other kernel
+        config = gemm_config(x.shape[0], head_size=form.size)  # the other kernel computes norms of heads
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows, without head norms, has a norm in it.")
     angles = None
@@ -122,7 +122,7 @@ def _transposed(
     positions: jax.Array | None,
     config: FewRowsConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same of few rows, as a product that only reads the weights; angles are computed in the kernel."""
+    """Computes the projections of few rows with the kernel for few rows, which also computes the angles."""
     rotation = None
     if form.theta is not None and form.size is not None:
         assert positions is not None
@@ -149,7 +149,7 @@ def _transposed(
 
 
 def _beside(biases: Sequence[jax.Array | None], weights: Sequence[jax.Array], columns: int) -> jax.Array | None:
-    """The biases in the order of the weights' columns, each filled up to whole tiles; zeros where there is none."""
+    """Joins the biases in the order of the weights' columns, each padded to whole tiles; zeros for an absent bias."""
     if all(bias is None for bias in biases):
         return None
     filled = [

@@ -1,4 +1,4 @@
-"""The projections backward: the rotation's kernel the other way round, then six products, which have no epilogue."""
+"""The projections backward: the inverse rotation's kernel, then six products without an epilogue."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def qkv_projection_backward(
 ) -> tuple[jax.Array, Gradients, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
 
-    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each. Products that a norm of heads needs are
-    computed again.
+    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each. Products that a head norm's gradient
+    needs are computed again.
     """
     dq, dk, dv = cotangents
     scaled = scaled_rows(x, row_scale)

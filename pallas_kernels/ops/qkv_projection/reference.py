@@ -26,9 +26,11 @@ def qkv_projection_reference(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `pallas_kernels.qkv_projection`. What is rounded to x's dtype: the normalised x, each product with its bias,
-    the normalised heads, the rotated ones."""
-    # Rows as one dimension: XLA's CPU backend adds up gradients of products of more dimensions in bfloat16.
+    """See `pallas_kernels.qkv_projection`.
+
+    Rounds to x's dtype: the normalised x, each product with its bias, the normalised heads, and the rotated heads.
+    """
+    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(norm_reference(norm, x))
     projected = [jnp.matmul(rows, w) for w in (w_q, w_k, w_v)]
     if bias is not None:
@@ -47,7 +49,7 @@ def qkv_projection_reference(
 
 
 def row_positions(rope: Rope, x: jax.Array) -> jax.Array:
-    """The position of each of x's rows."""
+    """Returns the position of each row of x."""
     return jnp.broadcast_to(jnp.asarray(rope.positions), x.shape[:-1]).reshape(-1)
 
 

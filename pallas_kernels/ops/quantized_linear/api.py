@@ -46,35 +46,37 @@ def quantized_linear(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """A linear layer with int8 or int4 weights and what follows it, in one launch.
+    """Applies a linear layer with int8 or int4 weights and optional bias, activation and residual, in one launch.
 
-    The same as, with products accumulated in float32 and float32 between the casts,
+    Equivalent to this, with products accumulated in float32 and float32 between the casts:
 
-        y = activation(x @ w + bias) + residual
+        y = activation(x @ w.dequantized(float32) + bias) + residual
 
-    "mosaic" multiplies x by the integers, which 16 bits hold exactly, and the sums by the scales; "xla" rounds the
-    scaled weights to x's dtype, and the product to the wider of x's dtype and `out_dtype`. The gradient is XLA's, with
-    the weights scaled and rounded, and computes x @ w again where there is an activation.
+    "mosaic" multiplies x by the integers, which are exact in 16 bits, and the sums by the scales. "xla" rounds the
+    scaled weights to x's dtype, and the product to the wider of x's dtype and `out_dtype`.
+
+    The backward pass is XLA's, with the scaled weights rounded to x's dtype. An activation needs x @ w again.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
-        w: of `quantize`, (features, outputs).
+        w: the weights (features, outputs), from `quantize`.
         bias: (outputs,), any floating dtype (at most float32 with "mosaic"), or None.
-        activation: a name of `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
-        residual: (..., outputs) of the result's dtype, or None.
-        out_dtype: the result's dtype, floating; None: x's.
-        implementation: "mosaic" (one Mosaic GPU kernel, which reads the weights once and widens them in registers;
-            Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; at most 64 rows where scales are of groups; features a
-            multiple of 128, of 256 with int4; outputs a multiple of 64; a result of x's dtype or float32), "xla", a
-            sequence of them in order of preference, or None: "mosaic" for up to 8192 rows of at least 1024 features and
-            outputs, where it can run; "xla" elsewhere.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
+        residual: (..., outputs), of the result's dtype, or None.
+        out_dtype: the result's floating dtype; None: x's.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`, which reads the
+            weights once and widens them in registers. Features must be a multiple of 128 (256 with int4), outputs a
+            multiple of 64. The result must have x's dtype or float32. With scales for groups, at most 64 rows.
+            "xla": always runs.
+            None: "mosaic" for up to 8192 rows with at least 1024 features and outputs if it can run, else "xla".
 
     Returns:
-        y, (..., outputs), of `out_dtype`. Gradients go to x, bias and residual; w is a constant, with gradient zero.
+        y, (..., outputs), of `out_dtype`. x, bias and residual have gradients; the gradient of w is zero.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown activation or implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
     """
     (x,) = as_arrays("quantized_linear", x=x)
     bias, residual = optional_arrays("quantized_linear", bias=bias, residual=residual)
@@ -100,7 +102,7 @@ def quantized_linear(
 
 
 def mosaic_unsupported(x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, out_dtype: jnp.dtype) -> str | None:
-    """Why the Mosaic GPU kernel cannot take these arguments here, or None where it can."""
+    """Returns why the Mosaic GPU kernel cannot take these arguments here, or None if it can."""
     features, outputs = w.shape
     line = _LINE_BYTES * 8 // w.bits
     rows = math.prod(x.shape[:-1])

@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels, and where they are the faster implementation."""
+"""Launch configurations of the kernels, and the sizes for which they are the faster implementation."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from pallas_kernels.primitives.platform import target_device
 
 Config = FewRowsConfig | IntegerMmaConfig | IntegerGemmConfig
 _LINE_BITS = 512
-"""Of a row of weights that come at once for products of many rows."""
+"""Bits of a row of weights in one step, for products of many rows."""
 MOST_PREFERRED_ROWS = 8192
 FEWEST_OUTPUTS, FEWEST_FEATURES = 1024, 1024
-"""Above, and below these, nothing has been measured."""
+"""The fewest outputs and features that have been measured."""
 _SHORT = 1024
-"""Rows up to which small tiles are needed for every multiprocessor to have one."""
+"""Up to this number of rows, only small tiles are enough for all multiprocessors."""
 _SQUARE = IntegerGemmConfig(rows=128, depth=128, in_parts=True, stages=12)
 _LOW = IntegerGemmConfig(rows=104, warpgroups=3, depth=128, in_parts=True, stages=12, store_rows=32)
-"""The cuts for so many rows; the second for weights in the lanes' order, where its tiles fit in fewer waves."""
+"""The tilings for packed weights and up to `_SHORT` rows; the second if its tiles fit in fewer waves."""
 _WORK_SPLIT = IntegerGemmConfig(in_parts=True, has_work_split=True, store_rows=32)
-"""Likewise, where its tiles come out even: 14336 outputs of 512 rows. Low pieces leave room for a stage more."""
+"""The tiling for an even work split, as of 512 rows and 14336 outputs. Small pieces leave room for another stage."""
 _MANY_ROWS, _MANY_WAVES = 4096, 16
 _PAIRED = IntegerGemmConfig(cluster=2, last_rows=64)
 _PAIRED_LONG = replace(_PAIRED, group=4, store_rows=128)
-"""The cuts above so many rows of weights in the lanes' order; the second above so many waves of tiles."""
+"""The tilings for packed weights and more than `_MANY_ROWS` rows; the second above `_MANY_WAVES` waves of tiles."""
 _MMA = IntegerMmaConfig()
 _MMA_FEATURES = range(2048, 8192)
 _BLOCKS = (0.9, 2.0)
-"""Its blocks a multiprocessor, at least and at most. Of more rows than one, only twice the least was measured."""
+"""Its fewest and most blocks per multiprocessor. For more than one row, only twice the fewest was measured."""
 
 
 def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype, *, scale_groups: int = 1) -> Config:
-    """The untuned choice for a (rows, outputs) result with sums over so many features, of weights of this dtype."""
+    """Returns the untuned configuration for a (rows, outputs) result.
+
+    dtype: of the weights' values.
+    """
     bits, is_packed = jnp.iinfo(dtype).bits, is_packed_dtype(dtype)
     if rows <= MOST_ROWS:
         if is_packed and scale_groups == 1 and _takes_mma(rows, outputs, features):
@@ -69,7 +72,7 @@ def _takes_mma(rows: int, outputs: int, features: int) -> bool:
 
 
 def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     bits, is_packed = jnp.iinfo(dtype).bits, is_packed_dtype(dtype)
     found: dict[str, Config] = {}
     if rows > MOST_ROWS:
@@ -115,10 +118,10 @@ def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
-    """Whether a kernel runs where the caller leaves the choice: where it was measured to be faster.
+    """Whether a kernel was measured to be faster than XLA, and so is preferred.
 
-    On an H200 with eight bits, times as fast as XLA's product of 16-bit weights, of 4096 features: 1.00 and 1.01 at
-    8192 rows, 1.00 at 512 of 4096 outputs and 1.13 of 14336, 1.7 to 1.8 at 16 and 1. XLA's own product of integers
-    widens the weights in a pass of its own.
+    Speed on an H200 with eight bits and 4096 features, relative to XLA's product of 16-bit weights: 1.00 and 1.01 at
+    8192 rows; at 512 rows 1.00 with 4096 outputs and 1.13 with 14336; 1.7 to 1.8 at 16 rows and at 1. XLA's own product
+    of integers widens the weights in a separate pass.
     """
     return rows <= MOST_PREFERRED_ROWS and outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES

@@ -27,7 +27,7 @@ def quantized_linear_forward(
 ) -> jax.Array:
     """Returns activation(x @ w + bias) + residual, (rows, outputs) of out_dtype.
 
-    x: (rows, features), bfloat16 or float16, few rows where scales are of groups. bias: (outputs,). residual: (rows,
+    x: (rows, features), bfloat16 or float16, few rows if scales are for groups. bias: (outputs,). residual: (rows,
     outputs) of out_dtype.
     """
     groups = w.scales.shape[0]

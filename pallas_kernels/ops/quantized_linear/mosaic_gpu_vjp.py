@@ -1,6 +1,6 @@
-"""The gradient of the linear layer with integer weights, of everything but those weights, by XLA.
+"""The gradient of the linear layer with integer weights, except for the weights, by XLA.
 
-Nothing is kept but the arguments. XLA multiplies by the weights again where an activation needs its product.
+The forward pass saves only its arguments. XLA computes the product again if an activation needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Integer weights with scales, and how they are made."""
+"""Integer weights with scales, and their quantization."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_packed_dtype
 from pallas_kernels.primitives.settings import usual_promotion
 
 GROUP_SIZES = (64, 128)
-"""Weights along the features that may share a scale; or all of an output's."""
+"""How many weights along the features may share a scale."""
 DTYPES = {8: ("int8", "uint8"), 4: ("int4",)}
-"""Of the values, for each number of bits."""
+"""The dtypes of `QuantizedWeight.values`, for each number of bits."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("bits", "group_size"))
@@ -25,15 +25,15 @@ DTYPES = {8: ("int8", "uint8"), 4: ("int4",)}
 class QuantizedWeight:
     """The weights (features, outputs) of a linear layer as integers: w[k, n] = integers[n, k] * scales[k // group, n].
 
-    values: (outputs, features), the integers as int8 or int4: the other way round than w, as tensor cores take integers
-        on their left. XLA keeps int4 arrays two to a byte on GPUs, the even feature in the low half. Or as uint8, from
-        -127 to 127 in sign and magnitude and in another order within every 16 features, in which kernels need fewer
-        instructions: `pallas_kernels.primitives.integer_gemm.packing` says which. They may be cut anywhere along the
-        outputs, and along the features between such 16.
-    scales: (features / group_size, outputs) float32; (1, outputs) where an output has one scale. They are constants: no
-        gradient goes to them, nor to the values.
+    values: (outputs, features), int8, int4 or uint8, transposed because the kernels take them as the product's left
+        operand. On GPUs XLA stores two int4 values in a byte, the even feature in the low half. uint8 holds -127 to 127
+        as sign and magnitude, reordered within every 16 features so that kernels need fewer instructions; see
+        `pallas_kernels.primitives.integer_gemm.packing`. uint8 values may be sliced anywhere along the outputs, and at
+        multiples of 16 along the features.
+    scales: (features / group_size, outputs) float32; (1, outputs) with one scale per output. Neither scales nor values
+        have gradients.
     bits: 8 or 4.
-    group_size: 64, 128 or None.
+    group_size: 64 or 128 features that share a scale, or None for all of an output.
     """
 
     values: jax.Array
@@ -43,7 +43,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(features, outputs), as of the weights that these stand for; of one layer, where layers are stacked."""
+        """The shape (features, outputs) of the weights; of one layer if layers are stacked."""
         return self.values.shape[-1], self.values.shape[-2]
 
     @property
@@ -53,7 +53,7 @@ class QuantizedWeight:
 
     @usual_promotion
     def dequantized(self, dtype: DTypeLike) -> jax.Array:
-        """The weights (features, outputs) in a floating dtype; multiplied in float32, or in float64."""
+        """Returns the weights (features, outputs) in a floating dtype, multiplied in float32 or float64."""
         wide = jnp.promote_types(dtype, jnp.float32)
         outputs, features = self.values.shape
         groups = self.scales.shape[0]
@@ -64,22 +64,22 @@ class QuantizedWeight:
 
 @usual_promotion
 def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
-    """Rounds the weights of a linear layer to integers, once, outside the step.
+    """Rounds the weights of a linear layer to integers. Call it once, outside the training or decoding step.
 
-    Symmetric, without a zero point: the largest magnitude under a scale becomes 127, or 7, and 0 where it is below
-    2e-36. Where a weight is not finite, its scale is NaN. Integers of eight bits are kept as uint8 (see
-    `QuantizedWeight`) where there are a multiple of 16 features.
+    The quantization is symmetric, without a zero point: the largest magnitude under a scale becomes 127 (8 bits) or 7
+    (4 bits), and 0 if it is below 2e-36. If a weight is not finite, its scale is NaN. 8-bit integers are stored as
+    uint8 (see `QuantizedWeight`) if the number of features is a multiple of 16.
 
     Args:
         w: (features, outputs), any floating dtype.
-        bits: of an integer.
-        group_size: weights along the features that share a scale, 64 or 128; None: all of an output.
+        bits: bits of an integer, 8 or 4.
+        group_size: how many weights along the features share a scale, 64 or 128; None: all of an output.
 
     Returns:
-        The weights; values (outputs, features), scales (groups, outputs) float32.
+        The weights: values (outputs, features), scales (groups, outputs) float32.
 
     Raises:
-        TypeError, ValueError: w is not a floating matrix, or bits or group_size are none of those.
+        TypeError, ValueError: w is not a floating matrix, or bits or group_size has another value.
     """
     w = jnp.asarray(w)
     bits = cast(Literal[8, 4], static_integer("quantize", "bits", bits))
@@ -102,7 +102,7 @@ def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = 
     # Smaller scales would be flushed to zero.
     has_scale = largest >= limit * jnp.finfo(jnp.float32).smallest_normal
     scales = jnp.where(has_scale, largest / limit, 1.0)
-    # Asked for by itself: the CPU's maximum passes over NaN.
+    # A separate check, because the maximum on CPUs ignores NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(wide), axis=-1), scales, jnp.nan)
     values = jnp.round(wide / scales[:, :, None]).astype(jnp.int8).reshape(outputs, features)
     values = pack(values) if bits == 8 and features % SPAN == 0 else values.astype(f"int{bits}")

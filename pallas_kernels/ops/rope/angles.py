@@ -2,8 +2,8 @@
 
 A float32 angle of position 131072 is off by up to 0.004 radians before any sine is taken. Here angles are counted in
 turns, as fixed-point numbers whose overflow is the full turn: the frequency is an integer of 2**-32 turns and a
-fraction of one, so that the product with the position wraps round exactly. What is left of the last quarter turn goes
-into polynomials of 24 bits' precision.
+fraction of one, so that the product with the position wraps round exactly. The remainder of a quarter turn is the
+argument of polynomials with 24 bits of precision.
 
 Source of the polynomials: Moshier, Cephes Mathematical Library, sinf.c, https://www.netlib.org/cephes/
 """
@@ -23,7 +23,7 @@ _COSINE = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
 
 
 def turns(head_size: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """The frequencies of the `head_size` / 2 pairs in units of 2**-32 turns a position.
+    """Returns the frequencies of the `head_size` / 2 pairs, in units of 2**-32 turns per position.
 
     Returns:
         The integer part, int32 modulo a turn, and the fraction, float32.
@@ -36,7 +36,7 @@ def turns(head_size: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cosine_and_sine(position: jax.Array, whole: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of `position` (int32, scalar or array) times the frequency that `turns` gave; float32."""
+    """Computes cosine and sine, float32, of `position` (int32, scalar or array) times the frequency from `turns`."""
     phase = position * whole + (position.astype(jnp.float32) * fraction).astype(jnp.int32)
     quarter = (phase + jnp.int32(1 << (_QUARTER_BITS - 1))) >> jnp.int32(_QUARTER_BITS)
     rest = phase - (quarter << jnp.int32(_QUARTER_BITS))

@@ -26,9 +26,9 @@ def rope(
     interleaved: bool = False,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotates the pairs of query and key by angles proportional to their positions.
+    """Rotates pairs of query and key columns by angles proportional to their tokens' positions.
 
-    The same as, for each head, in float32 between the casts,
+    Equivalent to this, for each head, in float32 between the casts:
 
         angle = positions[..., None] * theta ** (-arange(head_size / 2) / (head_size / 2))
         first, second = x[..., : head_size // 2], x[..., head_size // 2 :]     # interleaved: x[..., 0::2], x[..., 1::2]
@@ -39,18 +39,20 @@ def rope(
         key: (batch, tokens, key heads, head size), of query's dtype.
         positions: (tokens,) or (batch, tokens), integers that fit into int32.
         theta: the base of the frequencies, a positive Python number.
-        interleaved: whether a pair is two neighbours (GPT-J), or a value of each half (GPT-NeoX, Llama).
-        implementation: "mosaic" (one Mosaic GPU kernel, whose angles are exact for all positions; Hopper GPUs, or
-            `plgpu.force_gpu_interpret_mode`; head sizes that are powers of two from 16 on, heads in multiples of 4),
-            "xla" (float32 angles), a sequence of them in order of preference, or None: "mosaic" where it runs, else
-            "xla".
+        interleaved: True: columns 2i and 2i + 1 of a head form a pair (GPT-J). False: columns i and i + head size / 2
+            do (GPT-NeoX, Llama).
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Its angles are exact
+            for all positions. Head sizes must be powers of two, at least 16, and heads a multiple of 4.
+            "xla": always runs; its angles are float32.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        query and key, rotated.
+        The rotated query and key.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
     https://arxiv.org/abs/2104.09864
@@ -69,7 +71,7 @@ def rope(
 
 
 def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -> str | None:
-    """Why the Mosaic GPU kernel cannot take these arguments here, or None where it can."""
+    """Returns why the Mosaic GPU kernel cannot take these arguments here, or None if it can."""
     if reason := dtypes_unsupported(query=query):
         return reason
     pairs = Pairs(dtype=query.dtype, is_interleaved=interleaved)

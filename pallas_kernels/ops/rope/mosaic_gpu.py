@@ -1,7 +1,7 @@
-"""Rotary position embedding on Mosaic GPU: query and key in one launch, which also is its own backward pass.
+"""Rotary position embedding on Mosaic GPU: query and key in one launch, forward and backward alike.
 
 The gradient of a rotation is the rotation by the opposite angle. Sines and cosines are computed in the kernel (see
-`angles`), once a token and thread for all heads: a table of them would be a launch of its own and 2.5 % more bytes.
+`angles`), once per token and thread for all heads. A table of them would need a separate launch and 2.5 % more bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.ops.rope.pairs import HeadTile, Pairs, head_tile
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 
-# No automatic barriers: nothing that is written is read again.
+# No automatic barriers: the kernel reads nothing that it writes.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
@@ -41,22 +41,24 @@ def rope_rotate(
     arrays, pairs = (query, key), Pairs(dtype=query.dtype, is_interleaved=interleaved)
     tiles = tuple(_tile(array, pairs) for array in arrays)
     tables = _tables(set(tiles), head_size, theta)
+    table_tiles = tuple(tables)
     views = [pairs.view(array, tokens) for array in arrays]
     flat_positions = positions.reshape(-1)
+    period = flat_positions.size
 
     def rope(*refs):
-        positions_ref, table_refs = refs[0], refs[1 : 1 + 2 * len(tables)]
+        positions_ref, table_refs = refs[0], refs[1 : 1 + 2 * len(table_tiles)]
         inputs, outputs = refs[-4:-2], refs[-2:]
         frequencies = {
             tile: [plgpu.load(ref, layout=tile.layout, optimized=False) for ref in table_refs[2 * i : 2 * i + 2]]
-            for i, tile in enumerate(tables)
+            for i, tile in enumerate(table_tiles)
         }
         token = lax.axis_index("token")
         loaded = [
             [pairs.load(ref, token, heads, tile) for heads in _heads(ref, tile)]
             for ref, tile in zip(inputs, tiles, strict=True)
         ]
-        position = positions_ref[lax.rem(token, flat_positions.size)]
+        position = positions_ref[lax.rem(token, period)]
         angles = {tile: cosine_and_sine(position, *parts) for tile, parts in frequencies.items()}
         for ref, tile, tile_values in zip(outputs, tiles, loaded, strict=True):
             cosine, sine = angles[tile]
@@ -89,7 +91,7 @@ def _tile(array: jax.Array, pairs: Pairs) -> HeadTile:
 
 
 def _tables(tiles: set[HeadTile], head_size: int, theta: float) -> dict[HeadTile, tuple[jax.Array, jax.Array]]:
-    """The frequencies (see `turns`) for each tile, repeated for each of its heads."""
+    """Returns the frequencies (see `turns`) for each tile, repeated for each of its heads."""
     whole, fraction = turns(head_size, theta)
     return {
         tile: (jnp.asarray(np.tile(whole, (tile.heads, 1))), jnp.asarray(np.tile(fraction, (tile.heads, 1))))
@@ -98,5 +100,4 @@ def _tables(tiles: set[HeadTile], head_size: int, theta: float) -> dict[HeadTile
 
 
 def _heads(ref, tile: HeadTile) -> list[pl.Slice]:
-    """A token's heads, tile by tile."""
     return [pl.ds(first, tile.heads) for first in range(0, ref.shape[1], tile.heads)]

@@ -32,7 +32,7 @@ Members = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTile:
-    """A (heads, half) tile of pairs or of one of their members, `vector` to a thread and access."""
+    """A (heads, half) tile of pairs, or of one of their members, with `vector` values per thread and access."""
 
     heads: int
     half: int
@@ -40,7 +40,7 @@ class HeadTile:
 
     @property
     def layout(self) -> plgpu.Layout | Any:
-        """Warps take different heads, and a warp's lanes the pairs of one or several heads."""
+        """The layout: each warp has its own heads, and its lanes have the pairs of one or several heads."""
         heads_a_warp = self.heads // WARPS
         lanes = WARP_LANES // heads_a_warp
         if heads_a_warp == 1:
@@ -51,9 +51,9 @@ class HeadTile:
 
 
 def head_tile(heads: int, half: int, itemsize: int, *, access_bytes: int = ACCESS_BYTES) -> HeadTile | None:
-    """The tile with the widest accesses of which `heads` heads are a multiple; None where there is none.
+    """Returns the tile with the widest accesses that divides `heads` heads, or None.
 
-    `itemsize` is that of a member of a pair, or of a pair where both are read as one.
+    `itemsize` is that of a member of a pair, or of a pair if both members are read as one word.
     """
     vector = max(1, access_bytes // itemsize)
     while vector:
@@ -68,7 +68,7 @@ def head_tile(heads: int, half: int, itemsize: int, *, access_bytes: int = ACCES
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Pairs of values of `dtype`, neighbours or one in each half of a head."""
+    """Pairs of values of `dtype`: neighbours, or one value from each half of a head."""
 
     dtype: Any
     is_interleaved: bool
@@ -80,30 +80,30 @@ class Pairs:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of an element of a reference."""
+        """Bytes of an element of the kernel's view."""
         return 4 if self.are_words else jnp.dtype(self.dtype).itemsize
 
     @property
     def widest_access(self) -> int:
-        """Bytes that a thread can read in one access."""
+        """The most bytes that a thread can read in one access."""
         return self.unit_bytes if self.is_interleaved and not self.are_words else ACCESS_BYTES
 
     def view(self, array: jax.Array, tokens: int) -> jax.Array:
-        """The kernel's view, (tokens, heads, ...), of an array (batch, length, heads, head size)."""
+        """Returns the kernel's view, (tokens, heads, ...), of an array (batch, length, heads, head size)."""
         pairs = array.reshape(tokens, array.shape[2], *((-1, 2) if self.is_interleaved else (2, -1)))
         return lax.bitcast_convert_type(pairs, jnp.uint32) if self.are_words else pairs
 
     def restore(self, view: jax.Array, like: jax.Array) -> jax.Array:
-        """The array of a view."""
+        """Returns the array of a view."""
         return (lax.bitcast_convert_type(view, like.dtype) if self.are_words else view).reshape(like.shape)
 
     def load(self, ref, token: jax.Array, heads: pl.Slice, tile: HeadTile) -> tuple[jax.Array, ...]:
-        """The pairs of some heads as they are stored, which takes fewer registers than their `members`."""
+        """Loads the pairs of some heads in their stored form, which takes fewer registers than their `members`."""
         places = self._places(token, heads)
         return tuple(plgpu.load(ref.at[place], layout=tile.layout, optimized=False) for place in places)
 
     def members(self, loaded: tuple[jax.Array, ...]) -> Members:
-        """Both members of all pairs."""
+        """Returns both members of all pairs."""
         if not self.are_words:
             first, second = loaded
             return first.astype(jnp.float32), second.astype(jnp.float32)
@@ -127,7 +127,7 @@ class Pairs:
             compat.store(ref.at[place], value.astype(self.dtype))
 
     def _places(self, token: jax.Array, heads: pl.Slice) -> list[tuple[Any, ...]]:
-        """The indices of what a thread reads and writes: words, or each member."""
+        """Returns the indices that a thread reads and writes: of words, or of each member."""
         if self.are_words:
             return [(token, heads)]
         return [(token, heads, slice(None), m) if self.is_interleaved else (token, heads, m) for m in range(2)]

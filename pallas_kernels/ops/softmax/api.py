@@ -31,35 +31,38 @@ def softmax(
     is_causal: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Softmax along an axis, of scaled and masked scores.
+    """Computes the softmax of scaled and masked scores along an axis.
 
-    The same as, in float32 between the casts,
+    Equivalent to this, in float32 between the casts:
 
         score = scale * x + mask                # boolean mask: where(mask, scale * x, -inf)
-        y = exp(score - max(score, axis)) / sum(exp(score - max(score, axis)), axis)
+        y = jax.nn.softmax(score, axis)
 
-    except that a row whose scores are all -inf gives zeros, and not NaN.
+    If all scores along the axis are -inf, the result is zeros instead of NaN.
 
     Args:
         x: floating, of any shape with an axis.
         axis: the axis along which the weights sum to one.
         scale: a Python number, or None for 1.
-        mask: broadcastable to x: boolean (True keeps) or floating (added), or None. "mosaic" reads a boolean mask as
-            bytes: XLA converts it first, in whatever kernel makes the mask, and in one of its own where it comes from
-            outside. It has a gradient if it is floating; "mosaic" leaves that one to XLA.
-        is_causal: keep column j of row i of the last two axes only where j <= i. Needs `axis` to be the last one.
-            "mosaic" does not read what lies right of the diagonal.
-        implementation: "mosaic" (one Mosaic GPU kernel; Hopper GPUs, or `plgpu.force_gpu_interpret_mode`; along the
-            last axis, of at least 128), "triton" (through jax_triton, which the extra `triton` installs; NVIDIA GPUs,
-            along the last axis, of 128 to 32768, no mask), "xla", a sequence of them in order of preference, or None:
-            "mosaic" where it runs, else "xla".
+        mask: broadcastable to x, boolean (True keeps) or floating (added), or None. For "mosaic", XLA converts a
+            boolean mask to bytes, in the kernel that makes the mask if there is one. A floating mask has a gradient,
+            which XLA computes.
+        is_causal: keep column j of row i, of the last two axes, only if j <= i. `axis` must be the last one. "mosaic"
+            does not read the elements right of the diagonal.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; along the last axis,
+            with a size of at least 128.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; along the last axis, with
+            a size of 128 to 32768 and no mask.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
-        The weights, like x.
+        The weights, with x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not belong together, or an unknown implementation.
-        NotImplementedError: the requested implementation cannot run, with the reason.
+        TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
     """
     (x,) = as_arrays("softmax", x=x)
     axis = static_integer("softmax", "axis", axis)
@@ -89,7 +92,7 @@ def softmax(
 def masking_of(
     x: jax.Array, *, scale: float | None = None, mask: jax.Array | None = None, is_causal: bool = False
 ) -> tuple[Masking, jax.Array | None]:
-    """The kernels' arguments for these of `softmax`: the static part, and the mask's own rows."""
+    """Converts the arguments of `softmax` to the kernels' arguments: the static masking, and the mask as rows."""
     masking = Masking(scale=scale, queries=x.shape[-2] if is_causal else None)
     if mask is None:
         return masking, None
@@ -101,7 +104,7 @@ def masking_of(
 
 
 def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None = None) -> str | None:
-    """Why the Mosaic GPU kernels cannot take these arguments here, or None where they can."""
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, mask=None if mask is None or mask.dtype == jnp.bool_ else mask):
         return reason
     if axis % x.ndim != x.ndim - 1:
@@ -148,7 +151,7 @@ def _softmax_mosaic(masking: Masking, x: jax.Array, mask: jax.Array | None) -> j
 
 def _mosaic_fwd(masking, x, mask):
     weights = softmax_forward(x.value, None if mask is None else mask.value, masking=masking)
-    # The mask itself is not needed; its type is, and a mask that is not differentiated costs nothing.
+    # The backward pass needs only the mask's shape and dtype. A mask without a gradient is not saved.
     return weights, (weights, mask.value if mask is not None and mask.perturbed else None)
 
 
@@ -161,12 +164,12 @@ def _mosaic_bwd(masking, saved, dy):
 
 
 def _mask_gradient(weights: jax.Array, dy: jax.Array, mask: jax.Array, masking: Masking) -> jax.Array:
-    """The gradient of the scores, summed over the rows that share a row of the mask."""
+    """Computes the gradient of the scores, summed over the rows that share a row of the mask."""
     p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
     total = jnp.sum(p, axis=-1, keepdims=True)
     dscores = p * (dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total))
     rows = jnp.arange(weights.shape[0])
-    own = jnp.broadcast_to(masking.mask_row(rows), rows.shape)  # a number where all rows share one of the mask
+    own = jnp.broadcast_to(masking.mask_row(rows), rows.shape)  # scalar if all rows share one mask row
     return jnp.zeros(mask.shape, jnp.float32).at[own].add(dscores).astype(mask.dtype)
 
 

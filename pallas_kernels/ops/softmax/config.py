@@ -1,25 +1,26 @@
-"""Launch configurations of the softmax kernels: the choices, the untuned defaults, and the candidates."""
+"""Launch configurations of the softmax kernels: their parameters, the untuned defaults, and the candidates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CAUSAL_PIECES = 8
-"""A causal row in registers is read in up to so many pieces; those right of the diagonal are not read from memory."""
+"""The most pieces of a causal row in registers; pieces right of the diagonal are not read from memory."""
 
 SHARED_BYTES = 220 * 1024
-"""Shared memory that the rows of a block may take."""
+"""The most shared memory for the rows of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
-    """How a kernel cuts its work: one block of one warpgroup a row.
+    """How a kernel splits its work: one block of one warpgroup per row.
 
     register_columns: the longest row held in registers.
-    shared_warpgroups: backward, warpgroups of a block that holds a longer row in shared memory, where it fits and
-        divides over them; 0 for no such block.
-    shared_columns: of such a row, columns that a warp has in registers at a time.
-    chunk: columns in registers at a time in a longer row yet, which is read twice, the second time from the L2 cache.
+    shared_warpgroups: in the backward pass, the warpgroups of a block that holds a longer row in shared memory, if it
+        fits and divides evenly over them; 0 for no such block.
+    shared_columns: columns of such a row that a warp has in registers at a time.
+    chunk: columns in registers at a time in a row that is longer still. Such a row is read twice, the second time from
+        the L2 cache.
     """
 
     register_columns: int
@@ -29,21 +30,24 @@ class RowConfig:
 
 
 DEFAULT_FORWARD = RowConfig(register_columns=16384)
-"""The untuned choice: 64 KiB of float32 weights fill half of the registers."""
+"""The untuned configuration: 64 KiB of float32 weights fill half of the registers."""
 
 
 def default_backward(itemsize: int) -> RowConfig:
-    """The untuned choice: two rows take 145 registers a thread at 8192 columns; longer ones go to shared memory."""
+    """Returns the untuned configuration.
+
+    Two rows take 145 registers per thread at 8192 columns; longer rows go to shared memory.
+    """
     return RowConfig(register_columns=8192, shared_warpgroups=4, chunk=8192 // itemsize)
 
 
 def forward_candidates(features: int) -> dict[str, RowConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     return _candidates(features, DEFAULT_FORWARD.register_columns)
 
 
 def backward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
-    """The configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name."""
     candidates = _candidates(features, default_backward(itemsize).register_columns)
     if features >= 8192 and 2 * features * itemsize <= SHARED_BYTES:
         for warpgroups in (2, 4):

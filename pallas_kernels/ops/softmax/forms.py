@@ -1,4 +1,4 @@
-"""Three forms of one softmax, for a study of what fusion saves. `pallas_kernels.softmax` takes the best.
+"""Three forms of softmax, to study what fusion saves. `pallas_kernels.softmax` uses the fastest one.
 
 | form | launches | reads of x | writes | further arrays |
 | --- | --- | --- | --- | --- |
@@ -26,15 +26,15 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, split_row, store_row, to_float32
 
 THREE_KERNEL = "three kernels"
-"""As one writes it down: a maximum, a sum of exponentials, a division; each reads x from memory."""
+"""A maximum, a sum of exponentials and a division, each of which reads x from memory."""
 ONLINE = "online"
-"""Maximum and sum in one walk along the row, chunk by chunk; a second walk for the weights."""
+"""Maximum and sum in one pass over the row, chunk by chunk; the weights in a second pass."""
 FUSED = "fused"
 """The row stays in registers."""
 
 
 def softmax_three_kernels(x: jax.Array) -> jax.Array:
-    """THREE_KERNEL."""
+    """Computes softmax in the form `THREE_KERNEL`."""
     segments = split_row(x.shape[1], x.dtype.itemsize)
 
     def load(x_ref):
@@ -70,16 +70,16 @@ def softmax_three_kernels(x: jax.Array) -> jax.Array:
 
 
 def softmax_online(x: jax.Array, *, chunk: int = 2048) -> jax.Array:
-    """ONLINE."""
+    """Computes softmax in the form `ONLINE`."""
     return softmax_forward(x, None, masking=Masking(), config=RowConfig(register_columns=0, chunk=chunk))
 
 
 def softmax_fused(x: jax.Array) -> jax.Array:
-    """FUSED."""
+    """Computes softmax in the form `FUSED`."""
     return softmax_forward(x, None, masking=Masking(), config=RowConfig(register_columns=x.shape[1]))
 
 
 FORMS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {THREE_KERNEL: softmax_three_kernels, ONLINE: softmax_online, FUSED: softmax_fused}
 )
-"""All of them by name."""
+"""The forms by name."""

@@ -1,7 +1,7 @@
-"""Scale, mask and causal limit of a softmax over (rows, features), as its kernels see them.
+"""Scale, mask and causal limit of a softmax over (rows, features), in the form of its kernels.
 
-A mask keeps its own rows: a row of x finds its mask's row by index arithmetic, so that a mask shared by batch or heads
-is never written out.
+A mask keeps its own rows: a row of x finds its mask row by index arithmetic, so a mask that batch or heads share is
+never expanded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pallas_kernels.primitives.rows import (
 class Masking:
     """The scale, mask and causal limit of rows; static, and the same for all rows.
 
-    scale: what x is multiplied with, or None.
+    scale: the factor of x, or None.
     is_boolean: the mask keeps (non-zero) or drops (zero); otherwise it is added.
     mask_index: terms (divisor, size, stride): row r of x has mask row sum((r // divisor) % size * stride).
     queries: with a causal limit, the length of the axis before the last: row r keeps columns 0 to r % queries.
@@ -44,17 +44,17 @@ class Masking:
     queries: int | None = None
 
     def mask_row(self, row: jax.Array) -> jax.Array:
-        """The mask's row for a row of x."""
+        """Returns the mask's row for a row of x."""
         terms = [lax.rem(row // divisor, size) * stride for divisor, size, stride in self.mask_index]
         return sum(terms, jnp.int32(0))
 
     def query(self, row: jax.Array) -> jax.Array:
-        """The last column that a row keeps."""
+        """Returns the last column that a row keeps."""
         assert self.queries is not None
         return lax.rem(row, self.queries)
 
     def apply(self, values: RowValues, mask: RowValues | None, columns: RowValues, row: jax.Array) -> RowValues:
-        """Scores in float32; -inf where masked."""
+        """Computes scores in float32; -inf where masked."""
         scores = to_float32(values)
         if self.scale is not None:
             scores = map_row(lambda v: v * jnp.float32(self.scale), scores)
@@ -64,7 +64,7 @@ class Masking:
         return self.limit(scores, columns, row, -jnp.inf)
 
     def limit(self, values: RowValues, columns: RowValues, row: jax.Array, fill: float) -> RowValues:
-        """The values, with `fill` right of the causal limit."""
+        """Returns the values, with `fill` right of the causal limit."""
         if self.queries is None:
             return values
         query = self.query(row)
@@ -72,13 +72,13 @@ class Masking:
 
 
 def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[tuple[int, int, int], ...]]:
-    """The mask as (rows of its own, features), and `Masking.mask_index`.
+    """Returns the mask as (its own rows, features), and `Masking.mask_index`.
 
     mask: broadcastable to `shape`, (..., features).
     """
     features, leading = shape[-1], tuple(shape[:-1])
     own = (1,) * (len(shape) - mask.ndim) + mask.shape
-    if own[-1] != features:  # one value a row: written out along the row, for the mask's own rows only
+    if own[-1] != features:  # one value per row: expanded along the row, for the mask's own rows only
         mask = jnp.broadcast_to(mask.reshape(own), (*own[:-1], features))
     terms: list[tuple[int, int, int]] = []
     divisor = stride = 1
@@ -94,7 +94,7 @@ def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[t
 
 
 def whole_row_segments(features: int, itemsize: int, masking: Masking) -> tuple[Segment, ...]:
-    """A row's segments; where the row is causal cut further, so that some of them can be left out."""
+    """Returns a row's segments; a causal row is cut into more of them, so that some can be skipped."""
     segments = split_row(features, itemsize)
     if masking.queries is None:
         return segments
@@ -111,9 +111,9 @@ def whole_row_segments(features: int, itemsize: int, masking: Masking) -> tuple[
 
 
 def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: jax.Array) -> RowValues:
-    """Reads one row, without its segments right of the causal limit: there the first segment's values are read again.
+    """Reads one row; in place of segments right of the causal limit it reads the first segment again.
 
-    A branch would do as well, but the loads of a row must all be on their way before the first is waited for.
+    A branch would also be correct, but all loads of a row must be issued before the first wait.
     """
     if masking.queries is None:
         return load_row(ref, segments)
@@ -136,12 +136,11 @@ class _Moved(Segment):
 
     @property
     def index(self):
-        """The segment as an index of the row."""
         return (pl.ds(self.start, self.size),)
 
 
 def columns_from(segments: Sequence[Segment], first: jax.Array | int, masking: Masking) -> RowValues:
-    """The columns of segments that begin at column `first`; zeros without a causal limit, which alone needs them."""
+    """Returns the columns of segments from column `first` on, or zeros without a causal limit, which needs none."""
     if masking.queries is None:
         return tuple(jnp.int32(0) for _ in segments)
     return tuple(column + first for column in row_columns(segments))

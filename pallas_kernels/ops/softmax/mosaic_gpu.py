@@ -1,7 +1,7 @@
-"""Softmax forward on Mosaic GPU: one warpgroup a row, 16-byte accesses straight to registers.
+"""Softmax forward on Mosaic GPU: one warpgroup per row, 16-byte accesses directly to registers.
 
-A row that fits in registers is read once. A longer one is walked along twice: the first time for maximum and sum
-together (online softmax), the second time, out of the L2 cache, for the weights.
+A row that fits in registers is read once. A longer row is read twice: first for maximum and sum together (online
+softmax), then, from the L2 cache, for the weights.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867
 """
@@ -36,12 +36,13 @@ from pallas_kernels.primitives.rows import (
     sum_of,
     zeros_row,
 )
+from pallas_kernels.primitives.sharing import without_values
 
 
 def compiler_params(dtype, **others: Any) -> plgpu.CompilerParams:
-    """Approximate exponentials (2 ulp of float32) serve the 16-bit types only.
+    """Returns the compiler parameters: approximate exponentials (2 ulp of float32) for 16-bit types only.
 
-    No automatic barriers: each thread only ever reads back what it wrote itself, in the same layout.
+    There are no automatic barriers: each thread reads back only what it wrote itself, in the same layout.
     """
     return plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=jnp.dtype(dtype).itemsize < 4, **others)
 
@@ -56,7 +57,7 @@ def softmax_forward(
     """
     config = config or DEFAULT_FORWARD
     make_body = _whole_row_body if x.shape[1] <= config.register_columns else _online_body
-    body = make_body(x, masking, config)
+    body = make_body(without_values(x), masking, config)
 
     def softmax(x_ref, y_ref):
         body(lax.axis_index("row"), x_ref, None, y_ref)
@@ -105,7 +106,7 @@ def _online_body(x, masking, config):
 
     def body(row, x_ref, mask_row, y_ref):
         def scores(first, segments):
-            """The scores of segments, which are counted from column `first`."""
+            """Computes the scores of segments whose columns count from `first`."""
             part = pl.ds(first, chunk) if segments is not rest else pl.ds(0, features)
             values = load_row(x_ref.at[row, part], segments)
             mask = None if mask_row is None else load_row(mask_row.at[part], segments)

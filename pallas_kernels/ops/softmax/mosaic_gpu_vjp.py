@@ -43,6 +43,7 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
+from pallas_kernels.primitives.sharing import without_values
 
 
 def softmax_backward(
@@ -55,7 +56,7 @@ def softmax_backward(
     if is_long and masking.queries is None and fits_shared_memory(features, weights.dtype.itemsize, config):
         return varying_like(_shared_row_gradient(weights, dy, masking=masking, config=config), weights, dy)
     make_body = _chunked_body if is_long else _whole_row_body
-    body = make_body(weights, masking, config)
+    body = make_body(without_values(weights), masking, config)
 
     def softmax_gradient(weights_ref, dy_ref, dx_ref):
         body(lax.axis_index("row"), weights_ref, dy_ref, dx_ref)
@@ -153,7 +154,7 @@ def fits_shared_memory(features: int, itemsize: int, config: RowConfig) -> bool:
 
 
 def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, config: RowConfig) -> jax.Array:
-    """dx without a causal limit, of rows that `fits_shared_memory` takes."""
+    """Computes dx without a causal limit, for rows that `fits_shared_memory` accepts."""
     rows, features = weights.shape
     warpgroups = config.shared_warpgroups
     segments = split_warp_row(features, weights.dtype.itemsize, warpgroups=warpgroups)
@@ -181,7 +182,7 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
             return tuple(to_float32(load_row(held.at[s, group, :, place], piece)) for s in range(2))
 
         def over_row(turn, terms):
-            """The sums over the row of what `terms` makes of weights and dy; each turn has places and a barrier."""
+            """Sums the terms that `terms` computes from weights and dy; each turn has its own slots and barrier."""
 
             def accumulate(i, state):
                 added = terms(*load(i))

@@ -23,7 +23,7 @@ def softmax_reference(
     if is_causal:
         queries, keys = x.shape[-2:]
         value = jnp.where(jnp.arange(keys) <= jnp.arange(queries)[:, None], value, -jnp.inf)
-    # -inf only where the whole row is masked: then nothing is subtracted, and all weights are zero.
+    # The maximum is -inf only if the whole row is masked. Then nothing is subtracted, and all weights are zero.
     maximum = jnp.max(value, axis=axis, keepdims=True, initial=-jnp.inf)
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
     weight = jnp.exp(value - maximum)

@@ -1,7 +1,7 @@
-"""Sums and quotients of softmax for results in float32, where every rounding shows.
+"""Sums and quotients of softmax whose rounding matters in float32 results.
 
-Against a division, a product with the reciprocal rounds once more, and the reciprocal's error is the same for a whole
-row. Sixteen-bit results do not show it.
+Multiplying by the reciprocal rounds once more than dividing, with the same error for the whole row. Sixteen-bit
+results are too coarse to show it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.rows import RowValues, Segment, map_row, row_sum
 
 MOST_EXACT = 8192
-"""The longest row of which `sum_of_weights` has registers for an exact sum."""
+"""The longest row for which `sum_of_weights` has registers for an exact sum."""
 
 
 def normalise(weights: RowValues, total: jax.Array, *, is_exact: bool) -> RowValues:
-    """weights / total, and zeros of a row that is masked throughout, whose total is 0.
+    """Returns weights / total; zeros for a fully masked row, whose total is 0.
 
-    `is_exact`: by a division each, else by products with one reciprocal.
+    is_exact: whether to divide each weight; else it is multiplied by one reciprocal.
     """
     if is_exact:
         return map_row(lambda weight: quotient(weight, total), weights)
@@ -30,10 +30,10 @@ def normalise(weights: RowValues, total: jax.Array, *, is_exact: bool) -> RowVal
 
 
 def sum_of_weights(weights: RowValues, segments: Sequence[Segment], *, is_exact: bool) -> jax.Array:
-    """The sum of a row of weights from 0 to 1.
+    """Sums a row of weights from 0 to 1.
 
-    `is_exact`: rounded only at its end, in whatever order threads add: whole 4096ths are counted in integers, and the
-    rests' sum is too small for its rounding to show.
+    is_exact: whether to round only once, at the end, in whatever order threads add. Whole 4096ths are summed as
+    integers, and the sum of the remainders is too small for its rounding to matter.
     """
     if not is_exact:
         return row_sum(weights, segments)
@@ -43,25 +43,25 @@ def sum_of_weights(weights: RowValues, segments: Sequence[Segment], *, is_exact:
 
 
 def quotient(product: jax.Array, total: jax.Array) -> jax.Array:
-    """product / total, and 0 for a row that is masked throughout, of which both are 0."""
+    """Returns product / total; 0 for a fully masked row, where both are 0."""
     return product / jnp.where(total == 0, jnp.float32(1), total)
 
 
 def remainder(mean: jax.Array, first: jax.Array) -> jax.Array:
-    """`mean`, of what was left once the mean `first` was taken off: what `first` was rounded by, which shows where few
-    weights count.
+    """Returns `mean`, the mean that remains after the mean `first` was subtracted, or 0 where almost nothing remains.
 
-    A row of one weight has almost nothing left, and a gradient of about 1e-23 times dy: 0, as float64 makes it.
+    It corrects the rounding of `first`, which shows if only few weights count. With a single weight almost nothing
+    remains, and the gradient would be about 1e-23 times dy; float64 gives 0.
     """
     return jnp.where(jnp.abs(mean) < jnp.abs(first) * 2.0**-48, jnp.float32(0), mean)
 
 
 def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[jax.Array, jax.Array]:
-    """One step of online softmax, each place for itself: running maxima and sums of exp(value - maximum).
+    """Updates the running maxima and sums of exp(value - maximum) of online softmax, for each position separately.
 
-    state: (maxima, sums), float32, of one shape with each of `pieces`. A step takes one exponential for each value and
-    one for each place of the state; exponentials are added up in pairs before they join the sums. The maxima of
-    different places are brought together at the end of a row.
+    state: (maxima, sums), float32, each of the shape of the `pieces`. A step takes one exponential per value and one
+    per position of the state. Exponentials are added in pairs before they are added to the sums. The maxima of all
+    positions are combined at the end of a row.
     """
     before, totals = state
     highest = functools.reduce(jnp.maximum, pieces, before)

@@ -1,6 +1,6 @@
 """Softmax as Triton kernels, called through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
-A block holds a row in registers. Imported only when asked for, since it imports Triton.
+A block holds a row in registers. The module is imported only when requested, since it imports Triton.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def softmax_forward(
     block: tl.constexpr,
     is_exact: tl.constexpr,
 ):
-    """One row a block. queries: row r keeps columns 0 to r % queries; 0 keeps all.
+    """Computes one row per block. queries: row r keeps columns 0 to r % queries; 0 keeps all.
 
-    is_exact: exponentials good to the last place. Triton's own multiplies by log2(e) first, whose rounding puts the
-    weight of x - max = -90 off by up to 40 units in the last place.
+    is_exact: whether exponentials are accurate to the last place. Triton's own multiplies by log2(e) first, whose error
+    makes the weight of x - max = -90 wrong by up to 40 units in the last place.
     """
     columns = tl.arange(0, block)
     row = tl.program_id(0)
@@ -47,7 +47,7 @@ def softmax_forward(
 
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def softmax_backward(weights_ptr, dy_ptr, dx_ptr, features: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
-    """One row a block. Divides by the weights' sum, which rounding leaves near one."""
+    """Computes one row per block. Divides by the weights' sum, which rounding leaves near one."""
     columns = tl.arange(0, block)
     inside = columns < features
     offsets = tl.program_id(0).to(tl.int64) * features + columns
@@ -60,7 +60,7 @@ def softmax_backward(weights_ptr, dy_ptr, dx_ptr, features: tl.constexpr, scale:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def softmax_rows(x: jax.Array, scale: float, queries: int) -> jax.Array:
-    """Weights of the rows of x (rows, features); queries: the length of the axis before the last, 0 if not causal."""
+    """Computes the weights of x (rows, features). queries: the length of the axis before the last, 0 if not causal."""
     rows, features = x.shape
     block, warps = row_block(features)
     return jax_triton.triton_call(
@@ -79,7 +79,7 @@ def softmax_rows(x: jax.Array, scale: float, queries: int) -> jax.Array:
 
 
 def backward(weights: jax.Array, dy: jax.Array, scale: float) -> jax.Array:
-    """The gradient of x (rows, features)."""
+    """Computes the gradient of x (rows, features)."""
     rows, features = weights.shape
     block, warps = row_block(features)
     return jax_triton.triton_call(

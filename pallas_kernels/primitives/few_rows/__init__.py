@@ -1,1 +1,1 @@
-"""Products of a few rows (decoding), where reading the weights once is all that takes time."""
+"""Products of few rows, as in decoding, where reading the weights takes nearly all the time."""

@@ -8,17 +8,19 @@ from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
 
 _RESERVED_BYTES = 3072
-"""For Mosaic GPU's own scratch (2048), barriers, alignment, and what a norm inside keeps of rows: 2776 were seen."""
+"""Shared memory for Mosaic GPU's own scratch (2048), barriers, alignment and a fused norm's values (2776 measured)."""
 GROUP = 64
-"""Columns of the result that the tensor cores compute at a time: the product is made transposed."""
+"""Columns of the result that the tensor cores compute at a time. They are rows of the transposed product."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MmaConfig:
     """The tiling of `mma_kernel.py`, whose warps share each step.
 
-    columns: of a block, 64 or 128; of a product with rotated heads, a head. depth: of a step. stages: steps in flight.
-    warpgroups: that compute; one more loads.
+    columns: columns of a block, 64 or 128; with rotated heads, the columns of a head.
+    depth: the depth of a step.
+    stages: the number of steps in flight.
+    warpgroups: the number of consumer warpgroups; one more loads.
     """
 
     columns: int = GROUP
@@ -31,17 +33,19 @@ class MmaConfig:
 class FewRowsConfig:
     """The tiling of a (rows, K) x (K, N) product.
 
-    columns: of the result, of each accumulator, that a block computes at a time; a multiple of 64.
-    depth: of a step.
-    stages: steps of each warpgroup in flight; fewer where they do not fit.
-    warpgroups: of a block, which take its steps in turn; their sums meet as those of a cluster's blocks do.
-    splits: blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add their
-        sums through one another's shared memory, in a fixed order.
-    fuses_norm: whether an operation that normalises x's rows does so in this launch, where norm.py supports it.
-    in_parts: whether integers of a step, with a scale an output, are widened in parts of 64 along the depth, a product
-        each.
-    in_flight: steps whose products may be unfinished when a warpgroup goes on to the next, 0 or 1; of 16-bit weights.
-    mma: the tiling of `mma_kernel.py`, used instead where the product has a norm and it fits.
+    columns: columns of each accumulator that a block computes at a time; a multiple of 64.
+    depth: the depth of a step.
+    stages: the number of steps of each warpgroup in flight; fewer if they do not fit.
+    warpgroups: the number of warpgroups of a block, which take its steps in turn. Their sums are added like those of a
+        cluster's blocks.
+    splits: the number of blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add their sums through each
+        other's shared memory, in a fixed order.
+    fuses_norm: whether the launch also normalises x's rows, if the operation does so and norm.py supports it.
+    in_parts: whether integers with one scale per output are widened in parts of 64 along the depth, each with a product
+        of its own.
+    in_flight: the number of steps, 0 or 1, whose products may be unfinished when a warpgroup goes on to the next; for
+        16-bit weights only.
+    mma: the tiling of `mma_kernel.py`, which is used instead if the product has a norm and the tiling fits.
     """
 
     columns: int = 128
@@ -55,33 +59,33 @@ class FewRowsConfig:
     mma: MmaConfig | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
-        """The same with as many stages as fit beside `other_bytes`; None where those are not even two."""
+        """Returns the tiling with as many stages as fit beside `other_bytes`, or None if fewer than two fit."""
         fitting = (SHARED_BYTES - _RESERVED_BYTES - other_bytes) // (self.warpgroups * stage_bytes)
         return None if fitting < 2 else replace(self, stages=min(self.stages, fitting))
 
 
 MOST_ROWS = 64
-"""Up to here the time is that of reading the weights."""
+"""Up to this number of rows, reading the weights takes all the time."""
 MOST_FUSED_NORM_ROWS = 16
-"""Up to here a norm in the launch was measured; of 64 rows its squares take most of the registers."""
+"""Up to this number of rows, a norm in the launch was measured; with 64, its squares take most of the registers."""
 _FEW_TOKENS = 16
-"""Up to here x takes little of the shared memory."""
+"""Up to this number of rows, x takes little of the shared memory."""
 _FEWEST_TOKENS = 8
-"""Up to here rows are one group of the tensor cores."""
+"""Up to this number, the rows are one group of the tensor cores."""
 _SOME_TOKENS = 24
-"""Up to here x leaves room for tiles of 128 columns."""
+"""Up to this number of rows, x leaves room for tiles of 128 columns."""
 _DEEP = 8192
 _LINE_BITS = 1024
 """Bits of an output's integers along the depth in one step."""
 _WORTH = 0.7
-"""Share of the multiprocessors that reads memory at its full rate."""
+"""The share of the multiprocessors that reads memory at its full rate."""
 _NEARLY = 0.45
-"""Share of them that is enough where the depth is less than `_DEEP`."""
+"""The share of the multiprocessors that is enough if the depth is less than `_DEEP`."""
 _MOST_STAGES = 64
 ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
-"""Where tiles are nearly enough for all multiprocessors."""
+"""For results with nearly enough tiles for all multiprocessors."""
 SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True)
-"""For packed integers, where tiles are too few."""
+"""For packed integers and results with too few tiles."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(
     columns=2 * GROUP,
@@ -96,9 +100,9 @@ _NORMED_WIDE = FewRowsConfig(
 def choose_few_rows(
     rows: int, n: int, k: int, *, weight_bits: int = 16, is_packed: bool = False, products: int = 1
 ) -> FewRowsConfig:
-    """The tiling for weights (k, n): the widest tiles that leave enough of them for the multiprocessors.
+    """Chooses the tiling for weights (k, n): the widest tiles that are enough for the multiprocessors.
 
-    is_packed: whether these are integers in the order of `primitives/integer_gemm/packing.py`.
+    is_packed: whether the weights are packed, see `primitives/integer_gemm/packing.py`.
     """
     device = target_device()
     enough = _WORTH * device.core_count
@@ -121,8 +125,10 @@ def choose_few_rows(
 
 
 def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
-    """The tiling of one product with a norm of x's rows in the launch: the narrowest tiles that all run at once. None
-    where that was not measured to be faster than a launch before."""
+    """Chooses the tiling of one product with a fused norm of x's rows: the narrowest tiles that all run at once.
+
+    Returns None where the fused norm was not measured to be faster than a launch before the product.
+    """
     cores, groups = target_device().core_count, -(-n // GROUP)
     if rows > MOST_FUSED_NORM_ROWS or not 2048 <= k < _DEEP:
         return None
@@ -132,14 +138,17 @@ def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
 
 
 def with_fused_norm(config: FewRowsConfig, rows: int) -> FewRowsConfig:
-    """The same tiling of several products with the norm in the launch, where that was measured to be faster."""
+    """Returns the tiling of several products, with the norm fused where that was measured to be faster."""
     if rows > MOST_FUSED_NORM_ROWS or config.columns != 2 * GROUP:
         return config
     return replace(config, warpgroups=2, fuses_norm=True, in_flight=1)
 
 
 def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig:
-    """Likewise, and several warpgroups, since widening takes them longer than memory; fewer where x is large."""
+    """Chooses the tiling for integer weights.
+
+    It has several warpgroups, because widening is slower than memory, but fewer for a large x.
+    """
     device = target_device()
     enough = _WORTH * device.core_count
     line, warpgroups = _LINE_BITS // bits, 4 if rows <= _SOME_TOKENS else 2
@@ -152,7 +161,7 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
 
 
 def candidates() -> dict[str, FewRowsConfig]:
-    """The tilings for 16-bit weights worth measuring, by name."""
+    """Returns the tilings worth measuring for 16-bit weights, by name."""
     cuts = (
         *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
         *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
@@ -168,7 +177,7 @@ def candidates() -> dict[str, FewRowsConfig]:
 
 
 def fused_norm_candidates() -> dict[str, FewRowsConfig]:
-    """Tilings that normalise x's rows in the launch, worth measuring, by name."""
+    """Returns the tilings worth measuring with a fused norm, by name."""
     wide = with_fused_norm(FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES), rows=1)
     return {
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,

@@ -1,4 +1,4 @@
-"""From the accumulators to the results: sums over a cluster, the epilogue, and the stores.
+"""Turns accumulators into results: sums over a cluster, the epilogue, and the stores.
 
 Values are (columns, tokens) in registers; results are (tokens, columns) in device memory.
 """
@@ -35,9 +35,9 @@ def _store(
     buffers: Sequence[Any],
     slots: Sequence[int],
 ) -> None:
-    """Stores each group's results by TMA, `GROUP` columns from one of `columns` on.
+    """Stores each group's results by TMA: `GROUP` columns from each of `columns` on.
 
-    slots: of each output's buffer, or of the one of all outputs.
+    slots: each group's slot in the buffers. buffers: one per output, or one for all outputs.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for slot, results in zip(slots, values, strict=True):
@@ -53,8 +53,10 @@ def _store(
 
 
 def _places(problem: Problem, outputs: Sequence[Any], column: jax.Array) -> list[tuple[Any, jax.Array, Any]]:
-    """Each output, where the group begins in it, and whether it is there at all; None where that is certain. TMA clips
-    columns after the last one."""
+    """Returns each output, the group's first column in it, and whether the group belongs to it; None if it always does.
+
+    TMA does not store columns after the last one.
+    """
     if len(problem.widths) == 1:
         return [(output, column, None) for output in outputs]
     owners = problem.owners(column)
@@ -62,11 +64,11 @@ def _places(problem: Problem, outputs: Sequence[Any], column: jax.Array) -> list
 
 
 _EARLY_TOKENS = 32
-"""Up to here angles are computed while the first weights are on their way; of more, registers do not hold them."""
+"""Up to this number of rows, angles are computed while the first weights are loaded; more do not fit in registers."""
 
 
 def epilogue_types(problem: Problem) -> dict[str, Any]:
-    """Scratch types of `Finish`'s members."""
+    """Returns the scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
     results = [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
     types: dict[str, Any] = {"results": results}
@@ -83,8 +85,11 @@ def epilogue_types(problem: Problem) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What was read before a group's products: a scale for each of its columns and weights, if any, the bias, and
-    cosines and sines of a head's first half, unless they come later."""
+    """The operands of a group that are loaded before its products.
+
+    scales: of the group's columns, for each of the weights; empty without scales.
+    angles: cosines and sines of a head's first half, or None if they are computed later.
+    """
 
     scales: Sequence[jax.Array]
     bias: jax.Array | None
@@ -93,7 +98,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tile begins, and whether it is the block's first and last one."""
+    """The first column of a tile, and whether it is the block's first or last tile."""
 
     column: jax.Array
     is_first: jax.Array
@@ -108,17 +113,20 @@ def _along_columns(ref: Any, column: jax.Array, factor: float | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The end of a block's tiles. Values are (columns, tokens): the product is made transposed.
+    """The end of a block's tiles. Values are (columns, tokens), as in the transposed product.
 
-    extras: what there is of bias, scale (of rows), scales (of columns, for each of the weights; all of these vectors in
-        device memory, long enough for whole tiles) and residual.
-    outputs: of each of the problem's `widths`, or of one product several. squares: of 64 columns' first result, a line
-        each, or None.
-    rank: of the block in its cluster. warpgroup: in the block.
-    results: of each output, (own groups, tokens, 64) in shared memory. residual, loaded: likewise, and its barriers.
-    arriving: of each product and member of a bundle, and of squares, (own bundles, other warpgroups, 64, tokens)
-        float32; arrived: its barriers. taken: of the way back, for the next tile.
-    rotation: of heads. norm: of x's rows. Their arrays are among `extras`.
+    extras: the operands given, in device memory: bias, scale (of rows), scales (of columns, for each of the weights),
+        residual, and the arrays of `rotation` and `norm`. Vectors are padded to whole tiles.
+    outputs: one for each of the problem's `widths`, or several for one product.
+    rank: the block's number in its cluster. warpgroup: the warpgroup's number in the block.
+    squares: the output for the sums of the first result's squares, a line for every 64 columns, or None.
+    results: for each output, (own groups, tokens, 64) in shared memory.
+    arriving: for each product of each member of a bundle, and for x's squares, the sums from other warpgroups: (own
+        bundles, other warpgroups, 64, tokens) float32 in shared memory.
+    arrived: barriers, passed when the sums of a bundle have arrived.
+    taken: barriers, passed when the sums of a bundle have been read, so that those of the next tile may be sent.
+    residual: (own groups, tokens, 64) in shared memory. loaded: its barriers.
+    rotation: of heads, or None. norm: of x's rows, or None.
     """
 
     problem: Problem
@@ -138,9 +146,9 @@ class Finish:
     norm: RowNorm | None = None
 
     def begin(self, column: jax.Array) -> list[Ready]:
-        """Before the products of the tile that begins there: what each group will need, and loads the residual."""
+        """Starts the load of the residual and reads each group's operands, before the products of the tile there."""
         if self.residual is not None:
-            for group in range(self.problem.groups):  # a bundle each: heads have no residual
+            for group in range(self.problem.groups):  # every group is a bundle: heads have no residual
                 self._if_own(group, lambda group=group: self._load_residual(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
@@ -160,7 +168,11 @@ class Finish:
     def end(
         self, products: Sequence[jax.Array], squares: jax.Array | None, place: Place, ready: Sequence[Ready]
     ) -> None:
-        """After them. products: of the first weights, 64 columns each, then of the next. squares: for a norm."""
+        """Adds up the products of a tile over the cluster, and finishes the bundles that this warpgroup owns.
+
+        products: 64 columns each, first those of the first weights, then of the next.
+        squares: the sums of x's squares for a norm, or None.
+        """
         for number, bundle in enumerate(self.problem.bundles):
             parts = [part for group in bundle for part in products[group :: self.problem.groups]]
             parts += [] if squares is None else [squares]
@@ -175,9 +187,9 @@ class Finish:
             self._if_own(number, finish)
 
     def _owner(self, bundle: int) -> tuple[int, int]:
-        """The block and warpgroup that finish a bundle of groups of columns."""
+        """Returns the block and the warpgroup that finish a bundle of column groups."""
         config = self.problem.config
-        # Sums over columns take scratch that a block's warpgroups share: a norm is finished by one of them.
+        # Sums over columns use scratch that the warpgroups of a block share, so one warpgroup finishes a norm.
         warpgroups = 1 if self.norm is not None or self.squares is not None else config.warpgroups
         return bundle % config.splits, bundle // config.splits % warpgroups
 
@@ -195,7 +207,7 @@ class Finish:
         config, others = self.problem.config, self.problem.others
         rank, warpgroup = self._owner(bundle)
         slot = bundle // config.splits
-        # The warpgroups that come after the owner in turn, counted from there.
+        # The warpgroup's number among the others, counted from the owner on.
         own = self.rank * config.warpgroups + self.warpgroup
         turn = lax.rem(own + others - rank * config.warpgroups - warpgroup, others + 1)
         if config.splits == 1:
@@ -230,8 +242,11 @@ class Finish:
     def _finish(
         self, sums: Sequence[jax.Array], number: int, columns: Sequence[jax.Array], ready: Sequence[Ready]
     ) -> None:
-        """sums: of all products of the first of a bundle's groups, then of the next, then of squares. columns: where
-        these groups begin."""
+        """Computes and stores the results of a bundle.
+
+        sums: all products of the bundle's first group, then of the next, then the squares. columns: the first column of
+        each group.
+        """
         members, count = len(columns), self.problem.products
         slots = [number // self.problem.config.splits * members + i for i in range(members)]
         scale = self._scale() if self.norm is None else self.norm.factors(self.problem, sums[-1])

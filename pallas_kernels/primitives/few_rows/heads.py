@@ -1,13 +1,13 @@
-"""Columns as heads: column i and column i + size / 2 of each head are rotated as a pair, by their row's angle.
+"""The rotation of heads: columns i and i + size / 2 of each head are rotated as a pair, by their row's angle.
 
-A tile holds whole heads, and one warpgroup finishes both halves, so that pairs meet in its registers. Angles are
-computed there too: 64 of them for each row, which a table would need a launch of its own for.
+A tile holds whole heads, and one warpgroup finishes both halves, so both columns of a pair are in its registers. It
+computes the angles, too, 64 for each row. A table of them would need a separate launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,34 +19,35 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.config import GROUP
 
 HEAD_SIZES = (128, 256)
-"""Their halves are whole groups of columns."""
+"""Head sizes whose halves are whole groups of columns."""
 Angles = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """What the first results' heads go through; the last result's columns stay as they are.
+    """The rotation of the heads of all results except the last.
 
-    size: of a head, one of `HEAD_SIZES`.
+    size: columns of a head, one of `HEAD_SIZES`.
     positions: (rows,) int32.
     whole, fraction: (size / 2,) each, int32 and float32: the frequencies, as `angles` takes them.
-    angles: from positions and both of these, all of one shape, to cosines and sines.
+    angles: returns cosines and sines for positions, whole and fraction, all of one shape.
     """
 
-    size: int
+    size: int = field(metadata={"static": True})
     positions: jax.Array
     whole: jax.Array
     fraction: jax.Array
-    angles: Angles
+    angles: Angles = field(metadata={"static": True})
 
     def operands(self, tokens: int) -> dict[str, jax.Array]:
-        """The arrays as the kernel reads them, for so many rows."""
+        """Returns the arrays in the kernel's form, for this number of rows."""
         rows = self.positions.shape[0]
         positions = self.positions if rows in (1, tokens) else jnp.pad(self.positions, (0, tokens - rows))
         return {"positions": positions, "whole": self.whole, "fraction": self.fraction}
 
     def load(self, refs: Mapping[str, Any], group: int, tokens: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines, (64, tokens) each, for the first half's columns in that group of a tile."""
+        """Computes cosines and sines, (64, tokens) each, for a group of columns in the first half of a head."""
         shape = (GROUP, tokens)
         place = pl.ds(group * GROUP % (self.size // 2), GROUP)
         columns = [
@@ -64,9 +65,9 @@ class Rotation:
 def rotated(
     halves: Sequence[jax.Array], cosine: jax.Array, sine: jax.Array, column: jax.Array, end: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves of pairs, rotated where `column`, a scalar, is before `end`."""
+    """Rotates both halves of the pairs if `column`, a scalar, is before `end`; else returns them unchanged."""
     first, second = halves
-    # The lowering selects by an array of the values' shape only.
+    # The lowering needs a condition of the values' shape.
     is_rotated = lax.broadcast_in_dim(column, first.shape, ()) < end
     one = jnp.where(is_rotated, first * cosine - second * sine, first)
     return one, jnp.where(is_rotated, second * cosine + first * sine, second)

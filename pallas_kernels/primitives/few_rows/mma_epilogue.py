@@ -1,4 +1,4 @@
-"""What follows the products that warps share: a norm's factor, bias and epilogue, or the rotation of heads."""
+"""The epilogue of `mma_kernel`'s products: a norm's factor, bias and epilogue, or the rotation of heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from pallas_kernels.primitives.thread_values import Values
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What was read before the products: of columns (of both halves of a head) the bias, and of each turn the residual,
-    or cosines and sines."""
+    """The operands of a block that are loaded before its products.
+
+    biases: of the block's columns, or of both halves of a head. residuals, angles: for each turn of the threads.
+    """
 
     biases: Sequence[jax.Array | None]
     residuals: Sequence[jax.Array | None]
@@ -30,9 +32,12 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class MmaEpilogue:
-    """The end of a block. widths: of the weights beside each other. ends: for each of them, the block after its last.
+    """The epilogue of a block.
 
-    Extras are what there is of bias (of all columns), residual, and the arrays of `norm` and `rotation`.
+    widths: columns of the weights side by side. ends: for each of them, the number of the block after its last.
+
+    The methods' extras are the operands given: bias (of all columns), residual, and the arrays of `norm` and
+    `rotation`.
     """
 
     share: Share
@@ -44,7 +49,7 @@ class MmaEpilogue:
     ends: Sequence[int]
 
     def begin(self, extras: Mapping[str, Any]) -> Ready:
-        """Before the products, while operands are on their way."""
+        """Loads bias, residual and angles before the products, while operands are being copied."""
         block, values = lax.axis_index("block"), self._values
         first = block * self.share.columns
         starts = [first + i * values.columns for i in range(self._halves)]
@@ -63,7 +68,10 @@ class MmaEpilogue:
         )
 
     def finish(self, ready: Ready, sums: Mapping[str, Any], outs: Sequence[Any]) -> None:
-        """After them. sums: products and squares in shared memory. outs: of each of `widths` one or several."""
+        """Computes and stores the block's results.
+
+        sums: products and squares in shared memory. outs: one or more outputs for each of `widths`.
+        """
         values = self._values
         for number, turn in enumerate(values.turns):
             squares = values.squares(sums["squares"], turn)
@@ -89,7 +97,7 @@ class MmaEpilogue:
                 self._store([rotated] * (len(self.widths) - 1) + [plain], outs, turn)
 
     def _store(self, results: Sequence[Sequence[jax.Array]], outs: Sequence[Any], turn: int) -> None:
-        """Writes the own ones of each weight's results: halves of one, or several."""
+        """Stores the results of the weight that owns this block: both halves of one result, or several results."""
         block, count = lax.axis_index("block"), len(outs) // len(self.widths)
         for i, (width, first, end) in enumerate(zip(self.widths, (0, *self.ends[:-1]), self.ends, strict=True)):
 
@@ -116,7 +124,7 @@ class MmaEpilogue:
 def interpreted(
     end: MmaEpilogue, x: Any, weights: Sequence[Any], extras: Mapping[str, Any], outs: Sequence[Any]
 ) -> None:
-    """The whole block without a thread's own instructions, of which the interpreter knows none."""
+    """Computes the whole block without inline PTX, which the interpreter does not support."""
     block, columns = lax.axis_index("block"), end.share.columns
     for i, (w, first, last) in enumerate(zip(weights, (0, *end.ends[:-1]), end.ends, strict=True)):
 

@@ -1,8 +1,8 @@
 """The product of at most 16 normalised rows: warps share the depth of each step, and one more warp loads operands.
 
 No warp waits for another one's part of a step, a buffer is refilled as soon as it is read, and the norm scales x in
-registers. The warps' sums meet in shared memory once, at the end, where each thread finishes one number at a time.
-llama3-8b's query, key and value take 14.8 µs at 16 rows and 13.9 at 1, by `kernel.py` 15.5 and 14.5.
+registers. The warps' sums are added in shared memory once, at the end, where each thread finishes one value at a time.
+llama3-8b's query, key and value take 14.8 µs at 16 rows and 13.9 at 1; with `kernel.py` they take 15.5 and 14.5.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import is_interpreted, target_device, varying_like
+from pallas_kernels.primitives.sharing import without_values
 
 MOST_ROWS = 2 * TOKENS
 _RESERVED_BYTES = 3072
-"""For Mosaic GPU's own scratch, barriers and alignment."""
+"""Shared memory for Mosaic GPU's own scratch, barriers and alignment."""
 _MOST_LINES = 256
-"""Of 64 columns, that TMA loads at once."""
+"""The most lines of 64 columns that TMA loads at once."""
 
 
 def fits(cut: MmaConfig, rows: int, widths: Sequence[int], features: int, norm: RowNorm, head_size: int) -> bool:
-    """Whether a product can be cut up so, and no more blocks are needed than run at once.
+    """Whether the tiling divides the product evenly and all its blocks run at once.
 
-    head_size: of what is rotated, or 0.
+    head_size: columns of a rotated head, or 0.
     """
     warps = 4 * cut.warpgroups
     is_whole = features % cut.depth == 0 and all(width % cut.columns == 0 for width in widths)
@@ -71,7 +72,7 @@ def mma_product(
     cut: MmaConfig,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """As `few_rows_product` has it, of one weight or several beside each other, where `fits` says so."""
+    """Computes `few_rows_product` for one weight or several side by side, where `fits` is true."""
     rows, features = x.shape
     widths = [w.shape[1] for w in weights]
     share = Share(
@@ -90,6 +91,7 @@ def mma_product(
     extras = {key: value for key, value in operands.items() if value is not None}
     dtypes = [out_dtype, *[x.dtype] * epilogue.keeps_products]
     ends = list(accumulate(width // cut.columns for width in widths))
+    norm, rotation = without_values((norm, rotation))
 
     def body(x_ref, w_refs, extra_refs, *refs):
         count = len(widths) * len(dtypes)
@@ -106,7 +108,7 @@ def mma_product(
 
         @pl.when(warpgroup == cut.warpgroups)
         def _():
-            if varies:  # JAX's warps take no array that varies over the devices of `jax.shard_map`
+            if varies:  # JAX's warps accept no array that varies over the devices of `jax.shard_map`
                 load()
             else:
                 plgpu.warp_map(lambda warp: pl.when(warp == 0)(load))
@@ -136,7 +138,7 @@ def mma_product(
 
 
 def _ring_types(cut: MmaConfig, share: Share, features: int) -> dict[str, Any]:
-    """Scratch types: tiles of each operand, and barriers passed when they have come, and when they are read."""
+    """Returns the scratch types: tiles of each operand, and barriers for their arrival and their release."""
     stages = cut.stages
     types: dict[str, Any] = {
         "w": shared((stages, cut.depth, cut.columns), share.dtype, swizzle=128),
@@ -157,7 +159,7 @@ def _produce(
     extras: Mapping[str, Any],
     ring: Mapping[str, Any],
 ) -> None:
-    """Sends for every step, as early as there is room; for x first, which lies in the L2 cache."""
+    """Loads every step as soon as a stage is free. x comes first, since it is in the L2 cache."""
     block, tokens = lax.axis_index("block"), ring["x"].shape[1]
 
     def step(i, _):

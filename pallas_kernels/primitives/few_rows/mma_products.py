@@ -1,9 +1,8 @@
-"""What a warp does with its share of a step's depth, for a product of at most 16 rows.
+"""The work of a warp on its share of a step's depth, for a product of at most 16 rows.
 
-The tensor cores' tiles (mma.m16n8k16) have columns of the result as their rows, and rows of x as columns. `ldmatrix`
-reads both from shared memory as TMA leaves them there, in tiles of (8, 64) whose rows of 128 bytes are swizzled, and
-transposes weights. A warp that has read its share needs the buffer no more: it is refilled while the warp
-multiplies, and x is normalised in registers.
+In the tensor cores' tiles (mma.m16n8k16), columns of the result are rows, and rows of x are columns. `ldmatrix` reads
+both from shared memory in the layout of TMA: tiles of (8, 64) with swizzled rows of 128 bytes. It transposes the
+weights. Once a warp has read its share, the buffer is refilled while the warp multiplies. x is normalised in registers.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from pallas_kernels.primitives.integer_gemm.mma_kernel import multiplied
 TOKENS = 8
 """Rows of x in a tile of the tensor cores."""
 DEPTH = 16
-"""Of such a tile."""
+"""The depth of a tile of the tensor cores."""
 _TILE_BYTES, _LINE_WORDS, _CHUNK_WORDS = 1024, 32, 4
-"""Of a tile in shared memory, of its rows, and of what is swizzled."""
+"""Bytes of a tile in shared memory, words of its rows, and words of a swizzled chunk."""
 _TRANSFORMS = (
     plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
 _PADDING = 4
-"""Words between one row's sums and the next, so that lanes which write them at once have banks of their own."""
+"""Words between one row's sums and the next, so that lanes that write at once use different banks."""
 _BARRIER = 9
-"""That Mosaic GPU has no use for: it numbers its own by warpgroup."""
+"""A hardware barrier that Mosaic GPU does not use: it numbers its own by warpgroup."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How a block's columns are computed: its warps share the depth of each step.
+    """The split of a block's work: its warps share the depth of each step.
 
-    rows: of x. columns: of the block, a multiple of 64. depth: of a step. is_scaled: whether x is multiplied by a
-    vector along the depth.
+    rows: rows of x. columns: columns of the block, a multiple of 64. depth: the depth of a step. is_scaled: whether x
+    is multiplied by a vector along the depth.
     """
 
     rows: int
@@ -55,17 +54,17 @@ class Share:
 
     @property
     def token_tiles(self) -> int:
-        """Of the tensor cores, beside each other."""
+        """The number of tensor-core tiles along the rows of x."""
         return -(-self.rows // TOKENS)
 
     @property
     def column_tiles(self) -> int:
-        """Below each other."""
+        """The number of tensor-core tiles along the columns."""
         return self.columns // 16
 
     @property
     def tiles(self) -> int:
-        """Along a warp's share of a step's depth."""
+        """The number of tensor-core tiles along a warp's share of a step's depth."""
         return self.depth // (DEPTH * self.warps)
 
     @property
@@ -75,21 +74,23 @@ class Share:
 
     @property
     def words(self) -> int:
-        """That a lane reads of a step: of weights, of x, and of what x is multiplied by."""
+        """Words that a lane reads in a step: of weights, of x, and of x's scale."""
         return self.tiles * (4 * self.column_tiles + 2 * self.token_tiles + 2 * self.is_scaled)
 
     @property
     def sums(self) -> int:
-        """Of a lane: of products, and of squares."""
+        """The number of sums of a lane: of products and of squares."""
         return 4 * self.token_tiles * (self.column_tiles + 1)
 
     def no_sums(self) -> jax.Array:
-        """What `multiply` adds to first."""
+        """Returns the initial sums for `multiply`."""
         return plgpu.layout_cast(jnp.zeros((self.sums, 128), jnp.float32), _layout(self.sums))
 
     def load(self, weights: Any, x: Any, scale: Any, step: jax.Array) -> jax.Array:
-        """What each lane needs of a step. weights: (depth, columns), x: (rows in whole groups, depth), scale: the whole
-        vector in lines of 64; all in shared memory."""
+        """Loads the words of each lane in a step, from shared memory.
+
+        weights: (depth, columns). x: (rows in whole groups, depth). scale: the whole vector in lines of 64.
+        """
         more = [scale] if self.is_scaled else []
 
         def work(_, step_array, weights_ref, x_ref, *scale_ref):
@@ -98,7 +99,7 @@ class Share:
             line, matrix = lane % 8, lane // 8
             words = self._weights(weights_ref, first, line, matrix) + self._x(x_ref, first, line, matrix)
             if self.is_scaled:
-                # Every line of these matrices is the same one.
+                # All lines of these matrices are the same: every row of x has the same scale.
                 start = Word(_of_array(step_array)[0]) * self.depth + first
                 address = in_shared_memory(scale_ref[0], start // 2 + matrix % 2 * _CHUNK_WORDS)
                 for tile in range(self.tiles):
@@ -110,7 +111,7 @@ class Share:
         return call(plgpu.layout_cast(jnp.full((1, 128), step, jnp.int32), _layout(1)), weights, x, *more)
 
     def _weights(self, ref: Any, first: Word, line: Word, matrix: Word) -> list[Any]:
-        """Four words for each tile along the depth, and each 16 columns."""
+        """Loads four words for each tile along the depth and every 16 columns."""
         across = self.columns // 64
         depth = first + line + matrix // 2 * 8
         start = depth // 8 * (across * _TILE_BYTES // 4) + line * _LINE_WORDS
@@ -124,7 +125,7 @@ class Share:
         return found
 
     def _x(self, ref: Any, first: Word, line: Word, matrix: Word) -> list[Any]:
-        """Two words for each tile along the depth, and each 8 rows."""
+        """Loads two words for each tile along the depth and every 8 rows."""
         across = self.depth // 64
         found = []
         for tile in range(self.tiles):
@@ -137,7 +138,7 @@ class Share:
         return found
 
     def multiply(self, sums: jax.Array, words: jax.Array) -> jax.Array:
-        """The sums and a step's products, and squares. words: as `load` gives them."""
+        """Adds a step's products and squares to the sums. words: from `load`."""
 
         def work(_, sums_array, words_array):
             sums, words = _in_fours(_of_array(sums_array)), _of_array(words_array)
@@ -146,7 +147,7 @@ class Share:
             rest = words[4 * len(weights) :]
             for tile in range(self.tiles):
                 x = [rest[2 * (tile * self.token_tiles + i) :][:2] for i in range(self.token_tiles)]
-                # Products of all rows with one another, of which those of a row with itself are looked at.
+                # This multiplies every row with every other; only the products of a row with itself are used.
                 left = [x[0][0], x[-1][0], x[0][1], x[-1][1]]
                 for i, own in enumerate(x):
                     sums[of_tiles + i] = multiplied(sums[of_tiles + i], left, own, self.dtype)
@@ -165,9 +166,9 @@ class Share:
         return call(sums, words)
 
     def store_sums(self, sums: jax.Array, arriving: Any, squares: Any) -> None:
-        """Leaves a warp's sums in shared memory, where all of these warps then find them.
+        """Writes each warp's sums to shared memory, then waits for all these warps.
 
-        arriving: (warps, rows, pitch) float32. squares: (rows, warps) likewise.
+        arriving: (warps, rows, pitch) float32. squares: (rows, warps) float32.
         """
 
         def work(_, array, arriving_ref, squares_ref):
@@ -184,7 +185,7 @@ class Share:
                         for half in range(2):
                             value = sums[i * self.column_tiles + column][2 * half + member]
                             self._store(address, 4 * (16 * column + 8 * half), value, token)
-                    # Rows of tile i are the lower half of the tensor cores' rows, or the upper one.
+                    # The rows of tile i are the lower (i = 0) or upper half of the tensor cores' rows.
                     value = sums[self.token_tiles * self.column_tiles + i][2 * i + member]
                     is_other = (place * 2 + member) ^ group
                     token = group + TOKENS * i
@@ -195,13 +196,13 @@ class Share:
         inlined(work, sums, arriving, squares, arrays=(_layout(self.sums),))
 
     def _store(self, address: Any, offset: int, value: Any, token: Word) -> None:
-        """Nothing where there is no such row."""
+        """Stores a value if its row exists."""
         text = "{ .reg .pred p; setp.lt.u32 p, $1, $2; " + f"@p st.shared.f32 [$0+{offset}], $3; }}"
         instruct(None, [address, token.value, constant(self.rows), value], text, "r,r,r,f", ordered=True)
 
 
 def _load_matrices(address: Any, offset: int, count: int, kind: str = "") -> list[Any]:
-    """A word of each of two or four matrices of 8 lines of 16 bytes. address: of a lane's line."""
+    """Loads a word of each of two or four matrices of 8 lines of 16 bytes. address: the address of a lane's line."""
     struct = llvm.StructType.get_literal([word_type()] * count)
     names = ", ".join(f"${i}" for i in range(count))
     text = f"ldmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 {{{names}}}, [${count}+{offset}];"
@@ -210,7 +211,7 @@ def _load_matrices(address: Any, offset: int, count: int, kind: str = "") -> lis
 
 
 def _scaled(word: Any, scale: Any) -> Any:
-    """Two bfloat16 products, rounded once."""
+    """Multiplies two bfloat16 pairs, rounding once."""
     return instruct(word_type(), [word, scale], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
 
 
@@ -219,7 +220,7 @@ def _in_fours(values: list[Any]) -> list[list[Any]]:
 
 
 def _layout(count: int) -> Any:
-    """Of so many numbers a thread: what an array's places mean is not asked for."""
+    """Returns a layout with `count` values per thread; only the thread matters, not the position in the array."""
     return plgpu.Layout.WG_STRIDED((count, 128), vec_size=1)
 
 
@@ -228,7 +229,7 @@ def _type(count: int, dtype: Any) -> Any:
 
 
 def _as_array(values: list[Any]) -> Any:
-    """float32, or words as int32."""
+    """Makes an array of float32 values, or of words as int32."""
     registers = np.empty((len(values),), dtype=object)
     for i, value in enumerate(values):
         registers[i] = llvm.bitcast(ir.VectorType.get((1,), value.type), value)

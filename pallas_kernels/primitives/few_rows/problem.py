@@ -1,4 +1,4 @@
-"""The sizes of one launch, and the shared memory that its parts take."""
+"""The problem of one launch: its sizes, and the shared memory that its parts take."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 
 _ROWS = 8
-"""The tensor cores take groups of eight columns of the right operand, which here are rows of x."""
+"""The tensor cores take groups of eight columns of the right operand, which are rows of x here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One launch without its arrays.
 
-    widths: columns of the result; or of each result, where weights lie beside each other.
-    products: accumulators of a tile's columns, each of weights of its own.
-    weight_dtype: x's, or int8, uint8 or int4. scale_groups: of integer weights, along the depth; 0 without.
-    residual_dtype: None where there is no residual.
-    is_normed: whether sums of x's squares go with the products of every bundle of columns.
-    norm_itemsize: of a value of that norm's scale; 0 where it has none.
-    has_squares: whether the sums of the first result's squares over each 64 columns are a result, too.
-    head_size: of heads, whose columns meet in pairs, half a head apart; 0 where columns are finished alone.
+    widths: columns of the result, or of each result if weights lie side by side.
+    weight_dtype: x's dtype, or int8, uint8 or int4.
+    scale_groups: groups of scales along the depth, for integer weights; 0 for others.
+    products: the number of weights that are multiplied with x, each with its own accumulators.
+    residual_dtype: None without a residual.
+    head_size: columns of a head, which are rotated in pairs half a head apart; 0 without rotation.
+    is_normed: whether x's rows are normalised; the sums of squares then go with the products of every bundle.
+    norm_itemsize: bytes of a value of the norm's scale; 0 without one.
+    has_squares: whether the sums of the first result's squares over every 64 columns are a result, too.
     """
 
     rows: int
@@ -48,7 +49,11 @@ class Problem:
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:
-        """The problem with as many warpgroups and stages as fit."""
+        """Returns the problem with as many warpgroups and stages as fit.
+
+        Raises:
+            ValueError: tiles do not hold whole heads, or two stages do not fit in shared memory.
+        """
         problem = cls(config=config, **sizes)
         if problem.head_size and (problem.head_size % (2 * GROUP) or config.columns % problem.head_size):
             raise ValueError(f"tiles of {config.columns} columns do not hold whole heads of {problem.head_size}")
@@ -61,44 +66,47 @@ class Problem:
 
     @property
     def tokens(self) -> int:
-        """Rows, in whole groups."""
+        """The number of rows, rounded up to whole groups."""
         return -(-self.rows // _ROWS) * _ROWS
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of the results."""
+        """The number of tiles of the results."""
         return self.spans[-1][1] // self.config.columns
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Of each of `widths`, the first column and the one after the last, when each is filled up to whole tiles."""
+        """The first column of each of `widths`, and the one after its last, with each padded to whole tiles."""
         columns = self.config.columns
         ends = tuple(accumulate(pl.cdiv(width, columns) * columns for width in self.widths))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
-        """For each of `widths`, whether a column of the results beside each other is its own, and its first one."""
+        """Yields, for each of `widths`, whether a column belongs to it, and its first column."""
         for first, end in self.spans:
             yield (column >= first) & (column < end), first
 
     @property
     def steps(self) -> int:
-        """Steps of a block's share of the depth."""
+        """The number of steps in a block's share of the depth."""
         return pl.cdiv(pl.cdiv(self.k, self.config.depth), self.config.splits)
 
     @property
     def others(self) -> int:
-        """Warpgroups of a cluster whose sums come to the one that finishes some columns."""
+        """The number of other warpgroups of a cluster, which send their sums to the one that finishes a bundle."""
         return self.config.splits * self.config.warpgroups - 1
 
     @property
     def groups(self) -> int:
-        """Groups of 64 columns in a tile."""
+        """The number of groups of 64 columns in a tile."""
         return self.config.columns // GROUP
 
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:
-        """The groups that are finished together: alone, or both halves of pairs. The blocks of a cluster take turns."""
+        """The groups that are finished together: single groups, or both groups of pairs of columns.
+
+        The blocks of a cluster finish bundles in turn.
+        """
         if not self.head_size:
             return tuple((group,) for group in range(self.groups))
         half = self.head_size // (2 * GROUP)
@@ -107,27 +115,27 @@ class Problem:
 
     @property
     def members(self) -> int:
-        """Number of groups in a bundle."""
+        """The number of groups in a bundle."""
         return len(self.bundles[0])
 
     @property
     def parts(self) -> int:
-        """Sums that are finished together: a bundle's, and those of squares."""
+        """The number of arrays of sums that are finished together: a bundle's products, and the squares."""
         return self.products * self.members + self.is_normed
 
     @property
     def own_bundles(self) -> int:
-        """The most bundles that one block finishes."""
+        """The largest number of bundles that one block finishes."""
         return pl.cdiv(len(self.bundles), self.config.splits)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are integers with scales."""
+        """Whether the weights are integers with scales."""
         return self.scale_groups > 0
 
     @property
     def is_packed(self) -> bool:
-        """Whether integers are packed, see `integer_gemm/packing.py`."""
+        """Whether the weights are packed, see `integer_gemm/packing.py`."""
         return is_packed_dtype(self.weight_dtype)
 
     @property
@@ -137,7 +145,7 @@ class Problem:
 
     @property
     def groups_a_step(self) -> int:
-        """Groups of scales in a step."""
+        """The number of groups of scales in a step."""
         return self.config.depth * self.scale_groups // self.k
 
     @property
@@ -147,7 +155,7 @@ class Problem:
 
     @property
     def copies(self) -> int:
-        """Number of TMA copies that load a step's operands."""
+        """The number of TMA copies that load a step's operands."""
         return self.products * (2 if self.is_grouped else 1) + 1
 
     @property
@@ -159,7 +167,7 @@ class Problem:
 
     @property
     def epilogue_bytes(self) -> int:
-        """Bytes of other blocks' sums, of results, of the residual and of a norm's scale."""
+        """Bytes of the sums from other warpgroups, of results, residual and a norm's scale."""
         arriving = self.others * self.parts * GROUP * self.tokens * 4
         itemsizes = [dtype.itemsize for dtype in self.out_dtypes]
         if self.residual_dtype is not None:

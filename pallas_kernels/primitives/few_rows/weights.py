@@ -1,9 +1,9 @@
-"""The weights of a step: how they lie in memory, how they come, and how they are multiplied.
+"""The weights of a step: their layout in shared memory, their loads, and their products.
 
-16-bit weights are (K, N), and the tensor cores read them, transposed, from shared memory. Integers are (N, K), so that
-no transpose is needed: a warpgroup reads them into registers, makes 16-bit values of them, and multiplies from there.
-A scale for each output waits for the end. Scales for groups along K come with the step, and multiply the sum of each
-group.
+16-bit weights are (K, N); the tensor cores read them transposed from shared memory. Integer weights are (N, K), which
+needs no transpose: a warpgroup reads them into registers, widens them to 16 bits, and multiplies from registers. Scales
+per output are multiplied in the epilogue. Scales for groups along K are loaded with the step and multiply the sum of
+each group.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from pallas_kernels.primitives.integer_gemm.packing import load_packed, unit, wi
 
 _SWIZZLE = 128
 _PART = 64
-"""Of a step's depth, that is widened while the tensor cores have the part before."""
+"""The depth of a part, which is widened while the tensor cores multiply the part before."""
 
 
 def ring_types(problem: Problem) -> dict[str, Any]:
-    """Scratch types, of all warpgroups' stages: a tile of each operand, and a barrier passed when they have arrived; of
-    an x that is to be normalised a barrier of its own, since it comes from the L2 cache, before the weights."""
+    """Returns the scratch types of all warpgroups' stages: a tile of each operand, and a barrier for their arrival.
+
+    An x that is normalised has a separate barrier: it comes from the L2 cache, before the weights.
+    """
     config = problem.config
     tile = (config.columns, config.depth) if problem.is_quantized else (config.depth, config.columns)
     stages = config.warpgroups * config.stages
@@ -48,7 +50,7 @@ def ring_types(problem: Problem) -> dict[str, Any]:
 
 
 def integer_tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Scratch type of tiles of any dtype, of four bits too."""
+    """Returns the scratch type of tiles of any dtype, including four-bit integers."""
     bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     transforms = (
@@ -61,7 +63,7 @@ def integer_tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 def load_weights(
     problem: Problem, refs: Mapping[str, Sequence[Any]], ring: Mapping[str, Any], stage, step, column
 ) -> None:
-    """Sends for the tiles of step number `step` of the whole depth, of the columns from `column` on."""
+    """Starts the loads of a step's weights, for the columns from `column` on. step: counted over the whole depth."""
     config = problem.config
     depth, columns = pl.ds(step * config.depth, config.depth), pl.ds(column, config.columns)
     place = (columns, depth) if problem.is_quantized else (depth, columns)
@@ -80,7 +82,7 @@ def load_weights(
 
 
 def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulators: Sequence[Any]) -> None:
-    """Adds a step's products to the accumulators: of the first weights, 64 columns each, then of the next."""
+    """Adds a step's products to the accumulators of 64 columns each: those of the first weights, then of the next."""
     accumulators, x = list(accumulators), ring["x"].at[stage]
     for buffer in ring["w"]:
         for group in range(problem.groups):
@@ -96,7 +98,7 @@ def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulator
 
 
 def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums, likewise, plus a step's products times their scales."""
+    """Returns the sums plus a step's products times their scales, in the order of `multiply_whole`."""
     sums = list(sums)
     size = problem.config.depth // problem.groups_a_step
     shape = (GROUP, problem.tokens)
@@ -122,22 +124,22 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
 
 
 def load_integers(ref: Any, bits: int) -> jax.Array:
-    """Integers of (64 columns, depth) in registers, in a layout of wide loads."""
+    """Loads integers (64 columns, depth) to registers, in a layout with wide loads."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_4X if bits == 4 else plgpu.Layout.WGMMA_UPCAST_2X)
 
 
 def widened(integers: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """As 16-bit values; by way of bfloat16, to which Mosaic GPU knows a short way."""
+    """Widens integers to 16-bit values by way of bfloat16, for which Mosaic GPU has a fast conversion."""
     return integers.astype(jnp.bfloat16).astype(dtype)
 
 
 def _integers(problem: Problem, ref: Any) -> jax.Array:
-    """Likewise, in the layout in which `_left` takes them."""
+    """Loads integers to registers in the layout that `_left` takes."""
     if problem.is_packed:
         return load_packed(ref)
     return plgpu.layout_cast(load_integers(ref, problem.weight_bits), plgpu.Layout.WGMMA)
 
 
 def _left(problem: Problem, integers: jax.Array) -> jax.Array:
-    """What the tensor cores multiply by."""
+    """Widens integers to the left operand of the tensor cores."""
     return widened_packed(integers, problem.dtype) if problem.is_packed else widened(integers, problem.dtype)

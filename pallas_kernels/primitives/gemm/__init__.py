@@ -1,1 +1,1 @@
-"""A matrix product with what stands around it, for Hopper's tensor cores."""
+"""Matrix products with fused epilogues for Hopper's tensor cores."""

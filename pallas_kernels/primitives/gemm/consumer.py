@@ -1,4 +1,4 @@
-"""The warpgroups that multiply, and store their results."""
+"""The consumer warpgroups, which multiply and store the results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pallas_kernels.primitives.gemm.store import Store
 
 
 def consume(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: jax.Array) -> None:
-    """Multiplies every tile and has its results stored.
+    """Multiplies every tile of the block and stores its results.
 
-    stores: of each result that lies beside others (see `Problem.widths`), or one.
+    stores: one for each of `Problem.widths`.
     """
     first_row = warpgroup * problem.config.warpgroup_rows
     consumer = _Consumer(problem=problem, ring=ring, stores=stores, first_row=first_row)
@@ -30,7 +30,7 @@ def consume(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
 
 @dataclass(frozen=True, kw_only=True)
 class _Consumer:
-    """One warpgroup. first_row: the first of a tile's rows that it computes."""
+    """One consumer warpgroup. first_row: the first row of a tile that it computes."""
 
     problem: Problem
     ring: Ring
@@ -38,7 +38,10 @@ class _Consumer:
     first_row: Any
 
     def tile(self, row: jax.Array, column: jax.Array, columns: int, before: jax.Array) -> None:
-        """Multiplies the warpgroup's rows of the tile that begins there, and stores them."""
+        """Multiplies and stores the warpgroup's rows of the tile at (row, column).
+
+        columns: of each accumulator. before: the number of steps of the block's earlier tiles.
+        """
         config, row = self.problem.config, row + self.first_row
         stores = [store.narrowed(columns) for store in self.stores] if config.passes else self.stores
         if len(stores) == 1:
@@ -60,7 +63,7 @@ class _Consumer:
             plgpu.wgmma(accumulators[accumulator], *self._operands(columns, stage, left, right))
 
     def _operands(self, columns: int, stage: jax.Array, left: int, right: int) -> tuple[Any, Any]:
-        """The warpgroup's rows and the tile's columns of two of the stage's tiles."""
+        """Returns the warpgroup's rows of a left tile and the tile's columns of a right tile in this stage."""
         problem = self.problem
         a, b = self.ring.a[left].at[stage], self.ring.b[right].at[stage]
         rows = pl.ds(self.first_row, problem.config.warpgroup_rows)
@@ -73,7 +76,8 @@ class _Consumer:
 
     def _store(self, stores: Sequence[Store], values: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
         if self.problem.config.passes:
-            # Widths need not be a multiple of what the buffers hold; the last tile's results left long ago.
+            # A width need not be a multiple of what the buffers hold, so the count of unfinished stores varies. Waiting
+            # for all costs nothing: the last tile's results left long ago.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if len(stores) == 1:
             stores[0].finish(values, row, column)

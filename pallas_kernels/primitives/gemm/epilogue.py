@@ -1,4 +1,4 @@
-"""The epilogue of a product, between the accumulator and memory, and columns as heads: normalised, rotated."""
+"""The epilogue of a product, between the accumulator and memory, and the norm and rotation of heads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from pallas_kernels.primitives.gemm.operands import padded_vector
 
 @dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """In this order, in float32: row scale, bias, activation, gating, residual, cast.
+    """Row scale, bias, activation, gating, residual and cast, in this order, in float32.
 
-    activation: of the product (of the first one where `gated`), or None.
-    gated: there are two products: activation(first) * second is the result.
-    keeps_products: the products, scaled but without bias, are results too, after the first, for the backward pass.
-
-    Without gating each product is a result of its own.
+    activation: of the product (of the first one if `gated`), or None.
+    gated: whether the result is activation(first) * second of two products. Without gating each product is a result.
+    keeps_products: whether the products, scaled but without bias, are further results, for the backward pass.
     """
 
     activation: Activation | None = None
@@ -29,11 +27,11 @@ class Epilogue:
     keeps_products: bool = False
 
     def outputs(self, products: int) -> int:
-        """How many results a kernel of so many products has."""
+        """Returns the number of results of a kernel with this number of products."""
         return (1 if self.gated else products) + (products if self.keeps_products else 0)
 
     def dtypes(self, products: int, result: jnp.dtype, kept: jnp.dtype) -> list[jnp.dtype]:
-        """Of each result; `kept`: of the products that are kept."""
+        """Returns the dtype of each result: `result`, or `kept` for the products that are kept."""
         count = products if self.keeps_products else 0
         return [result] * (self.outputs(products) - count) + [kept] * count
 
@@ -46,7 +44,7 @@ class Epilogue:
         residual: jax.Array | None,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, ...]:
-        """The results, float32, of a piece of the products.
+        """Computes the float32 results of a piece of the products.
 
         scale, bias and residual are as wide as the piece; dtype is the result's, which decides how exact an activation
         needs to be.
@@ -65,16 +63,16 @@ class Epilogue:
 
 
 HEAD_SIZES = (64, 128, 256)
-"""Those of which tiles are made up whole, in pieces that TMA stores."""
+"""Head sizes that fill tiles with whole heads, in pieces that TMA can store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What one result's heads go through, in float32: norm, then rotation.
+    """The RMS norm and then the rotation of one result's heads, in float32.
 
     size: columns of a head, one of `HEAD_SIZES`.
-    epsilon: added to the mean square of the head's columns, whose root they are divided by; None for no norm.
-    rotated: whether column i and column i + size / 2 are rotated as a pair.
+    epsilon: added to the mean square of a head's columns; None for no norm.
+    rotated: whether columns i and i + size / 2 are rotated as a pair.
     """
 
     size: int
@@ -83,17 +81,21 @@ class Heads:
 
     @property
     def widest_piece(self) -> int:
-        """Columns that can be worked on at a time: a piece has one member of its pairs only, and registers hold the
-        accumulators, both members' columns and their angles; with a norm, less of each."""
+        """The most columns of a piece.
+
+        A piece has only one column of each pair. Registers hold the accumulators, both columns of the pairs, and their
+        angles; with a norm, fewer columns fit.
+        """
         return max(32, self.size // 4) if self.epsilon is not None else self.size // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What belongs to one of the right operands that lie beside each other.
+    """The epilogue parameters of one of several right operands that lie side by side.
 
-    heads: what its result goes through, or None.
-    bias: (its columns,), added before that. scale: (head size,), of the heads' norm. Any floating dtype; or None.
+    heads: the norm and rotation of its result, or None.
+    bias: (its columns,), any floating dtype, added before them, or None.
+    scale: (head size,), any floating dtype, the scale of the heads' norm, or None.
     """
 
     heads: Heads | None = None
@@ -101,20 +103,20 @@ class Beside:
     scale: jax.Array | None = None
 
     def operands(self, multiple: int) -> dict[str, jax.Array | None]:
-        """The arrays as the epilogue reads them, in multiples of so many columns."""
+        """Returns the arrays in the epilogue's form, padded to a multiple of this number of columns."""
         return {"bias": padded_vector(self.bias, multiple), "head_scale": self.scale}
 
 
 Piece = Callable[[int, int], jax.Array]
-"""From a first column and a number of columns to that part of a warpgroup's tile, float32."""
+"""Returns that part of a warpgroup's tile, float32, for a first column and a number of columns."""
 
 
 def head_factors(
     value: Piece, heads: Heads, epsilon: float, scale: jax.Array | None, width: int, piece: int
 ) -> list[jax.Array]:
-    """One over the root mean square of each head's columns of each row: (rows,) each.
+    """Returns the reciprocal root mean square of each head in each row, (rows,) per head.
 
-    scale: (rows,), factors that the values lack; the results have them.
+    scale: (rows,), row factors not yet multiplied into the values; the results include them.
     """
     factors = []
     for head in range(0, width, heads.size):
@@ -126,7 +128,7 @@ def head_factors(
 
 
 def store_order(heads: Heads | None, width: int, piece: int) -> list[int]:
-    """The first columns of a tile's pieces, those rotated by the same angles one after the other."""
+    """Returns the first columns of a tile's pieces, in an order that puts pieces with the same angles together."""
     starts = list(range(0, width, piece))
     if heads is None or not heads.rotated:
         return starts
@@ -136,7 +138,7 @@ def store_order(heads: Heads | None, width: int, piece: int) -> list[int]:
 def rotated_piece(
     value: Piece, angles: Callable[[int], tuple[jax.Array, jax.Array]], heads: Heads, start: int, piece: int
 ):
-    """The piece that begins there, of heads rotated. angles: cosines and sines from an angle's number on."""
+    """Returns the rotated piece that begins at column `start`. angles: returns cosines and sines from an angle on."""
     half = heads.size // 2
     place = start % heads.size
     cosine, sine = angles(place % half)

@@ -1,13 +1,13 @@
-"""The matrix product: persistent blocks, one warpgroup loads operands by TMA, the others compute.
+"""The matrix product kernel: in persistent blocks, one warpgroup loads operands by TMA and the others multiply.
 
 A block takes tiles of the result in an order that keeps operands in the L2 cache. Its producer runs ahead of the
-computing warpgroups by as many steps as there are stages, across tiles too, so that the next tile's operands come while
-the last one's results leave. Edges need no care: TMA loads zeros from outside an array and stores nothing there.
+consumers by as many steps as there are stages, also across tiles. So the next tile's operands arrive while the last
+tile's results are stored. Edges need no special case: TMA loads zeros from outside an array and stores nothing there.
 
-Several products can be made at once: each step loads a tile of every operand, and `products` says which two are
+One launch can compute several products. Each step loads a tile of every operand, and `products` says which two are
 multiplied into which accumulator: ((0, 0, 0),) is a @ b; ((0, 0, 0), (0, 1, 1)) is a @ b and a @ c with a read once;
-((0, 0, 0), (1, 1, 0)) is a @ c + b @ d. Or right operands of any widths lie beside each other along n, and each tile
-of the results' common row belongs to one of them: a @ b, a @ c and a @ d with a read once.
+((0, 0, 0), (1, 1, 0)) is a @ c + b @ d. Alternatively, right operands of any widths lie side by side along n, and each
+tile belongs to one of them: a @ b, a @ c and a @ d with a read once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
 
 _MOST_ADDED = 64
-"""Lines of sums of squares that are added one by one: one launch less, 1.2 µs of 83 on an H200 with 32 lines."""
+"""Up to this many lines of sums of squares are added one by one.
+
+XLA fuses these additions, which saves a launch: 1.2 µs of 83 on an H200 with 32 lines.
+"""
 
 
 def gemm(
@@ -62,19 +65,22 @@ def gemm(
         a: left operands, each (M, K), or (K, M) with `transpose_a`; bfloat16 or float16. Rows as they lie in memory
             must be multiples of 16 bytes.
         b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
-        products: what is multiplied into which accumulator.
-        beside: one for each of `b`, which then lie beside each other and each have a result; with one left operand, and
-            without epilogue, bias and residual.
-        angles: cosines and sines, (M, half of a head's columns) float32 each, where heads are rotated.
+        products: (left operand, right operand, accumulator) of each product.
+        beside: parameters for each of `b`, which then lie side by side and have a result each. Needs one left operand,
+            and no epilogue, bias or residual.
+        angles: cosines and sines, (M, half of a head's columns) float32 each, if heads are rotated.
         bias: (N,), any floating dtype.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.
-        row_squares: whether the sums over each row of the first result's squares, (M,) float32, are a result too, the
-            last one. Of the result as it is rounded.
-        is_along_depth: whether operands follow one another along the depth: a[0] @ b[0] + a[1] @ b[1], with as much
-            memory for each step as one pair takes.
-        config: the cut; stages are reduced to those that fit.
-        name: of the kernel, for traces.
+        row_squares: whether to return the row sums of the first rounded result's squares, too: (M,) float32, last.
+        is_along_depth: whether the operands follow one another along the depth: a[0] @ b[0] + a[1] @ b[1]. A step then
+            takes the shared memory of one pair.
+        out_dtype: the first result's dtype; None: the operands'.
+        config: the tiling; its stages are reduced to those that fit.
+        name: the kernel's name, for traces.
+
+    Raises:
+        ValueError: `beside` is combined with arguments that it does not allow.
     """
     epilogue = epilogue or Epilogue()
     if beside and (len(a) > 1 or len(beside) != len(b) or bias is not None or residual is not None):
@@ -133,7 +139,7 @@ def _given(operands):
 
 
 def _over_lines(squares):
-    """The sum over the lines. XLA fuses additions with what follows; a reduction it makes a launch of its own."""
+    """Sums over the lines by additions, which XLA fuses with consumers; a reduction would be a separate launch."""
     if squares.shape[0] > _MOST_ADDED:
         return jnp.sum(squares, axis=0)
     return functools.reduce(operator.add, list(squares))
@@ -141,8 +147,11 @@ def _over_lines(squares):
 
 @dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """heads: what each result's columns go through that lies beside others, or one None. dtypes: of the results of one
-    of those. has_squares: see `gemm`. operands: left and right tiles of a step."""
+    """The launch of one product.
+
+    heads: the norm and rotation for each of `Problem.widths`, or None. dtypes: of the results of one width.
+    has_squares: `row_squares` of `gemm`. operands: numbers of left and right tiles of a step.
+    """
 
     problem: Problem
     epilogue: Epilogue
@@ -153,7 +162,7 @@ class _Launch:
     operands: tuple[int, int]
 
     def __call__(self, a: Sequence[jax.Array], b: Sequence[jax.Array], extras: Sequence[Mapping[str, jax.Array]]):
-        """The results, and the lines of sums of squares or None."""
+        """Returns the results, and the lines of sums of squares or None."""
         config, pieces, results = self.problem.config, self._pieces, len(self._results)
         kernel = launcher(
             self.problem,
@@ -183,7 +192,7 @@ class _Launch:
         return Pieces.of(self.problem, most_columns=min((h.widest_piece for h in self.heads if h), default=None))
 
     def _roles(self, a_refs, b_refs, extra_refs, *refs) -> Roles:
-        """What each warpgroup does; `refs`: outputs, and the scratch of `__call__`."""
+        """Returns the producer's and the consumers' roles. refs: outputs, and the scratch of `__call__`."""
         *outputs, ring_refs, buffers, arrived = refs
         ring = Ring(problem=self.problem, **ring_refs)
 
@@ -191,12 +200,12 @@ class _Launch:
             consume(self.problem, ring, self._stores(warpgroup, extra_refs, outputs, buffers, arrived), warpgroup)
 
         load = partial(produce, self.problem, a_refs, b_refs, ring)
-        if self.problem.config.tile_m > FEW_ROWS:  # of few rows it has not been measured
+        if self.problem.config.tile_m > FEW_ROWS:  # not measured for few rows
             load = in_one_warp(load, *a_refs, *b_refs)
         return load, multiply
 
     def _stores(self, warpgroup, extra_refs, outputs, buffers, arrived) -> list[Store]:
-        """The epilogues of a warpgroup, for each of what lies beside each other."""
+        """Returns a warpgroup's epilogue for each of `Problem.widths`."""
         pieces, count = self._pieces, len(self.dtypes)
         return [
             Store(

@@ -18,11 +18,11 @@ from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
 Roles = tuple[Callable[[], None], Callable[[jax.Array], None]]
-"""What the producer does, and what the consumer of a number does."""
+"""The producer's function, and the consumers' function of the warpgroup's number."""
 
 
 def blocks_of(problem: Problem) -> int:
-    """How many blocks, or clusters, take turns at a problem's tiles: as many as run at once, or as there are tiles."""
+    """Returns the number of persistent blocks (or clusters): as many as run at once, but no more than tiles."""
     config = problem.config
     tiles = problem.grid[0] * problem.grid[1]
     most = max(1, min(target_device().core_count // config.cluster, tiles))
@@ -30,12 +30,14 @@ def blocks_of(problem: Problem) -> int:
 
 
 def in_one_warp(produce: Callable[[], None], *refs: Any) -> Callable[[], None]:
-    """The same by one warp of the warpgroup, which is enough: power sets the clock, and instructions take power.
+    """Wraps the producer so that one warp of its warpgroup runs it.
 
-    refs: what is loaded, in device memory. JAX's warps take no array that varies over the devices of `jax.shard_map`:
-    then by all.
+    One warp is enough, and fewer instructions take less power, which sets the clock. JAX's warps accept no array that
+    varies over the devices of `jax.shard_map`; then all warps run it.
+
+    refs: the arrays that the producer loads, in device memory.
     """
-    whole = (getattr(ref, "ref", ref) for ref in refs)  # under `jax.vmap` they are parts of arrays
+    whole = (getattr(ref, "ref", ref) for ref in refs)  # under `jax.vmap` the references are slices of arrays
     if any(not jax.typeof(ref).manual_axis_type.empty for ref in whole):
         return produce
     return partial(plgpu.warp_map, lambda warp: pl.when(warp == 0)(produce))
@@ -51,10 +53,11 @@ def launcher(
     blocks: int | None = None,
     products: Products | None = None,
 ) -> Callable[..., Any]:
-    """From the operands to the outputs of `out_type`.
+    """Returns the launch, a function from the operands to the outputs of `out_type`.
 
-    roles: called with the references of operands, outputs and scratch. blocks: or clusters, where they are not as many
-        as `blocks_of` has. products: what is multiplied, where that is not what the problem says.
+    roles: returns the roles for the references of operands, outputs and scratch.
+    blocks: the number of blocks or clusters, if not `blocks_of(problem)`.
+    products: the matrix products for the FLOP count, if not the problem's.
     """
     config = problem.config
 

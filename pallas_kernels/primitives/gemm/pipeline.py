@@ -1,4 +1,4 @@
-"""The order of tiles, the producer, and the ring of stages between the producer's TMA copies and the tensor cores."""
+"""The order of tiles, the producer, and the ring of stages between its TMA copies and the tensor cores."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pallas_kernels.primitives.gemm.shared import shared
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Operands in shared memory, one tile of each a stage.
+    """The ring of operands in shared memory: each stage holds one tile of every operand.
 
-    full: a barrier a stage, passed when all of the stage's tiles have arrived.
-    empty: a barrier a stage, passed when every consumer is done with the stage.
+    full: one barrier per stage, passed when all of the stage's tiles have arrived.
+    empty: one barrier per stage, passed when every consumer is done with the stage.
     """
 
     problem: Problem
@@ -34,7 +34,7 @@ class Ring:
 
 
 def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
-    """Scratch types of `Ring`'s members, of so many left and right operands."""
+    """Returns the scratch types of `Ring`'s members. lefts, rights: the numbers of operands."""
     config = problem.config
     barrier = plgpu.Barrier
     if config.cluster > 1:
@@ -48,10 +48,11 @@ def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
 
 
 def for_each_tile(problem: Problem, work: Callable[..., None]) -> jax.Array:
-    """Calls work(row, column, columns, steps before) for each of the block's tiles; returns how many steps it has.
+    """Calls `work(row, column, columns, before)` for each tile of the block; returns the block's number of steps.
 
-    row and column are the tile's first in the result, or in the results beside each other (see `Problem.spans`).
-    columns: of each accumulator in the tile.
+    row, column: the tile's first in the result, or in the results side by side (see `Problem.spans`).
+    columns: columns of each accumulator in the tile.
+    before: the number of steps of the block's earlier tiles.
     """
     config = problem.config
     rows, columns = problem.grid
@@ -67,9 +68,9 @@ def for_each_tile(problem: Problem, work: Callable[..., None]) -> jax.Array:
 
 
 def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Array, steps: int | None = None):
-    """Calls work(column, columns, steps before) for each tile of the strip that begins there; returns the steps so far.
+    """Calls `work(column, columns, before)` for each tile of the strip at `column`; returns the steps so far.
 
-    steps: of a tile, where they are not the problem's.
+    steps: steps of a tile, if not the problem's.
     """
     steps = problem.steps if steps is None else steps
 
@@ -87,9 +88,9 @@ def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Arr
 
 
 def drain(barriers: Any, count: int, steps: jax.Array) -> None:
-    """Waits once more for each of so many barriers that took turns over so many steps.
+    """Waits once more for each of `count` barriers that were used in turn over the steps.
 
-    No barrier may be left with an arrival that nobody has seen, and no block of a cluster may leave early.
+    Every arrival must be waited for, and no block of a cluster may exit early.
     """
 
     def one(i, _):
@@ -99,19 +100,19 @@ def drain(barriers: Any, count: int, steps: jax.Array) -> None:
 
 
 def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
-    """Two sizes or indices as the array lies in memory."""
+    """Returns two sizes or indices in the order in which the array lies in memory."""
     return (second, first) if is_transposed else (first, second)
 
 
 def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
-    """Loads the operands of every step of every tile, as early as there is room."""
+    """Loads the operands of every step of every tile as soon as a stage is free."""
     producer = _Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
     drain(ring.empty, problem.config.stages, for_each_tile(problem, producer.tile))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Producer:
-    """a, b: the operands in device memory."""
+    """The producer. a, b: the operands in device memory."""
 
     problem: Problem
     ring: Ring
@@ -119,7 +120,6 @@ class _Producer:
     b: Sequence[Any]
 
     def tile(self, row: jax.Array, column: jax.Array, _, before: jax.Array) -> None:
-        """Loads every step of the tile that begins there."""
         config, steps = self.problem.config, self.problem.steps
         stages = config.stages
 
@@ -183,10 +183,13 @@ def run_steps(
     products: int = 1,
     done_with: Callable[[jax.Array], None] | None = None,
 ) -> None:
-    """Calls issue(step, stage), which starts so many products, for each step of a tile, when its operands are there.
+    """Calls `issue(step, stage)` for each step of a tile, once its operands have arrived.
 
-    Stages are released when their products are done; the last steps' may be unfinished: see `release_last`.
-    done_with: called with each step that is done; the first numbers may be less than 0.
+    A stage is released when its products are done. Products of the last steps may be unfinished at the end; see
+    `release_last`.
+
+    products: the number of products that `issue` starts.
+    done_with: called with each step that is done; the first numbers may be negative.
     """
     config = ring.problem.config
 

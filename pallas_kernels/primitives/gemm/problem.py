@@ -1,4 +1,4 @@
-"""The sizes of one launch: what is multiplied, how operands lie in memory, and how tiles are counted."""
+"""The problem of one launch: its products, the layout of its operands, and its grid of tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.gemm.config import GemmConfig
 
 Product = tuple[int, int, int]
-"""The number of the left operand, of the right operand, and of the accumulator."""
+"""The indices of the left operand, the right operand and the accumulator."""
 
 ONE: tuple[Product, ...] = ((0, 0, 0),)
 
@@ -25,9 +25,9 @@ ONE: tuple[Product, ...] = ((0, 0, 0),)
 class Problem:
     """One launch without its arrays.
 
-    widths: columns of each right operand where those lie beside each other, so that their products are results of their
-        own that fill one row of tiles; else the result's columns.
-    depths: of each pair of a left and a right operand, where pairs follow one another along the depth; else none.
+    widths: columns of the result. If right operands lie side by side, columns of each: each has a result of its own,
+        and together they fill one row of tiles.
+    depths: depth of each pair of a left and a right operand, if pairs follow one another along the depth; else empty.
     """
 
     m: int
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators."""
+        """The number of accumulators."""
         return 1 + max(product[2] for product in self.products)
 
     @property
@@ -52,80 +52,80 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Columns of each accumulator's tile, the widest."""
+        """Columns of each accumulator in the widest tile."""
         return self.config.tile_n // self.accumulators
 
     @property
     def strip(self) -> tuple[int, ...]:
-        """Columns of each accumulator in the tiles beside each other that are taken together."""
+        """Columns of each accumulator in each tile of a strip."""
         return tuple(columns // self.accumulators for columns in self.config.strip)
 
     @property
     def a_block(self) -> tuple[int, int]:
-        """A left operand's tile as it lies in memory."""
+        """The shape of a left operand's tile in memory."""
         rows, depth = self.config.tile_m, self.config.tile_k
         return (depth, rows) if self.transpose_a else (rows, depth)
 
     @property
     def loaded_rows(self) -> int:
-        """Rows of a left operand's tile that TMA loads: no more than there are, since zeros from outside cost as much.
+        """Rows of a left operand's tile that TMA loads: only rows that exist, since zeros from outside cost as much.
 
-        The others keep what was there; they only reach rows of the result that are not stored.
+        The other rows of the buffer are not written. They affect only rows of the result that are not stored.
         """
         return min(self.config.tile_m, -(-self.m // 8) * 8)
 
     @property
     def b_block(self) -> tuple[int, int]:
-        """A right operand's tile as it lies in memory."""
+        """The shape of a right operand's tile in memory."""
         depth, columns = self.config.tile_k, self.columns
         return (columns, depth) if self.transpose_b else (depth, columns)
 
     @property
     def swizzle(self) -> int:
-        """Bytes over which operands are swizzled; the tensor cores want the same of both."""
+        """The swizzle of the operands in bytes; the tensor cores need the same for both."""
         bits = self.dtype.itemsize * 8
         return min(plgpu.find_swizzle(block[1] * bits) for block in (self.a_block, self.b_block))
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Of each of `widths`, the first column and the one after the last, when each is filled up to whole strips."""
+        """The first column of each of `widths`, and the one after its last, with each padded to whole strips."""
         strip = sum(self.strip)
         ends = tuple(accumulate(pl.cdiv(width, strip) * strip for width in self.widths))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def owners(self, column: jax.Array) -> Iterator[tuple[jax.Array, int]]:
-        """For each of `widths`, whether the tile that begins there belongs to it, and its first column."""
+        """Yields, for each of `widths`, whether the tile at `column` belongs to it, and its first column."""
         for i, (first, last) in enumerate(self.spans):
             is_last = i == len(self.spans) - 1
             yield (column >= first) if is_last else (column >= first) & (column < last), first
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along m, in units of a cluster's, and strips of them along n."""
+        """The number of tiles along m, in units of a cluster's, and of strips along n."""
         return pl.cdiv(self.m, self.config.cluster * self.config.tile_m), pl.cdiv(self.spans[-1][1], sum(self.strip))
 
     @property
     def rows(self) -> int:
-        """Of the result, when it is filled up to whole tiles."""
+        """Rows of the result padded to whole tiles."""
         return self.grid[0] * self.config.cluster * self.config.tile_m
 
     @property
     def steps(self) -> int:
-        """Steps of a tile."""
+        """The number of steps of a tile."""
         return self.part_ends[-1]
 
     @property
     def part_ends(self) -> tuple[int, ...]:
-        """For each of `depths`, or for the whole depth, the step after its last."""
+        """The step after the last one of each of `depths`, or of the whole depth."""
         return tuple(accumulate(pl.cdiv(depth, self.config.tile_k) for depth in self.depths or (self.k,)))
 
     @property
     def squares_shape(self) -> tuple[int, int]:
-        """Of the array of rows' sums of squares: a line for the columns of each warpgroup, whole tiles of rows."""
+        """The shape of the rows' sums of squares: one line per tile along n, and rows padded to whole tiles."""
         return self.grid[1] * len(self.strip), self.rows
 
     def line(self, column: jax.Array) -> jax.Array:
-        """The line of that array for the columns of a warpgroup that begin there."""
+        """Returns the line of that array for the tile that begins at `column`."""
         *starts, strip = accumulate(self.strip)
         lines = lax.div(column, strip) * len(self.strip)
         for start in starts:

@@ -1,4 +1,4 @@
-"""Arrays in shared memory as TMA and the tensor cores want them."""
+"""Shared-memory arrays in the layout that TMA and the tensor cores need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import jax.numpy as jnp
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, *, swizzle: int | None = None) -> Any:
-    """A shared-memory array, swizzled as TMA and the tensor cores want it: over `swizzle` bytes, or as many as fit."""
+    """Returns a shared-memory array, swizzled for TMA and the tensor cores.
+
+    swizzle: in bytes; None: as many as fit.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or plgpu.find_swizzle(shape[-1] * itemsize * 8)
     transforms = (

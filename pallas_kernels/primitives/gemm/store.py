@@ -1,6 +1,6 @@
-"""How a warpgroup's part of a tile leaves: in pieces of some columns, through shared memory, by TMA.
+"""Stores a warpgroup's part of a tile: in pieces of some columns, through shared memory, by TMA.
 
-A residual comes the same way round: by TMA into the buffer in which its piece will leave.
+TMA loads a residual's piece into the buffer from which the result's piece is then stored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from pallas_kernels.primitives.gemm.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What a warpgroup stores of a tile: `rows` and, of each accumulator, `width` columns, leaving `columns` at a time
-    through `slots` buffers of each result."""
+    """The pieces in which a warpgroup stores its part of a tile.
+
+    rows: rows of the part. width: columns of each accumulator. columns: columns of a piece. slots: buffers of each
+    result.
+    """
 
     rows: int
     width: int
@@ -35,7 +38,7 @@ class Pieces:
 
     @classmethod
     def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
-        """Those of a problem; `most_columns`: where the epilogue needs narrower ones than the configuration has."""
+        """Returns the pieces of a problem. most_columns: the epilogue's limit for columns, if it has one."""
         config = problem.config
         width = problem.columns
         columns = min(config.store_columns, width, most_columns or width)
@@ -45,7 +48,7 @@ class Pieces:
 
     @property
     def count(self) -> int:
-        """Of a tile."""
+        """The number of pieces of a tile."""
         return self.width // self.columns
 
 
@@ -53,13 +56,15 @@ class Pieces:
 class Store:
     """The epilogue of one warpgroup.
 
-    extras: what there is of bias and scale (vectors in device memory, long enough for whole tiles), residual,
-        head_scale (a vector), cosine and sine (rows, half of a head's columns).
-    buffers: of each result, (slots, rows, columns) in shared memory.
-    arrived: barriers for the residual's pieces; this warpgroup's are those from `first_barrier` on.
-    squares: where the sums over the tile's columns of the first result's squares go, as it is rounded; see
-        `Problem.squares_shape`. None where they are not asked for. line: from the first column to their line there.
-    heads: what the columns go through as heads, or None; only with a single result, without activation and residual.
+    extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, head_scale
+        (a vector), cosine and sine (rows, half of a head's columns).
+    buffers: (slots, rows, columns) in shared memory, for each result.
+    arrived: barriers for the residual's pieces, of all warpgroups.
+    first_barrier: this warpgroup's first barrier among them.
+    heads: the norm and rotation of heads, or None. Only with a single result, without activation and residual.
+    squares: the output for the sums, over a tile's columns, of the first rounded result's squares; see
+        `Problem.squares_shape`. None if not requested.
+    line: returns the line of `squares` for a tile's first column.
     """
 
     pieces: Pieces
@@ -77,7 +82,7 @@ class Store:
     def of_one_result(
         cls, pieces: Pieces, *, extras: Mapping[str, Any], output: Any, buffer: Any, arrived: Any, warpgroup: jax.Array
     ) -> Store:
-        """That of a product with one result, which nothing but the extras changes. buffer: this warpgroup's."""
+        """Returns the store of a product with one result and no epilogue but the extras. buffer: this warpgroup's."""
         return cls(
             pieces=pieces,
             epilogue=Epilogue(),
@@ -89,18 +94,18 @@ class Store:
         )
 
     def narrowed(self, columns: int) -> Store:
-        """Of the tiles of so many columns."""
+        """Returns the store for tiles with this number of columns."""
         return replace(self, pieces=replace(self.pieces, width=columns))
 
     def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Before the products of the part of the result that begins there: loads the residual's first pieces."""
+        """Starts the loads of the residual's first pieces, before the products of the tile part at (row, column)."""
         if "residual" in self.extras:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(min(self.pieces.slots, self.pieces.count)):
                 self._load_residual(piece, row, column)
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """After them: computes and stores the results."""
+        """Computes and stores the results of the tile part at (row, column), after its products."""
         pieces = self.pieces
         results_of = self._results(products, row, column)
         squares = []
@@ -130,7 +135,7 @@ class Store:
             compat.store(place, functools.reduce(operator.add, squares))
 
     def _results(self, products, row, column):
-        """From a piece's first column, and its residual, to its results."""
+        """Returns a function from a piece's first column and residual to its results."""
         size = self.pieces.columns
         scale = self._rows_vector("scale", row)
         factor = None if scale is None else self._over_columns(scale)
@@ -149,7 +154,10 @@ class Store:
         return self._results_of_heads(self.heads, parts, scale, row, column)
 
     def _results_of_heads(self, heads, parts, scale, row, column):
-        """Factors of whole rows come last: rotation leaves them as they are, and there they are of one piece only."""
+        """Returns the same for heads, with row factors multiplied last.
+
+        Rotation commutes with row factors, and after it they apply to one piece only.
+        """
         size = self.pieces.columns
         before, after = (scale, None) if "bias" in self.extras else (None, scale)
         before = None if before is None else self._over_columns(before)

@@ -1,7 +1,8 @@
-"""The product of many rows with int8 or int4 weights, one scale an output: out^T = w x^T.
+"""The product of many rows with int8 or int4 weights, with one scale per output: out^T = w x^T.
 
-Persistent blocks: one warpgroup loads operands by TMA, two compute. Each reads its 64 columns of weights into
-registers, makes 16-bit values of them, and multiplies from there, while the other one keeps the tensor cores busy.
+In persistent blocks, one warpgroup loads operands by TMA and two or three multiply. Each of these reads its 64 columns
+of weights into registers, widens them to 16 bits, and multiplies from registers, while the others keep the tensor cores
+busy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pallas_kernels.primitives.platform import varying_like
 
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = {2: 232, 3: 152}
-"""By how many warpgroups compute: a multiprocessor has 512 for as many threads as a warpgroup has."""
+"""Registers of a consumer thread, by number of consumer warpgroups. A multiprocessor has 512 per thread of one
+warpgroup."""
 
 
 def integer_gemm(
@@ -53,7 +55,9 @@ def integer_gemm(
         scales: (N,) float32.
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.
-        config: the cut; stages are reduced to those that fit.
+        out_dtype: the result's dtype; None: x's.
+        config: the tiling; its stages are reduced to those that fit.
+        name: the kernel's name, for traces.
     """
     rows = x.shape[0]
     x = whole_groups(x)
@@ -89,7 +93,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: 
         def _():
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
             load = partial(produce, ring, x_ref, w_ref)
-            if config.in_parts:  # pairs of blocks at 8192 rows are 0.7 to 1.9 % slower by one warp
+            if config.in_parts:  # with one warp, pairs of blocks at 8192 rows are 0.7 to 1.9 % slower
                 load = in_one_warp(load, x_ref, w_ref)
             load()
 

@@ -1,12 +1,12 @@
-"""The product of at most 16 rows with int8 weights, which go from device memory to registers directly.
+"""The product of at most 16 rows with int8 weights that are loaded from device memory to registers directly.
 
-A block has 16 columns. Its warps take pieces of the depth in turn, and load as many weights ahead as registers hold;
-they wait for no barrier until their sums meet in shared memory.
+A block computes 16 columns. Its warps take pieces of the depth in turn and load as many weights ahead as registers
+hold. They wait for no barrier until their sums are added in shared memory.
 
-Tiles of the tensor cores (mma.m16n8k16) have 16 columns of the result as their rows, and rows of x as columns. A lane
-loads 16 bytes at once of a row of weights: in the order of `packing.py` 16 neighbours along the depth, each word of
-which makes two registers of a tile. The depth is then not in order, which does not change the sum as long as the lane
-loads the same neighbours of x, 32 bytes.
+In the tensor cores' tiles (mma.m16n8k16), 16 columns of the result are rows, and rows of x are columns. A lane loads 16
+bytes of a row of weights at once: 16 neighbours along the depth in the order of `packing.py`, each word of which makes
+two registers of a tile. So a tile's depth is permuted. The sum stays the same because the lane loads the same 16
+neighbours of x, 32 bytes.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from pallas_kernels.primitives.platform import is_interpreted, varying_like
 from pallas_kernels.primitives.thread_values import Values, keep_order
 
 PIECE = 128
-"""Of the depth, that a warp multiplies by at a time: a line of memory of each row of weights."""
+"""The depth that a warp multiplies at a time: one memory line of each row of weights."""
 TILE = 16
 """Columns of the result in a tile of the tensor cores."""
 TOKENS = 8
-"""Rows of x in such a tile."""
+"""Rows of x in a tile of the tensor cores."""
 PITCH = TILE + 4
-"""Words from one row's sums to the next: the lanes that write them at once then have banks of their own."""
+"""Words from one row's sums to the next, so that lanes that write at once use different banks."""
 _HALF, _LINE = 64, 16
-"""Of a piece, what the lanes that share a row read at once; and each of them."""
+"""Values of a piece that the lanes of one row read at once, and values that one lane reads."""
 _ONCE = ".L1::no_allocate.L2::256B"
-"""What no other warp of the multiprocessor will read; its neighbours come to the L2 cache, for other warps."""
+"""Cache hint for weights: read once per multiprocessor, so not kept in L1; 256 bytes come to L2 for other warps."""
 _PAIRS = ("and.b32 t, $1, 0x807f807f;", "prmt.b32 t, $1, 0, 0x2301; and.b32 t, t, 0x807f807f;")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How the depth of a tile of the result is shared by the warps of a block, which take pieces of it in turn.
+    """The split of a tile's depth among the warps of a block, which take pieces of it in turn.
 
-    warps: of the block. tokens: rows of sums in shared memory, which lie `PITCH` words apart.
+    warps: the number of warps of the block. tokens: rows of sums in shared memory, `PITCH` words apart.
     """
 
     rows: int
@@ -72,20 +72,20 @@ class Share:
 
     @property
     def pieces(self) -> int:
-        """Of each warp."""
+        """The number of pieces of each warp."""
         return self.features // (PIECE * self.warps)
 
     @property
     def token_tiles(self) -> int:
-        """Of the tensor cores, beside each other."""
+        """The number of tensor-core tiles along the rows of x."""
         return -(-self.rows // TOKENS)
 
 
 def store_partial_sums(share: Share, x: Any, values: Any, arriving: Any) -> None:
-    """Multiplies, and leaves the sums in shared memory, where all of the block's warps find them.
+    """Multiplies and writes each warp's sums to shared memory, then waits for all warps of the block.
 
-    x: (rows, features) in device memory. values: likewise, from the block's first column on. arriving: (warps, tokens,
-    `PITCH`) float32 in shared memory.
+    x: (rows, features) in device memory. values: the weights in device memory, from the block's first column on.
+    arriving: (warps, tokens, `PITCH`) float32 in shared memory.
     """
 
     def work(_, x_ref, values_ref, arriving_ref):
@@ -111,10 +111,10 @@ def store_partial_sums(share: Share, x: Any, values: Any, arriving: Any) -> None
 
 
 def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[Any]]:
-    """For each tile of rows a lane's four sums. weights, rows: where its first bytes lie."""
+    """Returns a lane's four sums for each tile of rows. weights, rows: addresses of the lane's first bytes."""
     zero = mgpu.c(0.0, ir.F32Type.get())
     sums = [[zero] * 4 for _ in rows]
-    for piece in range(share.pieces):  # the compiler asks for as many pieces ahead as registers hold
+    for piece in range(share.pieces):  # the compiler loads as many pieces ahead as registers hold
         start = piece * PIECE * share.warps
         halves = (start, start + _HALF)
         right = [[[load_four(row, 2 * half + 16 * pair) for pair in range(2)] for row in rows] for half in halves]
@@ -131,14 +131,14 @@ def _sums(share: Share, weights: Any, rows: list[Any]) -> list[list[Any]]:
 
 
 def _widened(word: Any, pair: int, dtype: jnp.dtype) -> Any:
-    """One of the two pairs of weights in a word, as 16-bit values; see `packing.py`."""
+    """Returns one of the two pairs of weights in a word, as 16-bit values; see `packing.py`."""
     kind, factor, _ = FORMS[dtype.name]
     text = f"{{ .reg .b32 t; {_PAIRS[pair]} mul.{kind} $0, t, $2; }}"
     return instruct(word_type(), [word, constant(factor * 0x10001)], text, "=r,r,r")
 
 
 def multiplied(sums: list[Any], left: list[Any], right: list[Any], dtype: jnp.dtype) -> list[Any]:
-    """A tile's sums with the product of registers of 16 columns and of 8 rows, each over 16 of the depth."""
+    """Adds to a tile's sums the product of registers with 16 columns and with 8 rows, over a depth of 16."""
     f32 = ir.F32Type.get()
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     text = (
@@ -152,17 +152,17 @@ def multiplied(sums: list[Any], left: list[Any], right: list[Any], dtype: jnp.dt
 
 MOST_ROWS = 2 * TOKENS
 COLUMNS = TILE
-"""Of the result, that a block computes."""
+"""Columns of the result that a block computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerMmaConfig:
-    """How a product is cut up. warpgroups: of a block, 1, 2 or 4."""
+    """The tiling of a product. warpgroups: of a block, 1, 2 or 4."""
 
     warpgroups: int = 2
 
     def fits(self, rows: int, outputs: int, features: int) -> bool:
-        """Whether a product can be cut up so."""
+        """Whether the tiling divides a product of this size evenly."""
         return rows <= MOST_ROWS and outputs % COLUMNS == 0 and features % (PIECE * 4 * self.warpgroups) == 0
 
 
@@ -181,15 +181,17 @@ def integer_mma_product(
     """Returns the epilogue's result, (M, N).
 
     Args:
-        x: (M, K), M at most 16, bfloat16 or float16; K a multiple of what `config` shares.
+        x: (M, K), M at most 16, bfloat16 or float16; K a multiple of `PIECE` times the warps of a block.
         values: (N, K), uint8 in the order of `packing.py`; N a multiple of 16.
         scales: (N,) float32.
         bias: (N,), bfloat16, float16 or float32.
         residual: (M, N) of out_dtype.
-        config: the cut.
+        out_dtype: the result's dtype; None: x's.
+        config: the tiling.
+        name: the kernel's name, for traces.
 
     Raises:
-        ValueError: `config` does not fit.
+        ValueError: `config` does not fit the sizes.
     """
     (rows, features), outputs = x.shape, values.shape[0]
     config = config or IntegerMmaConfig()
@@ -251,7 +253,7 @@ def _compute(
 def _interpreted(
     epilogue: Epilogue, x: Any, values: Any, extras: Mapping[str, Any], out: Any, arriving: Any, own: Any
 ) -> None:
-    """The same without a thread's own instructions, of which the interpreter knows none."""
+    """Computes the block without inline PTX, which the interpreter does not support."""
     del arriving
 
     @pl.when(lax.axis_index("warpgroup") == 0)

@@ -1,9 +1,10 @@
 """Packing of int8 weights: sign and magnitude, in the order in which the tensor cores' lanes hold them.
 
-A lane multiplies, of every 16 values along the depth, by two pairs that are eight apart. Here its four values are one
-word of 32 bits, so that nothing is exchanged between lanes. Magnitudes are subnormal numbers of 16 bits already: a mask
-makes the first pair, bytes swapped and the mask the second, and a product by a power of two makes both normal. Of two
-values that share 16 bits each keeps the other one's sign, which then lies in front of its own value.
+Of every 16 values along the depth, a lane of the tensor cores multiplies two pairs that are eight apart. The packed
+order puts a lane's four values into one 32-bit word, so that lanes exchange nothing. A 7-bit magnitude is already a
+subnormal 16-bit number. A mask extracts the first pair from a word; a byte swap and the mask extract the second pair.
+Multiplying by a power of two makes the values normal numbers. Two values that share 16 bits store each other's sign, so
+that after the mask each sign bit is in front of its own magnitude.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.primitives.platform import is_interpreted
 
 SPAN = 16
-"""Values along the depth among which the order changes."""
+"""The number of consecutive values along the depth that packing reorders."""
 _SIGN = 128
 _SHAPE = (2, 4, 2)
-"""Of those 16 values: the pair, the lane, the member of the pair."""
+"""The axes of those 16 values: pair, lane, member of the pair."""
 FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2.0**-9)}
-"""For each dtype its instruction's name, the power of two as bits, and what one is then."""
+"""For each dtype: the instruction's type suffix, the power of two as bits, and the widened value of 1."""
 
 
 def pack(values: jax.Array) -> jax.Array:
-    """Integers from -127 to 127, (..., depth), depth a multiple of 16, as uint8 in the lanes' order."""
+    """Packs integers from -127 to 127, (..., depth) with depth a multiple of 16, as uint8 in the lanes' order."""
     pairs = jnp.moveaxis(_grouped(values.astype(jnp.int8), _SHAPE), -3, -1)
     signs = jnp.where(jnp.flip(pairs, -1) < 0, jnp.uint8(_SIGN), jnp.uint8(0))
     return (jnp.abs(pairs).astype(jnp.uint8) | signs).reshape(values.shape)
 
 
 def unpack(values: jax.Array) -> jax.Array:
-    """The integers, int8, of which `pack` made these."""
+    """Restores the int8 integers from the result of `pack`."""
     pairs = _grouped(values, (*_SHAPE[1:], _SHAPE[0]))
     magnitudes = (pairs & jnp.uint8(_SIGN - 1)).astype(jnp.int8)
     signed = jnp.where(jnp.flip(pairs, -1) < _SIGN, magnitudes, -magnitudes)
@@ -46,22 +47,22 @@ def unpack(values: jax.Array) -> jax.Array:
 
 
 def is_packed_dtype(dtype: DTypeLike) -> bool:
-    """Whether integers of this dtype are in the lanes' order: uint8 stands for nothing else."""
+    """Whether weights of this dtype are packed; uint8 is used for packed weights only."""
     return jnp.dtype(dtype) == jnp.uint8
 
 
 def unit(dtype: jnp.dtype) -> float:
-    """What `widened_packed` makes of 1: a power of two."""
+    """Returns the value that `widened_packed` gives for 1, a power of two."""
     return FORMS[dtype.name][2]
 
 
 def load_packed(ref: Any) -> jax.Array:
-    """Weights in the lanes' order, (64 columns, depth), in registers."""
+    """Loads packed weights (64 columns, depth) to registers."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA_8BIT)
 
 
 def widened_packed(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The integers, times `unit`, in a 16-bit dtype and their own order, as a product's left operand."""
+    """Returns the integers times `unit`, in a 16-bit dtype and their original order, as a product's left operand."""
     if is_interpreted():
         return (unpack(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
     kind, factor, _ = FORMS[dtype.name]

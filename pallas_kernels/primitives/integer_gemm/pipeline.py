@@ -1,4 +1,4 @@
-"""The steps of a tile: the producer's TMA copies and the computing warpgroups' products, through a ring of stages."""
+"""The steps of a tile: the producer's TMA copies and the consumers' products, through a ring of stages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
 
 _PART = 64
-"""Of a step's depth, that is widened while the tensor cores have the part before."""
+"""The depth of a part, which is widened while the tensor cores multiply the part before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Operands in shared memory, one tile of each a stage.
+    """The ring of operands in shared memory: each stage holds one tile of w and one of x.
 
-    full: a barrier a stage, passed when both have arrived. empty: likewise, when every computing warpgroup is done.
+    full: one barrier per stage, passed when both tiles have arrived.
+    empty: one barrier per stage, passed when every consumer is done with the stage.
     """
 
     problem: Problem
@@ -38,11 +39,11 @@ class Ring:
     empty: Any
 
     def stage(self, step: jax.Array) -> jax.Array:
-        """Of a step, counted over all of the block's tiles."""
+        """Returns the stage of a step; steps are counted over all of the block's tiles."""
         return lax.rem(step, self.problem.config.stages)
 
     def wait_empty(self, step: jax.Array) -> None:
-        """Waits until the step's stage has been released by the step before it there."""
+        """Waits until the previous step in this step's stage has released it."""
         plgpu.barrier_wait(self.empty.at[self.stage(step)])
 
     def release(self, step: jax.Array) -> None:
@@ -51,7 +52,7 @@ class Ring:
 
 
 def ring_types(problem: Problem, integers: DTypeLike) -> dict[str, Any]:
-    """Scratch types of `Ring`'s members."""
+    """Returns the scratch types of `Ring`'s members."""
     config, stages = problem.config, problem.config.stages
     barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if config.cluster > 1 else plgpu.Barrier
     return {
@@ -63,7 +64,7 @@ def ring_types(problem: Problem, integers: DTypeLike) -> dict[str, Any]:
 
 
 def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
-    """Brings the operands of every step of every tile, as early as there is room."""
+    """Loads the operands of every step of every tile as soon as a stage is free."""
     problem, config = ring.problem, ring.problem.config
 
     def tile(row, column, before, rows):
@@ -80,13 +81,13 @@ def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
         lax.fori_loop(0, problem.steps, step, None)
 
     total = problem.for_each_tile(tile)
-    # No barrier may be left with an arrival that nobody has seen.
+    # Every arrival at a barrier must be waited for.
     lax.fori_loop(jnp.maximum(total - config.stages, 0), total, lambda step, _: ring.wait_empty(step), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Products:
-    """Those of one warpgroup with one tile of so many rows. before: the steps of the block's earlier tiles."""
+    """The products of one warpgroup in one tile. before: steps of the block's earlier tiles. rows: of the tile."""
 
     ring: Ring
     warpgroup: jax.Array
@@ -94,7 +95,6 @@ class _Products:
     rows: int
 
     def make(self, accumulator: Any) -> None:
-        """Adds up all steps."""
         make = self._in_parts if self.ring.problem.config.in_parts else self._whole_steps
         make(accumulator)
         plgpu.wgmma_wait(0)
@@ -105,7 +105,7 @@ class _Products:
 
         def step(i, values):
             self._multiply(accumulator, values, i)
-            later = self._integers(i + 1)  # meanwhile
+            later = self._integers(i + 1)  # while the tensor cores multiply
             plgpu.wgmma_wait(0)
             self._release(i)
             return later
@@ -114,7 +114,7 @@ class _Products:
 
     def _in_parts(self, accumulator: Any) -> None:
         problem, depth = self.ring.problem, self.ring.problem.config.depth
-        # Two parts a turn at least: the registers of a part are its product's until the next one is under way.
+        # At least two parts per turn: a part's registers belong to its product until the next product has started.
         turn = max(1, 2 * _PART // depth)
 
         def steps(number, _):
@@ -141,12 +141,12 @@ class _Products:
         plgpu.wgmma(accumulator, self.ring.problem.left(values), right)
 
     def _release(self, step: Any) -> None:
-        plgpu.commit_smem()  # what TMA may overwrite has been read
+        plgpu.commit_smem()  # orders the reads before TMA overwrites the stage
         self.ring.release(self.before + step)
 
 
 def compute(ring: Ring, store: Store, warpgroup: jax.Array) -> None:
-    """Multiplies the warpgroup's columns of every tile and has its results stored."""
+    """Multiplies and stores the warpgroup's columns of every tile of the block."""
     problem = ring.problem
 
     def tile(row, column, before, rows):

@@ -1,4 +1,4 @@
-"""The sizes of one launch with integer weights, and the assignment of tiles to blocks."""
+"""The problem of one launch with integer weights, and the assignment of its tiles to blocks."""
 
 from __future__ import annotations
 
@@ -17,46 +17,48 @@ from pallas_kernels.primitives.integer_gemm.packing import widened_packed
 from pallas_kernels.primitives.platform import target_device
 
 PARTS = 8
-"""Of the rows."""
+"""The number of parts of the rows in a work split."""
 TALLEST = 4
 """Parts of the tallest tile."""
 
 Place = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-"""From the number of a block's tile to its column, in tiles, and its first part."""
+"""Returns the column, in tiles, and the first part of the n-th tile of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkSplit:
-    """Tiles of three heights, assigned so that all blocks have about as many rows.
+    """An assignment of tiles of three heights in which all blocks have about as many rows.
 
-    Of 512 rows and 14336 columns, tiles of 256 x 128 are 224: 132 blocks take two turns, and in the second one 40 of
-    them have none. Here the rows are eight parts of 64. Some columns have them as 4 + 4, the others as 3 + 3 + 2, and a
-    block has tiles of 4 + 3 parts, 4 + 2, or 2 + 2 + 2: at most seven, where two turns are eight. 79.0 µs instead of
-    84.4 (llama3-8b, int8).
+    512 rows and 14336 columns make 224 tiles of 256 x 128. 132 blocks need two turns for them, and 40 blocks are idle
+    in the second one. The work split divides the rows into eight parts of 64 instead. Some columns are cut into tiles
+    of 4 + 4 parts, the others into 3 + 3 + 2. A block gets tiles of 4 + 3, 4 + 2 or 2 + 2 + 2 parts: at most seven
+    parts, where two turns are eight. This takes 79.0 µs instead of 84.4 (llama3-8b, int8).
 
-    With C columns of tiles and P blocks, all tiles assigned:
-        4 + 4 have 3 (P - C) columns, 3 + 3 + 2 have 4 C - 3 P;
-        4 + 2 have 12 P - 14 C blocks, 4 + 3 have 8 C - 6 P, 2 + 2 + 2 have 6 C - 5 P.
+    With C columns of tiles and P blocks:
+        3 (P - C) columns are cut into 4 + 4, and 4 C - 3 P into 3 + 3 + 2;
+        12 P - 14 C blocks get 4 + 2, 8 C - 6 P get 4 + 3, and 6 C - 5 P get 2 + 2 + 2.
 
-    columns: of tiles. blocks: that take them; those of 4 + 2 first, then of 4 + 3, then of 2 + 2 + 2."""
+    columns: the number of columns of tiles.
+    blocks: the number of blocks. Those with 4 + 2 parts come first, then those with 4 + 3, then those with 2 + 2 + 2.
+    """
 
     columns: int
     blocks: int
 
     @classmethod
     def of(cls, rows: int, outputs: int, config: IntegerGemmConfig, blocks: int) -> WorkSplit | None:
-        """That of a (rows, outputs) result, or None where rows are not eight parts or a tile finds no block."""
+        """Returns the split of a (rows, outputs) result, or None if the rows are not eight parts or it is not even."""
         split = cls(columns=-(-outputs // (config.cluster * config.columns)), blocks=blocks)
         parts = -(-rows // (config.rows // TALLEST))
         return split if parts == PARTS and split.is_even else None
 
     @property
     def is_even(self) -> bool:
-        """Whether each tile finds a block: from 5/6 to 6/7 as many columns as blocks."""
+        """Whether every tile gets a block: the columns must be 5/6 to 6/7 of the blocks."""
         return 5 * self.blocks <= 6 * self.columns and 7 * self.columns <= 6 * self.blocks
 
     def turns(self, block: jax.Array) -> Iterator[tuple[int, jax.Array, Place]]:
-        """For each height, in parts: how many tiles of it the block has, and where they are."""
+        """Yields, for each height in parts, how many such tiles the block has, and their places."""
         halved = 3 * (self.blocks - self.columns)
         short = 12 * self.blocks - 14 * self.columns
         tall = 2 * halved
@@ -77,14 +79,14 @@ class WorkSplit:
 
 
 Work = Callable[[jax.Array, jax.Array, jax.Array, int], None]
-"""Of a tile: its first row and column, the steps before it, and its rows."""
+"""Called with a tile's first row and column, the steps of the block's earlier tiles, and the tile's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One launch without its arrays.
 
-    bits: of an integer. is_packed: whether integers are in the order of `packing.py`.
+    bits: bits of a weight. is_packed: whether the weights are packed, see `packing.py`.
     """
 
     m: int
@@ -97,23 +99,23 @@ class Problem:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along rows and columns, these in units of a cluster's."""
+        """The number of tiles along the rows, and along the columns in units of a cluster's."""
         return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.cluster * self.config.columns)
 
     @property
     def steps(self) -> int:
-        """Of a tile."""
+        """The number of steps of a tile."""
         return pl.cdiv(self.k, self.config.depth)
 
     def left(self, values: jax.Array) -> jax.Array:
-        """The operand in registers that is made of integers."""
+        """Widens integers in registers to the product's left operand."""
         if self.is_packed:
             return widened_packed(values, self.dtype)
         return widened(plgpu.layout_cast(values, plgpu.Layout.WGMMA), self.dtype)
 
     @property
     def blocks(self) -> int:
-        """That run, each on a multiprocessor; or clusters of them."""
+        """The number of persistent blocks, or clusters: one block per multiprocessor, but no more than tiles."""
         return max(1, min(self._most_blocks, self.grid[0] * self.grid[1]))
 
     @property
@@ -122,17 +124,17 @@ class Problem:
 
     @property
     def low_tiles(self) -> int:
-        """The last tiles, which `config.last_rows` cuts into lower ones; 0 where those would be too many."""
+        """How many of the last tiles are cut into tiles of `config.last_rows`; 0 if those would be too many."""
         left = self.grid[0] * self.grid[1] % self.blocks
         return left if self.config.last_rows and left * self.config.rows <= self.blocks * self.config.last_rows else 0
 
     @property
     def work_split(self) -> WorkSplit | None:
-        """How tiles of several heights are assigned, where the configuration asks for it and it comes out even."""
+        """The work split, if the configuration asks for it and it is even; else None."""
         return WorkSplit.of(self.m, self.n, self.config, self._most_blocks) if self.config.has_work_split else None
 
     def for_each_tile(self, work: Work) -> jax.Array:
-        """Calls work(row, column, steps before, rows) for each of the block's tiles; the number of all its steps."""
+        """Calls `work(row, column, before, rows)` for each tile of the block; returns the block's number of steps."""
         return self._in_waves(work) if self.work_split is None else self._in_split(self.work_split, work)
 
     def _in_split(self, split: WorkSplit, work: Work) -> jax.Array:
@@ -175,7 +177,7 @@ class Problem:
         return steps + jnp.where(has_one, self.steps, 0)  # pyright: ignore[reportOperatorIssue]: likewise
 
     def _own(self, tile: jax.Array) -> jax.Array:
-        """The block's column of tiles, of a cluster's."""
+        """Returns the block's own column of tiles among those of its cluster."""
         if self.config.cluster == 1:
             return tile
         return self.config.cluster * tile + lax.axis_index("cluster")

@@ -1,4 +1,4 @@
-"""How a warpgroup's part of a tile leaves: in pieces of some rows, turned round in shared memory, by TMA."""
+"""Stores a warpgroup's part of a tile: in pieces of some rows, transposed in shared memory, by TMA."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Store:
     warpgroup: jax.Array
 
     def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
-        """What there is of scales and bias for the 64 columns from there, before their products."""
-        first = jnp.minimum(column, self.problem.n - GROUP)  # of columns after the last, nothing is stored
+        """Loads scales and bias of the 64 columns from `column` on, before their products."""
+        first = jnp.minimum(column, self.problem.n - GROUP)  # columns after the last are not stored
         layout = plgpu.Layout.WGMMA.reduce(1)
         found = {
             name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
@@ -44,12 +44,12 @@ class Store:
         return {name: vector.astype(jnp.float32) for name, vector in found.items()}
 
     def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Computes and stores the results of the tile that begins there."""
+        """Computes and stores the results of the tile at (row, column)."""
         if self.problem.n > GROUP:
             self._finish(product, vectors, row, column)
         else:
-            # TMA leaves out columns after the last, but Mosaic GPU gives it no place along a dimension of one group:
-            # it would store those over the first.
+            # TMA does not store columns after the last. But with a single group of columns Mosaic GPU drops the column
+            # index, and a later tile would overwrite the first.
             pl.when(column == 0)(partial(self._finish, product, vectors, row, column))
 
     def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:

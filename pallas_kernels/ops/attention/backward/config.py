@@ -1,4 +1,4 @@
-"""The backward pass's configuration: one kernel or two, tiles, stages, and shares of work. See TUNING.md."""
+"""Configurations of the backward pass: one kernel or two, tiles, stages, and parts. TUNING.md has the measurements."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ WARPGROUP_ROWS = 64
 WARPGROUPS = 2
 """Consumer warpgroups of the kernel of dkey and dvalue, and of the fused one."""
 KEY_ROWS = 64
-"""Queries a step of the kernel of dkey and dvalue."""
+"""Queries of a step of the kernel of dkey and dvalue."""
 FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
 FUSED_ROWS = {64: 128, 96: 64, 128: 64}
-"""Queries a step of the fused kernel, by head size: as many as there are registers for."""
+"""Queries of a step of the fused kernel, by head size: as many as there are registers for."""
 WAVES = 2
-"""Blocks are taken in sections of so many times those that run at once, see `block_place`."""
+"""A section has so many times the blocks that run at once, see `block_place`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeysConfig:
-    """The kernel of dkey and dvalue: a block holds some keys and goes over the queries that see them.
+    """The kernel of dkey and dvalue: a block holds keys and loops over the queries that see them.
 
-    shares_keys: the two consumer warpgroups have 64 keys each and both results of them. Else both have the same 64
-        keys, one makes dvalue and the other dkey, and the scores are computed twice: for large heads, whose
-        accumulators would not fit in registers otherwise, and for more blocks.
-    stages: steps of queries in shared memory at once.
-    overlaps: whether a step's last products may be unfinished when the next step's begin.
-    parts: blocks that share a group's heads; a divisor of their number. Each rounds the sums of its own heads, and XLA
-        adds them up. 1: all heads of a group are summed in the accumulators.
-    tiles: of keys, that a block takes one after the other, the next one's keys loading meanwhile: for few queries that
-        see all of many keys. Takes `shares_keys`.
+    shares_keys: each of the two consumers computes dkey and dvalue of 64 keys. Else both have the same 64 keys, one
+        computes dvalue and the other dkey, and both the scores: for large heads, whose accumulators would not fit in
+        registers otherwise, and for more blocks.
+    stages: query tiles in shared memory at once.
+    overlaps: whether a step's last products may still run when the next step's begin.
+    parts: blocks that share a group's heads, a divisor of the group. Each rounds the sums over its heads, and XLA adds
+        them up. 1: the accumulators sum over all heads of a group.
+    tiles: key tiles that a block takes one after the other, loading the next one's keys meanwhile: for few queries that
+        see all of many keys. Needs `shares_keys`.
     """
 
     shares_keys: bool = True
@@ -55,13 +55,13 @@ class KeysConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesConfig:
-    """The kernel of dquery: a block holds 64 queries a warpgroup and goes over the keys that they see.
+    """The kernel of dquery: a block holds 64 queries a warpgroup and loops over the keys that they see.
 
-    columns: keys a step.
-    slots: tiles of keys and values, each counted, in shared memory at once.
-    overlaps: whether a step's last product may be unfinished when the next step's begin; takes four slots.
-    parts: blocks that share the keys of a tile of queries. Each rounds what it sums, and XLA adds that up: for queries
-        that make few blocks, and see all of many keys.
+    columns: keys of a step.
+    slots: key tiles plus value tiles in shared memory at once.
+    overlaps: whether a step's last product may still run when the next step's begin; needs four slots.
+    parts: blocks that share the keys of a query tile. Each rounds its sum, and XLA adds them up: for queries that make
+        few blocks, and see all of many keys.
     """
 
     warpgroups: int = 2
@@ -78,10 +78,10 @@ class QueriesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """The two kernels' configurations, and whether the fused one takes their place.
+    """The configurations of the two kernels, and whether the fused one takes their place.
 
-    fused_parts: blocks of the fused kernel that share a group's heads, as `KeysConfig.parts`; None: two kernels run.
-    packs: whether the queries of a group's heads are rows of one tile, where they can be; see `few_queries`.
+    fused_parts: like `KeysConfig.parts`, of the fused kernel; None: two kernels run.
+    packs: whether the queries of a group's heads share a tile; see `few_queries`.
     """
 
     keys: KeysConfig
@@ -91,14 +91,14 @@ class BackwardConfig:
 
 
 def columns_at_once(size: int) -> int:
-    """Columns of a tile that lie together in shared memory: work on so many at a time takes fewer registers."""
+    """Columns of a tile to store at a time: those that lie together in shared memory, which takes fewer registers."""
     return math.gcd(size, 64)
 
 
 def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
     """The configuration of two kernels by head size.
 
-    features: how many there are of softcap, dropout, segments and a dense mask or bias. Each takes registers.
+    features: the number of softcap, dropout, segments, and dense mask or bias, each of which takes registers.
     """
     if head_size <= 64:
         return BackwardConfig(keys=KeysConfig(stages=3), queries=QueriesConfig(slots=6))
@@ -110,29 +110,29 @@ def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
 
 
 def features_of(problem: Problem) -> int:
-    """How many features `backward_config` has to leave registers for."""
+    """The number of features that take registers; see `backward_config`."""
     has = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)
     return sum(map(bool, has))
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether queries see all keys, or all up to their own, and nothing else changes scores or weights."""
+    """Whether queries see all keys, or all up to their own place, and there are no further features."""
     masking = problem.masking
     return not features_of(problem) and masking.left is None and masking.right in (None, 0)
 
 
 _ROUNDS = 1.3
-"""Blocks for each multiprocessor with which the longest one under a causal mask takes no longer than all together."""
+"""Blocks a multiprocessor with which, under a causal mask, the longest block takes no longer than all together."""
 _GAIN = 0.87
-"""Without a mask, more parts are taken where they leave at most this share of the rounds' time."""
+"""Without a mask, more parts are worth it if the rounds take at most this share of the time."""
 _SPARED = 3
-"""Steps fewer that a block of dquery must have: XLA's addition takes as long as one or two."""
+"""Steps that parts must save a block of dquery: XLA's addition takes as long as one or two."""
 _SMALL_HEAD = 128
-"""Larger heads leave registers for no more than they have."""
+"""Larger heads leave no registers for another form."""
 _MOST_STEPS = 8
-"""Steps of a tile of keys up to which blocks that take several tiles were measured."""
+"""Steps of a key tile up to which blocks with several tiles were measured."""
 _SHORT_FROM, _SHORT_TO = 8, 2048
-"""Lengths with which more blocks are made of the same work."""
+"""Lengths with which the same work is split into more blocks."""
 _UNEVEN_KEYS = 512
 """From so many keys on, blocks under a causal mask differ by more than a second round of them costs."""
 _TWO_TILES = 256
@@ -140,11 +140,11 @@ _TWO_TILES = 256
 _ONE_STEP = 128
 """Keys with which a block of one warpgroup does not spill under a causal mask."""
 _LONG = 2048
-"""From which on blocks of two kernels share a group's heads as those of the fused one do."""
+"""The length from which on blocks of two kernels share a group's heads like those of the fused one."""
 
 
 def parts_of_heads(problem: Problem, columns: int) -> int:
-    """Blocks of `columns` keys that share the heads of a group, where all heads would make few blocks."""
+    """The number of blocks of `columns` keys that share a group's heads; more than 1 if blocks would be few."""
     masking, cores = problem.masking, target_device().core_count
     keys = masking.keys if masking.right is None else min(masking.keys, masking.queries)
     blocks = problem.batch * problem.key_heads * -(-keys // columns)
@@ -160,7 +160,7 @@ def parts_of_heads(problem: Problem, columns: int) -> int:
 
 
 def two_kernels(problem: Problem) -> BackwardConfig:
-    """The untuned choice of two kernels."""
+    """The default configuration of two kernels."""
     masking = problem.masking
     config = backward_config(problem.head_size, features=features_of(problem))
     if is_plain(problem) and problem.head_size <= 64:
@@ -173,10 +173,10 @@ def two_kernels(problem: Problem) -> BackwardConfig:
 
 
 def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with more blocks where there are few, or with a group's queries in one tile where those are few."""
+    """config with more blocks if there are few, or with packed queries if those are few."""
     masking, keys, queries = problem.masking, config.keys, config.queries
     if can_pack(problem):
-        # A second warpgroup would have no queries.
+        # Without queries for a second warpgroup, one.
         warpgroups = 1 if packed(problem).masking.queries <= WARPGROUP_ROWS else queries.warpgroups
         return replace(config, queries=replace(queries, warpgroups=warpgroups), packs=True)
     lengths = (masking.queries, masking.keys)
@@ -195,7 +195,7 @@ def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConf
     if parts * lanes * -(-masking.keys // halves.columns) <= most:
         keys = halves
     query_blocks = problem.batch * problem.heads * -(-masking.queries // WARPGROUP_ROWS)
-    # A second warpgroup would have no queries, or blocks of one are more and no more than run at once.
+    # One warpgroup if a second would have no queries, or if all blocks of one run at once.
     is_one = masking.queries <= WARPGROUP_ROWS or (masking.keys <= _ONE_STEP and query_blocks <= cores)
     if problem.head_size <= _SMALL_HEAD and is_one:
         queries = replace(queries, warpgroups=1)
@@ -203,14 +203,14 @@ def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConf
 
 
 def _split_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with blocks of dquery that share keys, where blocks are few and all see all of many keys."""
+    """config with blocks of dquery that share keys, if blocks are few and see all of many keys."""
     masking, queries = problem.masking, config.queries
     if not is_plain(problem) or masking.has_band or problem.head_size > _SMALL_HEAD:
         return config
     own = packed(problem) if config.packs else problem
     lanes, cores = own.batch * own.heads, target_device().core_count
     rows = -(-own.masking.queries // WARPGROUP_ROWS)
-    # Two warpgroups have no more rows then, and take half of the steps.
+    # Two warpgroups then pad no rows, and take half of the steps.
     is_even = rows % 2 == 0 and problem.head_size != 96
     if lanes * rows * 2 <= cores and not is_even:
         queries = replace(queries, warpgroups=1)
@@ -222,9 +222,9 @@ def _split_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
 
 
 def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with blocks that take several tiles of keys, where tiles are more than run at once and have few steps.
+    """config with blocks that take several key tiles, if tiles have few steps and are more than run at once.
 
-    As many as can be at no more rounds of tiles.
+    The most tiles that do not add rounds.
     """
     own = packed(problem) if config.packs else problem
     masking, keys, cores = own.masking, config.keys, target_device().core_count
@@ -239,32 +239,31 @@ def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
 
 
 _LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
-"""Lengths for which the fused kernel is taken; the longest one under a causal mask by head size: blocks wait for each
-other there, the more the longer."""
+"""Lengths for which the fused kernel serves. The longest ones, by head size, are for causal masks, under which blocks
+wait for each other, the more the longer."""
 _MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
-"""Blocks of the fused kernel, none of which share a group, with which it was faster from `_LEAST` on under a causal
-mask, by head size."""
+"""Blocks with which the fused kernel, causal and without parts, was faster from `_LEAST` on, by head size."""
 _LONG_ALONE = 1200
-"""From which on it was faster with fewer blocks."""
+"""The length from which on it was faster with fewer blocks, too."""
 _STEPS_PER_TILE = {True: 2.4, False: 0.9}
-"""Causal or not: steps of a multiprocessor for each tile of a lane's keys that make the fused kernel faster, although
-its blocks wait for each other in a row, or add to two sums."""
+"""Causal or not: steps of a multiprocessor per key tile of a lane with which the fused kernel is faster, although its
+blocks wait for each other, or add to two sums."""
 _STEPS = {64: 70, 96: 140, 128: 140}
-"""Steps of a multiprocessor times tiles of a lane's keys, by head size, that make it faster without a mask: XLA has
-three kernels more to run, and the fewer tiles, the more of the time goes to sums."""
+"""Steps of a multiprocessor times key tiles of a lane, by head size, with which it is faster without a mask: XLA runs
+three kernels more, and the fewer tiles, the more of the time goes to sums."""
 _STEPS_OF_PARTS = {64: 70, 96: 300, 128: 300}
-"""Likewise where blocks share a group's heads: those of two kernels can, too."""
+"""Likewise with parts, which two kernels can have, too."""
 
 
 def can_fuse(problem: Problem) -> bool:
-    """Whether the fused kernel serves: its registers are full, and a last tile of keys that is masked spills."""
+    """Whether the fused kernel serves: it has no registers for features, nor for a masked last key tile."""
     masking = problem.masking
     is_whole = masking.keys % FUSED_KEYS == 0 or masking.right is None or masking.queries <= masking.keys
     return is_plain(problem) and is_whole and problem.head_size in FUSED_ROWS
 
 
 def is_faster_fused(problem: Problem, parts: int) -> bool:
-    """Whether there is so much to do that the fused kernel is faster; parts: blocks that share a group's heads."""
+    """Whether there is so much work that the fused kernel is faster; parts: blocks that share a group's heads."""
     masking, size = problem.masking, problem.head_size
     lengths = (masking.queries, masking.keys)
     if min(lengths) < _LEAST or (masking.is_causal and max(lengths) > _MOST[size]):
@@ -285,7 +284,7 @@ def is_faster_fused(problem: Problem, parts: int) -> bool:
 
 
 def default_backward(problem: Problem) -> BackwardConfig:
-    """The untuned choice: the fused kernel where it was faster, see TUNING.md."""
+    """The default configuration: the fused kernel where it was faster."""
     config = two_kernels(problem)
     if not can_fuse(problem):
         return config
@@ -312,6 +311,6 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
 
 
 def tuned_backward(problem: Problem) -> BackwardConfig:
-    """The measured best of the candidates, else the untuned choice."""
+    """The measured best of the candidates, else the default."""
     candidates, untuned = partial(backward_candidates, problem), default_backward(problem)
     return tuning.configuration("attention", "backward", known(problem), candidates, untuned=untuned)

@@ -1,4 +1,4 @@
-"""A launch of the fused kernel, and a block of it: tiles, shared memory, order of steps, and turns to add."""
+"""A launch of the fused kernel and a running block of it: tiles, shared memory, the order of steps and of turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS, WAVES
-from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Visits, block_place, lane_place
+from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Lane, Visits, block_place
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
@@ -25,20 +25,19 @@ from pallas_kernels.primitives.platform import target_device
 STAGES = 2
 """Steps of queries in shared memory at once."""
 SHARES = 2
-"""Shares of dquery in shared memory at once: a block computes on while it waits for its turn to add one."""
+"""Shares of dquery in shared memory at once: a block keeps computing while it waits for its turn to add one."""
 PART = 64
-"""Rows and columns of what one warpgroup makes of a step's dquery: half the rows, or half the columns. Of 96 columns,
-which lie in shared memory by 32, each makes 64 and hands on 48."""
-
+"""Rows and columns of a warpgroup's product for a step's share: half the rows, or half the columns. Of 96 columns,
+which lie in shared memory by 32, each warpgroup computes 64 and gives 48 to the producer."""
 FINISHED_TILES = 16
-"""Tiles of queries of a block that finishes: few, so that the last ones to be ready are shared among many blocks."""
+"""Query tiles of a finisher: few, so that many blocks share the last ones to be ready."""
 _SWIZZLE = 128
-"""Bytes, at most."""
+"""At most so many bytes."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Where parts of dquery lie on their way to device memory, as TMA takes rows that are no whole groups.
+    """Parts of dquery in shared memory, in panels as TMA takes rows that are no whole groups of eight.
 
     ref: to (slots, warpgroups, panels, rows, columns of a panel).
     """
@@ -47,7 +46,7 @@ class Done:
 
     @staticmethod
     def scratch(slots: int, warpgroups: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
-        """The scratch type; columns: of a part. As many bytes as the part's sum has, which begins at the same place."""
+        """The scratch type of parts with so many columns; as many bytes as the float32 sums in the same place have."""
         width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
         swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
         room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
@@ -59,23 +58,23 @@ class Done:
             yield pl.ds(i * width, width), self.ref.at[slot, warpgroup, i]
 
     def store(self, slot: Any, warpgroup: Any, values: jax.Array) -> None:
-        """By the threads of a warpgroup."""
+        """Stores a part from registers."""
         for columns, panel in self._panels(slot, warpgroup, values.shape[1]):
             panel[...] = values[:, columns.start : columns.start + columns.size]
 
     def send(self, slot: Any, warpgroup: Any, target: Any) -> None:
-        """By TMA."""
+        """Starts a part's TMA copy to device memory."""
         for columns, panel in self._panels(slot, warpgroup, target.shape[1]):
             plgpu.copy_smem_to_gmem(panel, target.at[:, columns])
 
 
 class Scratch(NamedTuple):
-    """A block's shared memory, and its barriers.
+    """A block's shared memory and barriers.
 
-    k, v: the block's keys and values. q, do, qrows: of the queries of a step, with what each query's row needs. ds: the
-    score gradients of a step. share: of dquery; done: in the same place, dquery itself. held: keys and values are
-    there; full, empty: a stage of queries is there, and done with; met: both warpgroups have stored score gradients;
-    made, taken: a share is there, and added; fetched: the sum of others' is there.
+    k, v: the block's keys and values. q, do, qrows: a ring of query tiles, with dout and `rows_of`. ds: the score
+    gradients of a step. share: of dquery; done: in the same place, dquery itself. held: keys and values have arrived.
+    full, empty: a stage of the ring has arrived, or is free. met: both warpgroups are there. made, taken: a share is
+    there, or added. fetched: the sum of the other blocks' shares has arrived.
     """
 
     k: Any
@@ -97,9 +96,9 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch and its form, which is the fastest one by head size and mask; TUNING.md has the measurements.
+    """Static facts of a launch: the fastest form by head size and mask; TUNING.md has the measurements.
 
-    form: of tiles of queries and keys. parts: blocks that share a group's heads.
+    parts: blocks that share a group's heads.
     """
 
     problem: Problem
@@ -108,19 +107,16 @@ class Launch:
 
     @property
     def heads_inside(self) -> bool:
-        """Whether a block goes over the heads of a group for each tile of queries; else over all tiles for each head.
+        """Whether a block loops over the heads of a group for each query tile, or else over the tiles for each head.
 
-        A block comes to a tile of any head after so many steps as the block that it waits for, then: under a causal
-        mask, short blocks need not wait for long ones to come to the group's last head.
+        With heads inside, a block comes to a tile of any head after as many steps as the block that it waits for: under
+        a causal mask, short blocks need not wait for long ones to come to the group's last head.
         """
         return self.masking.is_causal
 
     @property
     def has_finishers(self) -> bool:
-        """Whether more blocks make dquery of the sums, see `Finisher`.
-
-        Else the last block that has a share of it does, without storing a sum of its own.
-        """
+        """Whether further blocks compute dquery from the sums; else the last block that adds to it does."""
         return not self.masking.is_causal
 
     @property
@@ -130,48 +126,48 @@ class Launch:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step's product for dkey may be unfinished when the next step's products begin.
+        """Whether a step's product for dkey may still run when the next step's products begin.
 
-        There are no registers for it beside a mask, nor beside scores of 128 queries.
+        A mask, or scores of 128 queries, leave no registers for that.
         """
         return self.size == 128 or (self.size == 64 and self.masking.is_causal)
 
     @property
     def warps_apart(self) -> bool:
-        """Whether one warp loads queries, and for each of the shares there is another one that adds it.
+        """Whether the producer has a warp that loads queries and one for each of the shares; else one warp does it all.
 
-        Queries come, and a share is added, while the one before waits for its turn or to be done. Else one warp does it
-        all. With warps apart, places are hidden from the compiler: ptxas spills otherwise.
+        Loads and adds then go on while another share waits for its turn. The block's place is hidden from the compiler:
+        ptxas spills otherwise.
         """
         return self.size != 64 or not self.masking.is_causal
 
     def score_parts(self, is_masked: bool) -> int:
-        """Parts of a step's scores that are computed one after the other, for want of registers."""
+        """Parts of a step's scores that are computed one after the other, to save registers."""
         return 2 if self.splits_rows and (self.masking.is_causal or is_masked) else 1
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of threads of the producer and of the consumers."""
+        """Registers of a thread of the producer and of a consumer."""
         is_short = self.masking.is_causal and self.size < 128 and self.form.in_panels
         return MORE_FOR_PRODUCER if is_short else REGISTERS
 
     @property
     def automatic_barriers(self) -> bool:
-        """Whether Pallas adds barriers of its own, with which this form is faster.
+        """Whether Pallas adds its own barriers, with which this form is faster.
 
-        The kernel needs none: what a warpgroup stores is read by TMA or by products, after `commit_smem`; or by its own
-        threads, after one of the block's barriers, at which all of them arrive.
+        The kernel does not need them: what a warpgroup stores is read by TMA or products, after `commit_smem`; or by
+        its own threads, after one of the block's barriers, at which all of them arrive.
         """
         return self.size == 64 and not self.masking.is_causal
 
     @property
     def size(self) -> int:
-        """Of a head."""
+        """The head size."""
         return self.problem.head_size
 
     @property
     def masking(self) -> Masking:
-        """Who sees whom."""
+        """The problem's mask."""
         return self.problem.masking
 
     @property
@@ -181,21 +177,21 @@ class Launch:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether a warpgroup makes half the rows of a step's dquery, and not half the columns."""
+        """Whether a warpgroup computes half the rows of a share; else half the columns."""
         return self.rows > PART
 
     @property
     def width(self) -> int:
-        """Columns of dquery that a warpgroup hands on."""
+        """Columns of a share that a warpgroup gives to the producer."""
         return self.size if self.splits_rows else self.size // WARPGROUPS
 
     @property
     def overlap(self) -> int:
-        """Columns of dquery that both warpgroups make."""
+        """Columns of a share that both warpgroups compute."""
         return WARPGROUPS * (PART - self.width)
 
     def made_columns(self, keys: RowTiles, warpgroup: Any) -> list[tuple[int, Any]]:
-        """What a warpgroup multiplies score gradients by, with the first columns of the products in what it makes."""
+        """The key columns that a warpgroup multiplies score gradients by, each with its first column in the product."""
         if not self.form.in_panels:
             (whole,) = (panel for _, panel in keys.panels())
             first = warpgroup * (PART - self.overlap)
@@ -205,76 +201,70 @@ class Launch:
         return [(i * width, keys.read.at[first + i, keys.rows]) for i in range(PART // width)]
 
     def own_columns(self, values: jax.Array, warpgroup: Any) -> jax.Array:
-        """Those that it hands on, of what it makes."""
+        """The columns of a warpgroup's product that it gives to the producer."""
         if not self.overlap:
             return values
         first, second = values[:, : self.width], values[:, PART - self.width :]
         return lax.cond(warpgroup == 0, lambda: first, lambda: second)
 
     @property
-    def swizzle(self) -> int:
-        """Bytes over which operands are swizzled, all of them alike."""
-        return plgpu.find_swizzle(self.size * self.problem.dtype.itemsize * 8)
-
-    @property
     def query_tiles(self) -> int:
-        """Of a head."""
+        """Query tiles of a head."""
         return pl.cdiv(self.masking.queries, self.rows)
 
     @property
-    def tiles(self) -> int:
-        """Of queries, of all heads of all batch entries."""
-        return self.problem.batch * self.problem.heads * self.query_tiles
-
-    @property
     def key_tiles(self) -> int:
-        """Of a lane."""
+        """Key tiles of a lane."""
         return pl.cdiv(self.masking.keys, FUSED_KEYS)
 
     @property
     def group(self) -> int:
-        """Query heads that a block goes over."""
+        """Query heads that a block loops over."""
         return self.problem.group // self.parts
 
     @property
     def lanes(self) -> int:
-        """Key heads of all batch entries, or their parts, whose blocks share queries."""
+        """Key heads of all batch entries, times the parts of each."""
         return self.problem.batch * self.problem.key_heads * self.parts
 
     @property
     def adders(self) -> int:
-        """Blocks that add shares; the finishers come behind them."""
+        """Blocks that add shares; the finishers come after them."""
         return self.key_tiles * self.lanes
 
     @property
     def lines(self) -> int:
-        """Of what queries' rows need. Numbers of queries, for masks, have no room with a head size of 64."""
+        """Lines of `rows_of` in shared memory: with a head size of 64, queries' numbers have no room."""
         return 2 if self.splits_rows else 3
 
     @property
     def finishers(self) -> int:
-        """Blocks that make dquery of the sums."""
+        """Blocks that compute dquery from the sums."""
         blocks = self.problem.batch * self.problem.heads * pl.cdiv(self.query_tiles, FINISHED_TILES)
         return blocks if self.has_finishers else 0
 
     def fetched_of(self, scratch: Scratch, slot: Any) -> Any:
-        """The barrier of the sum that is loaded to where a share was."""
+        """The barrier of the sum that is loaded to a share's slot."""
         return scratch.fetched.at[slot] if self.warps_apart else scratch.fetched
 
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
-        """What warpgroup i hands on of a tile of queries' dquery, and where it is summed."""
+        """Warpgroup i's part of a query tile, in dquery or in the sums."""
         row, column = (i * PART, 0) if self.splits_rows else (0, i * self.width)
         return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
 
+    def turn(self, batch: Any, head: Any, query_tile: Any) -> Any:
+        """The place of a query tile's semaphore."""
+        return (batch * self.problem.heads + head) * self.query_tiles + query_tile
+
     def results(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
-        """dquery, dkey and dvalue or their parts in one array, and the sums."""
-        # Whole tiles of sums: with groups of rows TMA does not stop at any query, as it does without.
+        """The result types: dquery, dkey and dvalue or their parts in one array, and the sums."""
+        # Sums have whole tiles: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.problem.batch, self.query_tiles * self.rows, self.problem.heads, self.size)
         dquery = jax.ShapeDtypeStruct(inputs.query.shape, self.problem.dtype)
         return [dquery, *KeyGradients.types(inputs.key, self.parts), jax.ShapeDtypeStruct(whole, jnp.float32)]
 
     def scratch_types(self) -> Scratch:
-        """What a block is given."""
+        """The types of a block's scratch."""
         dtype, barrier, form = self.problem.dtype, plgpu.Barrier, self.form
         shares = (SHARES, WARPGROUPS, PART, self.width)
         return Scratch(
@@ -283,7 +273,7 @@ class Launch:
             q=form.scratch(STAGES, self.rows),
             do=form.scratch(STAGES, self.rows),
             qrows=plgpu.SMEM((STAGES, self.lines, self.rows), jnp.float32),
-            ds=shared((2, FUSED_KEYS, self.rows), dtype, swizzle=self.swizzle),
+            ds=shared((2, FUSED_KEYS, self.rows), dtype, swizzle=plgpu.find_swizzle(self.size * dtype.itemsize * 8)),
             share=plgpu.RefUnion(shared(shares, jnp.float32), Done.scratch(*shares, dtype)),
             held=barrier(num_arrivals=2 * form.copies),
             full=barrier(num_arrivals=1 + 2 * form.copies, num_barriers=STAGES),
@@ -295,47 +285,7 @@ class Launch:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Full tiles of queries come first, and of them and of those that are masked the last one first.
-
-    visits: the tiles of queries, of each of `group` heads from `first_head` on. heads_inside: see `Launch`.
-    """
-
-    visits: Visits
-    first_head: Any
-    group: int
-    heads_inside: bool
-
-    @property
-    def full(self) -> Any:
-        """Steps with full tiles."""
-        return self.group * self.visits.full
-
-    @property
-    def count(self) -> Any:
-        """All of them."""
-        return self.full + self.group * self.visits.masked
-
-    def place(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
-        """(head, tile of queries) of a step; is_masked: whether its tile is, where that is known."""
-        visits, group = self.visits, self.group
-        if is_masked is None:
-            masked, full = self.place(n, True), self.place(n, False)
-            head, tile = (jnp.where(n >= self.full, *pair) for pair in zip(masked, full, strict=True))
-            return head, tile
-        i = n - self.full if is_masked else n
-        # No count is divided by; at least 1 all the same, without which ptxas spills six registers.
-        count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
-        if self.heads_inside and group > 1:
-            g, i = lax.rem(i, group), count - 1 - lax.div(i, group)
-        else:
-            g, i = lax.div(i, count), count - 1 - lax.rem(i, count)
-        return self.first_head + g, visits.masked_tile(i) if is_masked else visits.full_tile(i)
-
-
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """References to the results, and to the sums of shares."""
 
     dquery: Any
@@ -343,27 +293,14 @@ class Outputs:
     sums: Any
 
 
-class Turn(NamedTuple):
-    """A block's turn to add to a tile of queries.
-
-    head, query_tile: whose. place: of the semaphore. before: blocks that add earlier.
-    """
-
-    head: Any
-    query_tile: Any
-    place: Any
-    before: Any
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Block:
-    """What is known of a block while it runs.
+    """A running block that adds shares; all roles use it.
 
-    tile: the number of its tile of keys, of which first_key is the first. b, key_head: its batch entry and its head.
-    part: of the head's group, or None.
-    visits: the tiles of queries that see these keys, full ones and masked. walk: their order, over the heads of a
-    group, in so many steps, full_steps of them with full tiles. turns: a semaphore for each sum, which counts the
-    blocks that have added to it.
+    tile: the number of its key tile. lane: the batch entry and key head; its parts share the group's heads. first_head:
+    of the query heads. first_key: of the key tile. visits: the query tiles that see these keys. full_steps, steps: with
+    full tiles, which come first, and all. turns: a semaphore for each query tile, which counts the blocks that have
+    added to its sum.
     """
 
     launch: Launch
@@ -371,19 +308,17 @@ class Block:
     outputs: Outputs
     scratch: Scratch
     tile: Any
-    b: Any
-    key_head: Any
-    part: Any
+    lane: Lane
+    first_head: Any
     first_key: Any
     visits: Visits
-    walk: Steps
     full_steps: Any
     steps: Any
     turns: Any
 
     @classmethod
     def of(cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any) -> Block:
-        """The block of that number, called in the kernel."""
+        """The block with this number, called in the kernel."""
         problem = launch.problem
         tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
         share, done = scratch.share
@@ -392,56 +327,46 @@ class Block:
             number,
             tiles=launch.key_tiles,
             lanes=launch.lanes,
-            # Queries and their cotangents, and the sums in float32.
+            # Queries, dout, and the sums in float32.
             lane_bytes=8 * launch.group * inputs.query.shape[1] * launch.size,
             section_blocks=launch.section_blocks,
         )
-        b, key_head, part = lane_place(lane, problem.key_heads, launch.parts)
+        lane = Lane.of(lane, problem.key_heads, launch.parts)
         if launch.warps_apart:
-            tile, b, key_head, part = lax.optimization_barrier((tile, b, key_head, part))
+            tile, lane = lax.optimization_barrier((tile, lane))
         first_key = tile * FUSED_KEYS
         visits = Visits(tiles=launch.masking.query_tiles(first_key, FUSED_KEYS, launch.rows))
-        first_head = key_head * problem.group
-        if part is not None:
-            first_head = first_head + part * launch.group
-        walk = Steps(
-            visits=visits,
-            first_head=first_head,
-            group=launch.group,
-            heads_inside=launch.heads_inside,
-        )
-        return cls(
-            launch=launch,
-            inputs=inputs,
-            outputs=outputs,
-            scratch=scratch,
-            tile=tile,
-            b=b,
-            key_head=key_head,
-            part=part,
-            first_key=first_key,
-            visits=visits,
-            walk=walk,
-            full_steps=walk.full,
-            steps=walk.count,
-            turns=pl.get_global(plgpu.SemaphoreType.REGULAR((launch.tiles,))),
-        )
+        first_head = lane.first_query_head(problem.group, launch.group)
+        full_steps = launch.group * visits.full
+        steps = launch.group * visits.full + launch.group * visits.masked
+        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch * problem.heads * launch.query_tiles,)))
+        places = (tile, lane, first_head, first_key)
+        return cls(launch, inputs, outputs, scratch, *places, visits, full_steps, steps, turns)
 
-    def turn(self, n: Any) -> Turn:
-        """That of a step."""
-        head, query_tile = self.walk.place(n)
-        place = (self.b * self.launch.problem.heads + head) * self.launch.query_tiles + query_tile
-        # The tiles of keys that a tile of queries sees begin with the first.
-        return Turn(head, query_tile, place, self.tile)
+    def queries(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
+        """(head, query tile) of a step, the last tile first; is_masked: whether the tile is masked, if known."""
+        visits, group = self.visits, self.launch.group
+        if is_masked is None:
+            masked, full = self.queries(n, True), self.queries(n, False)
+            head, tile = (jnp.where(n >= group * visits.full, *pair) for pair in zip(masked, full, strict=True))
+            return head, tile
+        i = n - group * visits.full if is_masked else n  # `full_steps`, not captured: see `consume`
+        # Nothing is divided by a count of zero; yet without the maximum ptxas spills six registers.
+        count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
+        if self.launch.heads_inside and group > 1:
+            g, i = lax.rem(i, group), count - 1 - lax.div(i, group)
+        else:
+            g, i = lax.div(i, count), count - 1 - lax.rem(i, count)
+        return self.first_head + g, visits.masked_tile(i) if is_masked else visits.full_tile(i)
 
     def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
-        """Whether no block adds to a tile of queries after this one, which then makes dquery of it."""
+        """Whether this block is the last to add to a query tile, and computes dquery."""
         launch, masking = self.launch, self.launch.masking
         if launch.has_finishers:
             return False
         if masking.right is None:
             return self.tile == launch.key_tiles - 1
         if masking.right == 0 and masking.queries <= masking.keys and masking.keys % FUSED_KEYS == 0:
-            # Known where the program is made: registers are short.
+            # Static, to save registers.
             return is_masked
         return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, FUSED_KEYS).last - 1

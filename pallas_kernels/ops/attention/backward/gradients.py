@@ -1,4 +1,4 @@
-"""The backward pass on Mosaic GPU: what its two kernels are given, and what becomes of their results."""
+"""The backward pass on Mosaic GPU: prepares the inputs of its kernels, and finishes their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pallas_kernels.primitives.platform import varying_like
 _TILE = 256
 """A multiple of every other tile's length."""
 _CONSTANT = 4096
-"""Numbers that a program may hold; where there are more, a kernel that counts is no matter."""
+"""Numbers that a program may hold as a constant; with more, a kernel that counts takes no noticeable time."""
 
 
 def attention_backward(
@@ -45,7 +45,7 @@ def attention_backward(
         out, lse: the forward pass's results; lse is 0 for a query that sees no key, and may be longer, see `pads_lse`.
         dout: the cotangent of out, like query.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
-        config: the cut; None: the measured best, else by head size.
+        config: None: the measured best, else the default.
     """
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
@@ -63,7 +63,7 @@ def attention_backward(
         axes = tuple(axis for axis, size in enumerate(extras.dense.shape) if size == 1)
         ddense = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.dense.dtype)
     if problem.masking.keys == 1 and dlse is None:
-        # A single key's probability is 1 whatever the scores are: all that these could have is rounding.
+        # The probability of a single key is 1 whatever its score: these gradients could only be rounding errors.
         dquery, dkey, ddense = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, ddense))
     return dquery, dkey, dvalue, ddense
 
@@ -73,7 +73,7 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem,
     masking = problem.masking
     rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(masking))
-    # Keys of zeros up to whole tiles, so that no tile is masked for their sake. Under a causal mask nobody sees them;
+    # The problem has keys of zeros up to whole tiles, so that their tile need not be masked. A causal mask hides them;
     # else weights are bounded.
     whole = replace(masking, keys=pl.cdiv(masking.keys, FUSED_KEYS) * FUSED_KEYS)
     bounds = masking.right is None and whole != masking
@@ -112,14 +112,14 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
 
 
 def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
-    """(batch, heads, queries padded to whole tiles), of the problem's heads, which may be those of keys."""
+    """lse as (batch, heads, queries padded to whole tiles), with the problem's heads, which may be packed."""
     lse = lse.reshape(problem.batch, problem.heads, -1)
     extra = pl.cdiv(problem.masking.queries, rows) * rows - lse.shape[2]
     return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 
 
 def _counted(count: int) -> jax.Array:
-    """0, 1, 2 and so on, int32, and a zero that nobody reads, without which XLA has a kernel count each time."""
+    """0, 1, 2, ..., int32, and an unused zero, without which XLA would count in a kernel each time."""
     if count > _CONSTANT:
         return jnp.arange(count, dtype=jnp.int32)
     return jnp.asarray(np.append(np.arange(count, dtype=np.int32), np.int32(0)))
@@ -128,7 +128,7 @@ def _counted(count: int) -> jax.Array:
 def _extras(
     extras: Extras, problem: Problem, config: BackwardConfig
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The further operands of the kernel of dkey and dvalue, and of that of dquery."""
+    """The extras of the kernel of dkey and dvalue, and of that of dquery; see `Inputs`."""
     keys = problem.masking.keys
     by_keys, by_queries = {}, {"places": _counted(keys + -keys % _TILE)}
     if extras.words is not None:

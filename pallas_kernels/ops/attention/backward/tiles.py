@@ -1,8 +1,4 @@
-"""What both kernels of the backward pass do with a tile of scores.
-
-A tile lies with its queries along axis 0 (the kernel of dquery) or along axis 1 (that of dkey and dvalue); everything
-else is the same, and is said here once.
-"""
+"""What the backward kernels share: their inputs, the order of blocks, and the gradients of a tile of scores."""
 
 from __future__ import annotations
 
@@ -21,15 +17,15 @@ from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
 from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
-from pallas_kernels.ops.attention.scores import capped
+from pallas_kernels.ops.attention.scores import capped, load_dense
 
 
 class Inputs(NamedTuple):
     """A kernel's arguments: arrays at the call, references in the kernel.
 
-    query, key, value, dout: like `attention`'s. rows: of `rows_of`. extras: further arrays by name, those that there
-    are of "words", "dense", "query_segments", "key_segments" (padded to whole tiles), "tiles" (with segments: (batch,
-    tiles, 4), those that a block's tile sees), and "places", the keys' numbers (padded, int32).
+    query, key, value, dout: like `attention`'s. rows: see `rows_of`. extras: further arrays by name, where the problem
+    has them: "words", "dense", "query_segments" and "key_segments" (padded to whole tiles), "tiles" (with segments:
+    (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys (padded, int32).
     """
 
     query: Any
@@ -40,35 +36,57 @@ class Inputs(NamedTuple):
     extras: Mapping[str, Any]
 
 
-def lane_place(lane: jax.Array, heads: int, parts: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(batch entry, head, part of its work or None) of a lane."""
-    part = None
-    if parts > 1:
-        lane, part = lax.div(lane, parts), lax.rem(lane, parts)
-    return lax.div(lane, heads), lax.rem(lane, heads), part
+class Lane(NamedTuple):
+    """A head of a batch entry, or one part of its work (`part`, else None). Its blocks read the same arrays."""
+
+    batch: Any
+    head: Any
+    part: Any
+
+    @classmethod
+    def of(cls, number: jax.Array, heads: int, parts: int) -> Lane:
+        """The lane with this number, of batch entries with so many heads in so many parts each."""
+        part = None
+        if parts > 1:
+            number, part = lax.div(number, parts), lax.rem(number, parts)
+        return cls(lax.div(number, heads), lax.rem(number, heads), part)
+
+    def first_query_head(self, group: int, heads: int) -> Any:
+        """The first query head of a key head's lane; group: query heads of a key head; heads: those of a lane."""
+        first = self.head * group
+        return first if self.part is None else first + self.part * heads
+
+    def rows(self, first: Any, count: int) -> tuple[Any, ...]:
+        """The place of some of the head's rows in an input."""
+        return self.batch, pl.ds(first, count), self.head
+
+    def result_rows(self, first: Any, count: int) -> tuple[Any, ...]:
+        """Their place in a result, which has a leading axis for the parts if there are several."""
+        place = self.rows(first, count)
+        return place if self.part is None else (self.part, *place)
 
 
 class KeyGradients(NamedTuple):
-    """References to dkey and dvalue, or to their parts."""
+    """References to dkey and dvalue, which have a leading axis for the parts if there are several."""
 
     dkey: Any
     dvalue: Any
 
     @staticmethod
     def types(key: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
-        """Of a kernel's results: both, or their parts in one array."""
+        """The result types of a kernel: dkey and dvalue, or one array with the parts of both."""
         if parts > 1:
             return [jax.ShapeDtypeStruct((2, parts, *key.shape), key.dtype)]
         return [jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2
 
     @classmethod
     def of(cls, results: list[Any]) -> KeyGradients:
-        """References to `types`."""
+        """The references, of those to results of `types`."""
         return cls(*results) if len(results) == 2 else cls(results[0].at[0], results[0].at[1])
 
     @staticmethod
     def summed(results: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """dkey and dvalue of a kernel's results."""
+        """dkey and dvalue, of results of `types`."""
         dkey, dvalue = results if len(results) == 2 else map(added, results[0])
         return dkey, dvalue
 
@@ -82,23 +100,22 @@ def added(parts: jax.Array) -> jax.Array:
 
 
 _LONGEST_TILE = 128
-"""Keys of the longest tile; the others divide it."""
+"""Keys of the longest key tile; the lengths of the others divide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A tile of scores of one warpgroup.
+    """A warpgroup's tile of scores, with queries along axis 0 or along axis 1.
 
     query_axis: 0 or 1.
-    batch, head: of the queries. row, column: its first query and key.
-    extras: references in device memory, of which "dense" is read where there is one (as the tile lies: its last two
-        axes are those of the tile, each padded or of length 1).
-    segments: with them, the numbers of what lies along axis 0, and a reference in shared memory to those of axis 1.
+    batch, head: of the queries. row, column: the first query and key.
+    extras: see `Inputs`; the last two axes of "dense" are in the order of the tile's.
+    segments: the segments along axis 0, in registers, and a reference in shared memory to those along axis 1.
     words: of the dropout key, mixed.
-    places: numbers, from 0 on or further, of what lies along axis 1: queries' in shared memory, float32, or keys' in
-        device memory. Numbers that a thread works out by itself, 16 or 32 of them, the compiler holds in registers
-        throughout the loop.
-    numbers: of the queries along axis 0, where those are not their places.
+    places: a reference to the numbers, from 0 on or from a later one, along axis 1: of queries in shared memory
+        (float32) or of keys in device memory. If threads computed their 16 or 32 numbers, the compiler would hold them
+        in registers throughout the loop.
+    numbers: of the queries along axis 0, where they differ from row, row + 1, ...
     """
 
     problem: Problem
@@ -115,9 +132,9 @@ class Tile:
     segments: tuple[Any, Any] | None = None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
-        """exp(score - lse) of the products query @ key, and the scores' slope by them where that is not constant.
+        """Returns exp(score - lse), and the derivative of the scores by the products where softcap makes it vary.
 
-        lse: of the tile's queries, in base 2.
+        products: query @ key. lse: of the tile's queries, in base 2.
         """
         problem = self.problem
         slope = None
@@ -129,7 +146,8 @@ class Tile:
             slope = (1 - bounded * bounded).astype(jnp.float16)
         seen = self._seen() if is_masked else None
         if problem.dense is not None:
-            dense = self._dense()
+            starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
+            dense = load_dense(self.extras["dense"], (self.batch, self.head), starts, self.shape)
             if problem.dense == "bias":
                 scores = scores + dense.astype(jnp.float32) * LOG2_E
             else:
@@ -143,8 +161,7 @@ class Tile:
         return jnp.exp2(exponents), slope
 
     def marked(self, weights: jax.Array) -> jax.Array:
-        """Half of the weights, with a minus sign on those that dropout sets to zero: a mask of its own would not fit in
-        registers beside them. Without dropout the weights themselves."""
+        """With dropout, half of the weights, negative where dropped: registers have no room for a mask beside them."""
         problem = self.problem
         if not problem.dropout_rate:
             return weights
@@ -160,29 +177,29 @@ class Tile:
         )
 
     def dropped(self, marked: jax.Array) -> jax.Array:
-        """The weights that value is multiplied by, of what `marked` gives, up to the factor `kept_scale`.
+        """The weights after dropout, without its factor `kept_scale`, of `marked` ones.
 
-        An addition: it runs at twice the rate of a maximum.
+        By addition, which runs at twice the rate of a maximum.
         """
         return marked + jnp.abs(marked) if self.problem.dropout_rate else marked
 
     def score_gradients(self, marked: jax.Array, dweights: jax.Array, delta: jax.Array) -> jax.Array:
-        """The gradients of the scores after softcap and bias; delta as in `rows_of`."""
+        """The gradients of the scores after softcap and bias; delta: see `rows_of`."""
         if self.problem.dropout_rate:
-            # Of what is dropped, dweights cancel; no comparison, and nothing held besides the marked weights.
+            # The dweights of dropped weights cancel, without a comparison or another mask in registers.
             dweights = dweights * kept_scale(self.problem)
             return jnp.abs(marked) * (dweights - self._along_queries(2 * delta)) + marked * dweights
         return marked * (dweights - self._along_queries(delta))
 
     def row_layout(self) -> Any:
-        """Of a vector with one value a query."""
+        """The layout of a vector with one value a query."""
         return plgpu.Layout.WGMMA.reduce(1 - self.query_axis)
 
     def _along_queries(self, vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, self.shape, (self.query_axis,))
 
     def _places(self, begin: Any = 0) -> tuple[jax.Array, jax.Array]:
-        """Of each element's query and key, less `begin`."""
+        """The numbers of each element's query and key, less `begin`."""
         starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
         first, second = (
             plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
@@ -203,7 +220,7 @@ class Tile:
             both = [lax.broadcast_in_dim(vector, self.shape, (axis,)) for axis, vector in enumerate((first, second))]
             segments = both[::-1] if self.query_axis else both
         masking = self.problem.masking
-        # Places from where axis 0 begins, so that the few that a thread has of that axis are the same every step.
+        # Counted from where axis 0 begins, a thread's few numbers along that axis are the same in every step.
         begin = self.column if self.query_axis else self.row
         row, column = self._places(begin)
         is_ragged = masking.keys % _LONGEST_TILE > 0
@@ -211,41 +228,32 @@ class Tile:
             masking = replace(masking, keys=masking.keys - begin)
         return masking.visible(row, column, *segments, tile=0 if is_ragged else _LONGEST_TILE)
 
-    def _dense(self) -> jax.Array:
-        ref = self.extras["dense"]
-        starts = (self.row, self.column) if self.query_axis == 0 else (self.column, self.row)
-        lead = tuple(0 if size == 1 else place for size, place in zip(ref.shape, (self.batch, self.head), strict=False))
-        axes = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
-        index = [pl.ds(starts[axis], self.shape[axis]) if axis in axes else 0 for axis in (0, 1)]
-        layout = plgpu.Layout.WGMMA if len(axes) == 2 else plgpu.Layout.WGMMA.reduce(1 - axes[0])
-        values = plgpu.load(ref.at[(*lead, *index)], layout=layout, optimized=False)
-        return values if len(axes) == 2 else lax.broadcast_in_dim(values, self.shape, tuple(axes))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """The tiles that a block goes over: first those whose elements are masked, on both sides, then the full ones.
-
-    tiles: less `begin`, so that their number is known where that is not.
-    """
+    """The order in which a block visits tiles: first the masked ones on both sides, then the full ones."""
 
     tiles: TileRange
-    begin: Any = None
 
     @property
     def before(self) -> Any:
-        """Masked tiles in front of the full ones."""
+        """The number of masked tiles before the full ones."""
         return self.tiles.full_first - self.tiles.first
 
     @property
     def masked(self) -> Any:
-        """Masked tiles."""
+        """The number of masked tiles."""
         return self.before + self.tiles.last - self.tiles.full_last
 
     @property
     def full(self) -> Any:
-        """Full tiles."""
+        """The number of full tiles."""
         return self.tiles.full_last - self.tiles.full_first
+
+    @property
+    def has_masked(self) -> bool:
+        """Whether there may be masked tiles."""
+        return not isinstance(self.masked, int) or self.masked > 0
 
     def masked_tile(self, i: Any) -> Any:
         """The i-th masked tile."""
@@ -253,16 +261,24 @@ class Visits:
 
     def full_tile(self, i: Any) -> Any:
         """The i-th full tile."""
-        tile = self.tiles.full_first + i
-        return tile if self.begin is None else self.begin + tile
+        return self.tiles.full_first + i
+
+
+def segment_tiles(extras: Mapping[str, Any], batch: Any, tile: Any) -> TileRange | None:
+    """The tiles that a block visits because of segments; None where there are none."""
+    if "tiles" not in extras:
+        return None
+    return TileRange(*(extras["tiles"][batch, tile, i] for i in range(4)))
 
 
 _SMALL_HEAD, _MANY_STEPS = 128, 8
 
 
 def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> bool:
-    """Whether a block's steps are hidden from the compiler, which else writes few ones out one by one: for that large
-    heads, and products by panels, leave no registers."""
+    """Whether to hide the step count from the compiler, which would unroll a loop of few steps.
+
+    Large heads, and products by panels, leave no registers for that.
+    """
     masking = problem.masking
     if form.in_panels:
         return form.size >= _SMALL_HEAD
@@ -272,38 +288,38 @@ def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> boo
 
 
 def hidden(tiles: TileRange) -> TileRange:
-    """The same, in numbers that the compiler does not know."""
+    """The same bounds, as numbers that the compiler does not know."""
     return TileRange(*lax.optimization_barrier(tuple(jnp.asarray(bound, jnp.int32) for bound in tiles)))
 
 
 def kept_scale(problem: Problem) -> float:
-    """What dropout multiplies the weights by that it keeps."""
+    """The factor by which dropout scales the weights that it keeps."""
     return 1 / (1 - problem.dropout_rate)
 
 
 def not_invariant(step: Any) -> jax.Array:
-    """Zero, for all that the compiler knows another one each step (there are fewer than 2**30 of them).
+    """Zero (there are fewer than 2**30 steps), which the compiler takes for a value that changes in each step.
 
-    Added to the place of an operand that stays where it is, it keeps the compiler from computing all of the operand's
-    descriptors in front of the loop and holding them in registers: 25 too many with a head size of 256.
+    Added to the place of an operand that does not move, it keeps the compiler from computing all its descriptors before
+    the loop and holding them in registers: 25 too many with a head size of 256.
     """
     return lax.shift_right_logical(step, 30)
 
 
 _CACHE_BYTES = 40 * 2**20
-"""Of the H200's 50 MiB of L2 cache, what blocks that run together may read again and again."""
+"""The share of the H200's 50 MiB of L2 cache for what the blocks that run at once read repeatedly."""
 
 
 def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_blocks: int = 0) -> tuple[Any, Any]:
-    """(tile, lane) of a block of a one-dimensional grid; lanes are heads of a batch whose blocks read the same arrays.
+    """(tile, lane) of a block of a one-dimensional grid.
 
-    Lanes are taken in sections. In a section all lanes' first tiles come first: so a tile's number should fall as its
-    work grows, and no long block starts late. In a lane, tiles come in the order of their numbers.
+    Lanes come in sections. A section starts with the first tiles of all its lanes, then the second ones, and so on: if
+    the first tiles have the most work, no long block starts late.
     Source: the order of blocks of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
 
-    lane_bytes: of a lane's arrays; a section's fit in the L2 cache together, and the last one has the lanes that are
-        left. Where those are few, their long blocks start when little else is left to do.
-    section_blocks: not 0: a section has as many lanes as come to so many blocks, and the first one those left over.
+    lane_bytes: the size of a lane's arrays; those of a section fit in the L2 cache together. The last section has the
+        remaining lanes. Where those are few, their long blocks start when little other work is left.
+    section_blocks: if not 0, the blocks of a section, and the first section has the remaining lanes.
     """
     section = max(1, min(lanes, section_blocks // tiles if section_blocks else _CACHE_BYTES // lane_bytes))
     missing = -lanes % section if section_blocks else 0
@@ -318,26 +334,26 @@ def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_
 def rows_of(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, group: int = 1
 ) -> jax.Array:
-    """What the kernels need to know of each query: (batch, heads, 3, queries padded to a multiple of `rows`), float32.
+    """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
 
-    The first is lse in base 2, the second "delta", the sum of dout * out less dlse: what each weight's gradient is
-    lowered by on its way through the softmax. The third is the query's number. Zeros beyond the queries.
+    lse in base 2; delta = sum(dout * out) - dlse, which the softmax subtracts from the gradients of a query's weights;
+    and the query's number.
     """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    # Kept apart from the transposition, with which XLA's reduction takes five times as long.
+    # Fused with the transposition, XLA's reduction takes five times as long.
     delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
     if dlse is not None:
         delta = delta - dlse
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
     lines = [lse * LOG2_E, delta, places]
-    if group > 1:  # packed: the heads of a group are one head, their queries one after the other
+    if group > 1:  # packed: a group's heads are one head with the queries of all
         lines = [line.reshape(line.shape[0], line.shape[1] // group, -1) for line in lines]
     stacked = jnp.stack(lines, axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
 
 
 def row_sums(left: RowTiles, right: RowTiles) -> jax.Array:
-    """The sum of left * right along each row, in float32, of tiles of 64 rows; some columns at a time."""
+    """The sums of left * right along rows, in float32, for tiles of 64 rows; some columns at a time."""
 
     def parts(tiles):
         for _, part in tiles.panels(columns_at_once(tiles.form.size)):

@@ -1,1 +1,1 @@
-"""The forward kernel: how it is cut up (`config`), which tiles a block takes when (`schedule`), and its warpgroups."""
+"""The forward pass: configuration, order of tiles, kernel."""

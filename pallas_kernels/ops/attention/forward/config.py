@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels: what may be chosen, what is chosen, and what is worth measuring."""
+"""Configurations of the forward kernel: the choices, the default, and the candidates worth measuring."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
-"""Queries of a consumer warpgroup: those of one wgmma."""
+"""Queries of a consumer warpgroup: the rows of a wgmma."""
 STAGES = 2
-"""Tiles of keys, and of values, in shared memory at once."""
+"""Key tiles, and value tiles, in shared memory at once."""
 _SHORT = 512
-"""Keys of which the masked tiles are so many that their instructions count."""
+"""Up to so many keys, masked tiles are a large part, and their instructions count."""
 _FEW_ROUNDS = 1.5
-"""Blocks of 64 queries for each multiprocessor with which they were still faster than those of 128, causal."""
+"""Blocks of 64 queries a multiprocessor up to which they were faster than blocks of 128, causal."""
 _KEYS_OF_TURNS = 1024
-"""Up to so many, warpgroups take turns where all keys are seen, in whole tiles."""
+"""Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """How the forward kernel cuts its work.
+    """How the forward kernel splits its work.
 
-    warpgroups: consumers, each of 64 queries of one head; a further one, the producer, loads operands.
+    warpgroups: consumers, each with 64 queries of one head; one more, the producer, loads operands.
     columns: keys of a tile.
-    queries_in_registers: they are loaded once, and not read from shared memory for each tile of keys.
-    ping_pong: warpgroups take turns in issuing products, so that one's softmax runs beside the others' products.
-    is_persistent: a block a multiprocessor takes tiles of queries one after the other, the next one's operands coming
-        meanwhile; else a block for each, which the hardware deals out as others end.
-    own_output: the output leaves through shared memory of its own, so that the next queries need not wait for it.
-    output_parts: so many parts of its columns leave one after the other through the same shared memory, which is all
-        that large heads leave for an output of its own.
-    packs_dropout: it is applied to pairs of weights that are rounded to 16 bits, where the rate allows it.
-    short_masks: of a masked tile, places in the tile are compared, which are constants, with bounds that are made once,
-        and at one end of a window only with that end's.
-    memory_registers, compute_registers: of each thread of a warpgroup of either kind.
+    queries_in_registers: queries are loaded to registers once, and not read from shared memory for each key tile.
+    ping_pong: consumers take turns in issuing products, so that one's softmax runs beside the others' products.
+    is_persistent: one block a multiprocessor takes one query tile after the other, and loads the next one's operands
+        meanwhile; else each query tile has a block.
+    own_output: the output has its own shared memory, so that the next queries need not wait for it to be stored.
+    output_parts: parts of the output's columns, stored one after the other through the same shared memory: large heads
+        leave no room for all.
+    packs_dropout: dropout applies to pairs of weights that are rounded to 16 bits, if the rate allows it.
+    short_masks: masks compare columns in the tile, which are constants, with bounds that are computed once a row, and
+        at either end of a window only with that end's.
+    memory_registers, compute_registers: of a thread of the producer and of a consumer.
     """
 
     warpgroups: int = 2
@@ -60,7 +60,7 @@ class ForwardConfig:
 
 
 def default_forward(problem: Problem) -> ForwardConfig:
-    """The untuned choice: see TUNING.md for what was measured."""
+    """The default configuration; TUNING.md has the measurements."""
     masking, size = problem.masking, problem.head_size
     cores = target_device().core_count
     blocks = problem.batch * problem.heads * -(-masking.queries // ROWS)
@@ -69,13 +69,13 @@ def default_forward(problem: Problem) -> ForwardConfig:
         return config
     one = _of_one_warpgroup(config)
     if blocks <= cores:
-        # With two warpgroups half of the multiprocessors would have none.
+        # Blocks of two warpgroups would leave half of the multiprocessors idle.
         return one
     is_short = min(masking.keys, masking.queries) <= _SHORT and masking.left is None
     if not (masking.is_causal and is_short):
         return config
     if size == 64 and blocks <= 2 * cores:
-        # So few registers that two blocks of a warpgroup each share a multiprocessor, and all run at once.
+        # With so few registers, two blocks share a multiprocessor, and all run at once.
         return replace(one, columns=64, is_persistent=False, compute_registers=128)
     if size in (96, 128) and blocks <= _FEW_ROUNDS * cores:
         return replace(one, columns=64)
@@ -83,7 +83,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
 
 
 def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
-    """One consumer, which has more registers than two have."""
+    """The configuration with one consumer, which has more registers than each of two."""
     return replace(config, warpgroups=1, ping_pong=False, compute_registers=240)
 
 
@@ -92,7 +92,7 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
     if size > 128:
         return _of_large_heads(problem)
     if further > 1:
-        # Each holds registers of its own beside a tile's scores.
+        # Each feature holds registers beside a tile's scores.
         return ForwardConfig(columns=64, is_persistent=False)
     config = ForwardConfig(
         own_output=True,
@@ -110,7 +110,7 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
         return replace(config, queries_in_registers=True, ping_pong=takes_turns)
     if masking.is_causal and size in (64, 96):
         is_short = size == 64 and masking.keys <= _SHORT
-        # With two tiles of keys in panels of 32 columns ptxas has no registers for turns.
+        # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
         takes_turns = not (size == 96 and is_ragged(masking) and masking.keys <= 2 * config.columns)
         return replace(
             config, queries_in_registers=not is_short, short_masks=size == 96 or is_short, ping_pong=takes_turns
@@ -125,7 +125,7 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
         return config
     config = replace(config, short_masks=True)
     if masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns:
-        # In a loop over tiles of queries, masks and panels take too many registers.
+        # Masks and panels take too many registers in a loop over query tiles.
         return config
     if problem.head_size == 192:
         return replace(config, is_persistent=True, own_output=True)
@@ -134,14 +134,14 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
 
 
 def _further(problem: Problem) -> int:
-    """How many things beside a causal mask take registers of their own."""
+    """The number of features, beside a causal mask, that take registers."""
     masking = problem.masking
     things = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
     return sum(map(bool, things))
 
 
 def _fitting_columns(keys: int) -> int:
-    """Keys of a tile: fewer than 128 where tiles then hold a quarter less, with what is beyond the last key."""
+    """Keys of a tile: fewer than 128 where that saves a quarter of all tiles' rows, with those beyond the last key."""
     if keys <= 64:
         return 64
     held, of_many = (-(-keys // columns) * columns for columns in (96, 128))
@@ -149,13 +149,13 @@ def _fitting_columns(keys: int) -> int:
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
-    """The measured best of the candidates, else the untuned choice."""
+    """The measured best of the candidates, else the default."""
     candidates, untuned = partial(forward_candidates, problem), default_forward(problem)
     return tuning.configuration("attention", "forward", known(problem), candidates, untuned=untuned)
 
 
 def known(problem: Problem) -> tuning.Problem:
-    """What the tuned table knows a problem by. Lengths are exact: a last tile that is not whole takes registers."""
+    """The tuned table's key of a problem. Lengths are exact, as a last tile that is not whole takes registers."""
     masking = problem.masking
     left, right = ("all" if side is None else side for side in (masking.left, masking.right))
     further = {
@@ -207,9 +207,9 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
 
 
 def preferred(problem: Problem) -> tuple[str, ...]:
-    """The implementations tried, in this order, where the caller leaves the choice; "xla" where there are none.
+    """The implementations to try, in this order, where the caller leaves the choice; "xla" if there are none.
 
-    One token that sees itself alone has weights of one: XLA makes two short kernels of it.
+    One token that sees itself alone has weights of one, for which XLA has two short kernels.
     """
     is_alone = problem.masking.queries == problem.masking.keys == 1
     untuned = () if is_alone or not pays(problem) else ("mosaic",)

@@ -25,20 +25,26 @@ from pallas_kernels.primitives.random import mixed_words
 
 @dataclass(frozen=True, kw_only=True)
 class Consumer:
-    """warpgroup: its number in the block. lse_of_nothing: the log-sum-exp of a query that sees no key."""
+    """A consumer warpgroup. warpgroup: its number in the block. lse_of_nothing: of a query that sees no key."""
 
     block: Block
     warpgroup: jax.Array
     lse_of_nothing: float
 
     def run(self, results: Any) -> None:
-        """The tiles of one consumer warpgroup."""
-        config, problem = self.block.config, self.block.problem
-        words = mixed_words(self.block.extras["words"]) if problem.dropout_rate else None
-        scores = self._scores(words)
-        if "turn" in self.block.barriers:
-            # The first one's first turn.
-            plgpu.barrier_arrive(self.block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
+        """Computes and stores the output and log-sum-exp of the warpgroup's queries in each of the block's tiles."""
+        block, config, problem = self.block, self.block.config, self.block.problem
+        scores = Scores(
+            problem=problem,
+            columns=config.columns,
+            extras=block.extras,
+            words=mixed_words(block.extras["words"]) if problem.dropout_rate else None,
+            packs_dropout=config.packs_dropout,
+            short_masks=config.short_masks,
+        )
+        if "turn" in block.barriers:
+            # The first warpgroup's first turn.
+            plgpu.barrier_arrive(block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
 
         def tile_of_queries(head, tile, count, before):
             del count
@@ -47,49 +53,29 @@ class Consumer:
             )
             run = partial(self._tile, scores, head, tile, before)
             out, total, maximum, steps = pl.run_scoped(run, *accumulators)
-            self._store(head, tile, out, total, maximum, results)
+            self._store(scores, head, tile, out, total, maximum, results)
             return before + steps
 
-        self.block.schedule.for_each(self.block.index, self.block.extras.get("table"), tile_of_queries, jnp.int32(0))
-        if "turn" in self.block.barriers:
-
-            @pl.when(self.warpgroup == 0)
-            def _():
-                plgpu.barrier_wait(self.block.barriers["turn"].at[0])
-
+        block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
+        if "turn" in block.barriers:
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(block.barriers["turn"].at[0]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _scores(self, words=None) -> Scores:
-        config = self.block.config
-        return Scores(
-            problem=self.block.problem,
-            columns=config.columns,
-            extras=self.block.extras,
-            words=words,
-            packs_dropout=config.packs_dropout,
-            short_masks=config.short_masks,
-        )
-
     def _tile(self, scores: Scores, head, tile, before, o_ref, s_ref):
-        """(unnormalised output, its divisor, maximum, tiles of keys visited)."""
-        config, problem, barriers, buffers = (
-            self.block.config,
-            self.block.problem,
-            self.block.barriers,
-            self.block.buffers,
-        )
-        warpgroup = self.warpgroup
+        """Returns the unnormalised output, the sums of weights, the maxima, and the number of key tiles visited."""
+        block, warpgroup = self.block, self.warpgroup
+        config, problem, barriers, buffers = block.config, block.problem, block.barriers, block.buffers
         batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
-        first, full_first, full_last, last = self.block.key_tiles(batch, tile)
+        first, full_first, full_last, last = block.key_tiles(batch, tile)
         zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
 
         def start_scores(index) -> jax.Array:
             slot = rem_of(index, STAGES)
             plgpu.barrier_wait(barriers["k_full"].at[slot])
             s_ref[...] = plgpu.layout_cast(zeros((ROWS, config.columns)), plgpu.Layout.WGMMA)
-            # Its own warpgroup, but in words that keep the compiler from holding the queries' descriptors, two
-            # registers for each 16 features, throughout the loop.
+            # A shift by 30 gives zero. It keeps the compiler from holding the queries' descriptors, two registers for
+            # each 16 features, throughout the loop.
             place = warpgroup + lax.shift_right_logical(index, jnp.int32(30))
             queries = buffers["q"].at(place) if own_queries is None else own_queries
             multiply_across(s_ref, queries, buffers["k"].at(slot))
@@ -105,13 +91,13 @@ class Consumer:
 
         row_segments = None
         if problem.masking.has_segments:
-            numbers = self.block.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
+            numbers = block.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
             row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
         has_sides = config.short_masks and problem.masking.has_sides(config.rows, config.columns)
 
         def seen_scores(index, slot, *, is_masked: bool, wait_n: int, side: Side = "right") -> jax.Array:
-            """The product that is under way in `s_ref`, as far as it is seen; and the keys' place is free again."""
+            """Waits for the product in `s_ref`, frees the keys' slot, and returns the scores, masked."""
             column = (last - 1 - index) * config.columns
             value = plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
             reads_segments = is_masked and row_segments is not None
@@ -160,7 +146,7 @@ class Consumer:
                 plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
         maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
         total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
-        # The first tile is the one that the mask may cut: its code compares elements wherever there is a mask at all.
+        # The mask may cut the first tile: its elements are compared wherever there is a mask at all.
         self._await_turn()
         k_slot = start_scores(before)
         self._pass_turn()
@@ -168,9 +154,9 @@ class Consumer:
         weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
         carry = (maximum, total, scores.rounded(weights), factor)
 
-        # Steps count from the last tile of keys: those before `cut` are behind the full ones.
+        # Steps count from the last key tile: those before `cut` come after the full tiles.
         steps = last - first
-        if self.block.hides_steps:
+        if block.hides_steps:
             steps += hidden_zero()
         cut = jnp.int32(1)
         if self._many_masked_after:
@@ -190,7 +176,7 @@ class Consumer:
 
     @property
     def _many_masked_after(self) -> bool:
-        """Whether more than the last one of a tile's tiles of keys, from the back, may be cut by the mask."""
+        """Whether the mask may cut more key tiles after the full ones than the last one."""
         masking, config = self.block.problem.masking, self.block.config
         if masking.has_segments:
             return True
@@ -198,14 +184,14 @@ class Consumer:
             return False
         return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
 
-    def _store(self, head, tile, out, total, maximum, results) -> None:
+    def _store(self, scores: Scores, head, tile, out, total, maximum, results) -> None:
         config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
         warpgroup = self.warpgroup
         batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
         is_empty = total == 0.0
         safe = jnp.where(is_empty, 1.0, total)
-        kept = (1 - problem.dropout_rate) * self._scores().kept_unit
+        kept = (1 - problem.dropout_rate) * scores.kept_unit
         inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * kept))
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
@@ -233,6 +219,5 @@ class Consumer:
 
     def _pass_turn(self) -> None:
         if "turn" in self.block.barriers:
-            plgpu.barrier_arrive(
-                self.block.barriers["turn"].at[rem_of(self.warpgroup + 1, self.block.config.warpgroups)]
-            )
+            following = rem_of(self.warpgroup + 1, self.block.config.warpgroups)
+            plgpu.barrier_arrive(self.block.barriers["turn"].at[following])

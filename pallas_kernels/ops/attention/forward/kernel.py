@@ -1,10 +1,10 @@
 """Flash attention forward on Mosaic GPU: one launch, online softmax in registers, products asynchronous.
 
-A block has a tile of queries of one head; one warpgroup loads operands by TMA, the others have 64 queries each. Of
-every tile of keys a warpgroup starts the product with its queries, and the product of the previous tile's weights with
-their values behind it, and computes the softmax of the one while the other runs. Warpgroups take turns, so that one's
-exponentials run beside the other's products. Tiles of keys that nothing of is seen are not visited, and elements are
-compared only in those of which something is hidden: first among the tiles, which go from the last one to the first.
+A block has a tile of queries of one head. Its producer warpgroup loads operands by TMA, and each consumer warpgroup has
+64 queries. For each key tile, a consumer starts the product with its queries and, behind it, the product of the
+previous tile's weights and values, and computes the softmax of the one while the other runs. Consumers take turns, so
+that one's exponentials run beside the other's products. Key tiles are visited from the last to the first; those that no
+query sees are skipped, and the mask is applied only to those that it cuts.
 
 Sources: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023,
 https://arxiv.org/abs/2307.08691; Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and
@@ -46,8 +46,8 @@ def attention_forward(
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
     lse_of_nothing: the log-sum-exp of a query that sees no key.
-    pads_lse: whether lse may be longer, by what the last tile has beyond the queries: finite numbers, for
-        `attention_backward`.
+    pads_lse: whether lse keeps the rows of the last tile beyond the queries, which are finite; `attention_backward`
+        takes them.
     """
     config = config or tuned_forward(problem)
     queries = problem.masking.queries
@@ -64,7 +64,7 @@ def attention_forward(
 
 
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
-    """What there is of further arrays, as far as whole tiles go."""
+    """The kernel's further arrays, by name, padded to whole tiles."""
     arrays = {}
     rows, columns = config.rows, config.columns
     if extras.query_segments is not None and extras.key_segments is not None:
@@ -90,10 +90,9 @@ def _launch(
     arrays: dict[str, jax.Array],
     lse_of_nothing: float,
 ):
-    warpgroups = config.warpgroups
-    size, dtype = problem.head_size, problem.dtype
+    warpgroups, size, dtype = config.warpgroups, problem.head_size, problem.dtype
     form = TileForm(size=size, dtype=dtype, in_panels=is_ragged(problem.masking))
-    # A product over rows takes as many of them at a time as are columns that are swizzled together.
+    # A product over rows takes as many of them at a time as columns are swizzled together.
     value_form = form if config.columns % 64 == 0 else replace(form, swizzle=64)
     out_form = replace(form, size=size // config.output_parts)
     forms = {"q": form, "k": form, "v": value_form, "out": out_form}
@@ -152,7 +151,7 @@ def _launch(
         consumers=warpgroups,
         scratch=(buffers, barriers),
         products=problem.product and problem.product.times(2),
-        # Shared memory is read by TMA and tensor cores alone, and there are no sums across warps.
+        # Only TMA and tensor cores read shared memory, and there are no sums across warps.
         automatic_barriers=False,
         reduction_scratch_bytes=0,
     )

@@ -25,9 +25,10 @@ from pallas_kernels.primitives.platform import is_interpreted
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """References and static facts; the state is in loops' carries.
+    """A running block; both roles use it.
 
-    index: of the block. extras: references to further arrays, by name. buffers, barriers: in shared memory, by name.
+    index: the block's number. extras: references to further arrays, by name. buffers, barriers: in shared memory, by
+    name.
     """
 
     problem: Problem
@@ -40,9 +41,9 @@ class Block:
 
     @property
     def hides_steps(self) -> bool:
-        """Whether LLVM may not know how often a loop over tiles of keys runs: it makes straight code of few times.
+        """Whether to hide the step count from LLVM, which would unroll a loop of few steps.
 
-        Where registers are short, in panels or with large heads in a loop over tiles of queries, that takes too many.
+        That takes too many registers in panels, and with large heads in a loop over query tiles.
         """
         config, masking = self.config, self.problem.masking
         has_large_heads = self.problem.head_size > 128 and config.is_persistent
@@ -50,7 +51,7 @@ class Block:
         return (is_ragged(masking) and has_two) or (has_large_heads and (has_two or not masking.has_band))
 
     def key_tiles(self, batch: jax.Array, tile: jax.Array) -> TileRange:
-        """Those of a tile of queries: one at least, if masked throughout, so that nothing is a special case."""
+        """The key tiles of a query tile: at least one, which may be masked throughout, to have no special case."""
         masking, config = self.problem.masking, self.config
         if masking.has_segments:
             bounds = TileRange(*(self.extras["tiles"][batch, tile, i] for i in range(4)))
@@ -63,16 +64,12 @@ class Block:
 
 
 def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
-    """Loads the operands of every tile, as early as there is room."""
+    """Runs the producer: loads the operands of every tile, as early as there is room."""
     config, problem, barriers, buffers = block.config, block.problem, block.barriers, block.buffers
 
     def load(name: str, ref, index: jax.Array, place) -> None:
         slot = rem_of(index, STAGES)
-
-        @pl.when(index >= STAGES)
-        def _():
-            plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot])
-
+        pl.when(index >= STAGES)(lambda: plgpu.barrier_wait(barriers[f"{name}_empty"].at[slot]))
         full = barriers[f"{name}_full"].at[slot]
         buffers[name].at(slot).load_async(ref.at[place], full)
         if name == "k" and problem.masking.has_segments:
@@ -91,11 +88,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
             @pl.when(i == 0)
             def _():
                 for warpgroup in range(config.warpgroups):
-
-                    @pl.when(count > 0)
-                    def _(warpgroup=warpgroup):
-                        plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
-
+                    pl.when(count > 0)(lambda i=warpgroup: plgpu.barrier_wait(barriers["q_empty"].at[i]))
                     row = tile * config.rows + warpgroup * ROWS
                     place = q_ref.at[batch, pl.ds(row, ROWS), q_head]
                     buffers["q"].at(warpgroup).load_async(place, barriers["q_full"].at[warpgroup])
@@ -116,7 +109,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
 
 def hidden_zero() -> jax.Array:
-    """A scalar zero, int32, which LLVM takes for any number."""
+    """An int32 scalar zero that LLVM cannot know to be zero."""
     if is_interpreted():
         return jnp.int32(0)
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)

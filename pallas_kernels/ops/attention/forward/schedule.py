@@ -1,4 +1,4 @@
-"""Which tile of which head a block takes when."""
+"""The order of query tiles, and how the blocks of a launch share them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from jax import lax
 from pallas_kernels.ops.attention.problem import Problem
 
 L2_BYTES = 24 * 1024 * 1024
-"""Keys and values that may be in use at a time: half of the L2 cache of an H200."""
+"""Bytes of keys and values in use at a time: half of the L2 cache of an H200."""
 
 TILE_COST = 1
-"""What a tile of queries costs beside its tiles of keys, in tiles of keys."""
+"""The fixed cost of a query tile, in key tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of all tiles of queries, and how blocks share it.
+    """The order of all query tiles, and how blocks share it.
 
-    Heads that share keys come next to each other. Where work differs from tile to tile (causal attention: the last tile
-    has the most), heads are taken in sections whose keys and values stay in the L2 cache, and in each section the
-    longest tiles of all heads come first, so that what runs at the end is short.
+    Heads that share keys come next to each other. Where tiles differ in work (causal attention: a head's last tile has
+    the most), heads come in sections whose keys and values fit in the L2 cache, and in each section the longest tiles
+    of all heads come first, so that short ones run at the end.
 
-    tiles: of queries, in a head. heads: all of them, batch by batch. section: so many heads, which divides `heads`.
-    blocks: that share the work. costs: of a tile by its number, where they differ; blocks then take tiles as hardware
-    would deal them out, always the one that is done first, by a table; else block b takes places b, b + blocks...
+    tiles: query tiles of a head. heads: of all batch entries. section: heads of a section, a divisor of `heads`.
+    blocks: of the launch. costs: of a head's tiles, where they differ; a table then gives each tile to the block that
+        is free first; else block b takes the places b, b + blocks, ...
     """
 
     tiles: int
@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def of(cls, problem: Problem, rows: int, columns: int, blocks: int | None) -> Schedule:
-        """That of a problem; blocks: None for one a tile."""
+        """The schedule of a problem; blocks: None for one a tile."""
         masking = problem.masking
         tiles = -(-masking.queries // rows)
         heads = problem.batch * problem.heads
@@ -64,7 +64,7 @@ class Schedule:
 
     @property
     def table(self) -> np.ndarray | None:
-        """(blocks, 1 + longest): how many tiles each block takes, and their places; None where it takes no table."""
+        """(blocks, 1 + longest): each block's count of tiles, and their places; None where no table is needed."""
         total = self.tiles * self.heads
         if self.costs is None or self.blocks == total:
             return None
@@ -81,7 +81,7 @@ class Schedule:
         return table
 
     def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(head among all, tile) of a place in the order."""
+        """(head of all batch entries, tile) of a place in the order."""
         section, rest = divmod_of(index, self.section * self.tiles)
         tile, head = divmod_of(rest, self.section)
         if self.costs is not None:
@@ -89,9 +89,9 @@ class Schedule:
         return section * self.section + head, tile
 
     def for_each(self, block: jax.Array, table: Any, work: Callable[..., jax.Array], carry: jax.Array) -> jax.Array:
-        """carry = work(head among all, tile, count of the block's tiles before, carry) for each of its tiles.
+        """Runs carry = work(head, tile, number of the block's earlier tiles, carry) for each of the block's tiles.
 
-        table: a reference to `table`, or None where there is none.
+        table: a reference to `table`, or None.
         """
         total = self.tiles * self.heads
         if self.blocks == total:
@@ -116,11 +116,11 @@ class Schedule:
 
 
 def rem_of(value: jax.Array, size: int) -> jax.Array:
-    """Of what is not negative."""
+    """value % size, for value >= 0."""
     return lax.rem(value, jnp.asarray(size, value.dtype))
 
 
 def divmod_of(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Of what is not negative."""
+    """divmod(value, size), for value >= 0."""
     divisor = jnp.asarray(size, value.dtype)
     return lax.div(value, divisor), lax.rem(value, divisor)

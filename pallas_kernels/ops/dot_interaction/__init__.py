@@ -1,0 +1,1 @@
+"""The products of all pairs of feature vectors, as DLRM has them."""

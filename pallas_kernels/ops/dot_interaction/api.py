@@ -1,0 +1,97 @@
+"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.dot_interaction.mosaic_gpu import ROWS, dot_interaction_backward, dot_interaction_forward
+from pallas_kernels.ops.dot_interaction.reference import dot_interaction_reference
+from pallas_kernels.ops.dot_interaction.triangle import Triangle
+from pallas_kernels.primitives.checks import as_arrays, static_flag
+from pallas_kernels.primitives.gemm.operands import DTYPES
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
+from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.settings import usual_promotion
+
+MOST_FEATURES = 512
+"""The largest vector size: 64 vectors of it take 64 KiB of shared memory."""
+
+
+@usual_promotion
+def dot_interaction(
+    features: jax.Array, *, self_interaction: bool = False, implementation: Implementation = None
+) -> jax.Array:
+    """Multiplies each pair of a sample's feature vectors: the interaction of DLRM.
+
+    Equivalent to this, in float32 between the casts:
+
+        products = features @ features.swapaxes(-1, -2)       # (..., fields, fields)
+        y = products[..., *np.tril_indices(fields, 0 if self_interaction else -1)]
+
+    "mosaic" does not write the products to memory but for y, and is one kernel each way.
+
+    Args:
+        features: (..., fields, size), bfloat16, float16 or float32 (float64 with "xla").
+        self_interaction: whether y has the products of vectors with themselves, too.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16, at
+            most 64 fields, at least 128 pairs (17 fields), and a size that is a multiple of 16 and at most 512.
+            "xla": always runs.
+            None: "xla", since no GPU has measured the kernels yet.
+
+    Returns:
+        y, (..., pairs), of the dtype of features: the lower triangle, row after row.
+
+    Raises:
+        TypeError, ValueError: features or the implementation are not as above.
+        NotImplementedError: the requested implementation cannot run; the message says why.
+
+    Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019,
+    https://arxiv.org/abs/1906.00091
+    """
+    (features,) = as_arrays("dot_interaction", features=features)
+    self_interaction = static_flag("dot_interaction", "self_interaction", self_interaction)
+    if not jnp.issubdtype(features.dtype, jnp.floating):
+        raise TypeError(f"dot_interaction: features must be floating, got {features.dtype.name}; cast them first.")
+    if features.ndim < 2:
+        raise ValueError(f"dot_interaction: features must be (..., fields, size), got {features.shape}.")
+    support = {"mosaic": partial(mosaic_unsupported, features, self_interaction), "xla": lambda: None}
+    chosen = choose("dot_interaction", implementation, support)
+    if chosen == "xla" or features.size == 0:
+        return dot_interaction_reference(features, self_interaction=self_interaction)
+    samples = features.reshape(-1, *features.shape[-2:])
+    y: jax.Array = _dot_interaction_mosaic(self_interaction, samples)  # pyright: ignore
+    return y.reshape(*features.shape[:-2], -1)
+
+
+def mosaic_unsupported(features: jax.Array, self_interaction: bool) -> str | None:
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
+    if features.dtype.name not in DTYPES:
+        return f"features are {features.dtype.name}, the kernels take {', '.join(DTYPES)}"
+    fields, size = features.shape[-2:]
+    pairs = Triangle(fields=fields, has_diagonal=self_interaction).pairs
+    if features.size and (fields > ROWS or pairs < LANES):
+        return f"{fields} fields make {pairs} pairs; the kernels take at most {ROWS} fields and at least {LANES} pairs"
+    if size % 16 or size > MOST_FEATURES:
+        return f"the vectors have {size} values, the kernels take multiples of 16 up to {MOST_FEATURES}"
+    return mosaic_gpu_unsupported()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot_interaction_mosaic(has_diagonal: bool, x: jax.Array) -> jax.Array:
+    return dot_interaction_forward(x, has_diagonal=has_diagonal)
+
+
+def _mosaic_fwd(has_diagonal, x):
+    return dot_interaction_forward(x, has_diagonal=has_diagonal), x
+
+
+def _mosaic_bwd(has_diagonal, x, dy):
+    return (dot_interaction_backward(x, dy, has_diagonal=has_diagonal),)
+
+
+_dot_interaction_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -1,0 +1,134 @@
+"""The dot interaction on Mosaic GPU: one warpgroup per sample, and its square of products only on the chip.
+
+A sample's vectors are a tile of 64 rows, those beyond the last one zero. Forward, the tensor cores multiply the tile by
+itself, and the lower triangle of the square is packed in shared memory. Backward, the packed gradients are unpacked to
+a square G, and the tensor cores multiply G and G^T by the tile.
+
+A row of the triangle starts and ends anywhere, while the threads of a warpgroup access whole lines of 128 values. So
+rows are copied as such lines, one after the other: the next row overwrites what was too much, or a mask removes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm, multiply_across
+from pallas_kernels.ops.dot_interaction.triangle import Triangle
+from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.compat import store
+from pallas_kernels.primitives.flop_metadata import product
+from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.rows import LANES, load_row, split_row, store_row
+
+ROWS = 64
+"""Rows of a tensor-core product, and the most vectors of a sample."""
+_LINE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+
+def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
+    """Returns the products of pairs, (batch, pairs), of x's dtype.
+
+    x: (batch, fields, features) of a 16-bit dtype, at most 64 fields and at least 128 pairs, features a multiple of 16.
+    """
+    batch, fields, features = x.shape
+    triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
+    form = TileForm(size=features, dtype=x.dtype, in_panels=True)
+    segments = split_row(triangle.pairs, x.dtype.itemsize)
+    columns = 32 if fields <= 32 else ROWS  # of the square; Mosaic GPU stores it to lines that these divide
+
+    def dot_interaction(x_ref, out_ref, tile_ref, square, packed, barrier):
+        sample, tile = lax.axis_index("sample"), form.tiles(tile_ref)
+        _load(tile, x_ref.at[sample], barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(products):
+            multiply_across(products, tile, tile.part(pl.ds(0, columns)))
+            return products[...]
+
+        products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
+        store(square.at[:, pl.ds(0, columns)], products.astype(x_ref.dtype))
+
+        @pl.loop(0, fields)
+        def _(row):
+            line = plgpu.load(square.at[row], layout=_LINE, optimized=False)
+            store(packed.at[pl.ds(triangle.start(row), LANES)], line)
+
+        store_row(out_ref.at[sample], load_row(packed, segments), segments)
+
+    out_type = jax.ShapeDtypeStruct((batch, triangle.pairs), x.dtype)
+    return varying_like(_launch(dot_interaction, (x,), out_type, form, triangle), x)
+
+
+def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool) -> jax.Array:
+    """Returns the gradient of x; see `dot_interaction_forward`. dy: (batch, pairs), of x's dtype."""
+    _, fields, features = x.shape
+    triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
+    form = TileForm(size=features, dtype=x.dtype, in_panels=True)
+    segments = split_row(triangle.pairs, x.dtype.itemsize)
+
+    def dot_interaction_gradient(x_ref, dy_ref, dx_ref, tile_ref, square, packed, barrier):
+        sample, tile = lax.axis_index("sample"), form.tiles(tile_ref)
+        _load(tile, x_ref.at[sample], barrier)
+        store_row(packed, load_row(dy_ref.at[sample], segments), segments)
+        column = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LINE)
+
+        @pl.loop(0, ROWS)
+        def _(row):
+            start = jnp.minimum(triangle.start(row), triangle.pairs)
+            length = jnp.where(row < fields, triangle.length(row), 0)
+            line = plgpu.load(packed.at[pl.ds(start, LANES)], layout=_LINE, optimized=False).astype(jnp.float32)
+            store(square.at[row], jnp.where(column < length, line, 0.0).astype(square.dtype))
+
+        lower = square.at[:, pl.ds(0, ROWS)]
+        halves = (lower, lower.transpose((1, 0)))
+        gradients = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
+        plgpu.barrier_wait(barrier)
+        for panel in [panel for _, panel in tile.panels()]:
+
+            def multiply(products, panel=panel):
+                for half in gradients:  # a sum of both could overflow float16 on the diagonal
+                    plgpu.wgmma(products, half, panel)
+                return products[...]
+
+            products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(panel.shape, jnp.float32))
+            panel[...] = products.astype(x_ref.dtype)
+        plgpu.commit_smem()
+        tile.send(_all_rows(dx_ref.at[sample]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    dx = _launch(dot_interaction_gradient, (x, dy), out_type, form, triangle, products=2)
+    return varying_like(dx, x, dy)
+
+
+def _load(tile: RowTiles, source: Any, barrier: Any) -> None:
+    tile.load_async(_all_rows(source), barrier)
+
+
+def _all_rows(vectors: Any) -> Any:
+    """The vectors as 64 rows, which JAX refuses if the start is static."""
+    return vectors.at[pl.ds(jnp.full((), 0, jnp.int32), ROWS)]
+
+
+def _launch(body, operands, out_type, form: TileForm, triangle: Triangle, *, products: int = 1) -> jax.Array:
+    x = operands[0]
+    batch, fields, features = x.shape
+    return settings.kernel(
+        body,
+        out_type=out_type,
+        grid=(batch,),
+        grid_names=("sample",),
+        scratch_types=(
+            form.scratch(ROWS),
+            plgpu.SMEM((ROWS, LANES), x.dtype),
+            plgpu.SMEM((triangle.pairs + LANES,), x.dtype),
+            plgpu.Barrier(num_arrivals=form.copies),
+        ),
+        products=product(fields, fields, features, x.dtype).times(batch * products),
+    )(*operands)

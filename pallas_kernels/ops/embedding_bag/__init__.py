@@ -1,0 +1,1 @@
+"""Sums or means of table rows: the embedding lookup of recommendation models."""
