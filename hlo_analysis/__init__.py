@@ -51,5 +51,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# At import: a library user's first use of JAX, before any capture, would show the CUDA plugin's complaint otherwise.
+# Set at import: otherwise a user's first use of JAX, before any capture, would show the CUDA plugin's complaint.
 silence_missing_gpu()

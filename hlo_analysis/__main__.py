@@ -17,10 +17,10 @@ from hlo_analysis.records import Analysis, Comparison, StrategyResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 1 after an error that was said in words."""
+    """Runs the command. Returns 0, or 1 after printing an error."""
     options = _parser().parse_args(arguments)
     try:
-        # What the function prints while it is imported and traced must not stand before the JSON.
+        # Output of the user's function, while it is imported and traced, must not come before the JSON.
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
             analysis = _analysis(options)
     except HloAnalysisError as error:
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _analysis(options: argparse.Namespace) -> Analysis:
-    # A machine without a GPU has the CUDA plugin for its compiler alone. Ours is the process: nobody else's choice.
+    # Without a GPU, the CUDA plugin serves only as a compiler. This process is ours, so nobody else depends on the
+    # choice.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import Capture, capture
@@ -75,7 +76,7 @@ def _function(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything when imported
         raise CaptureError(f"{name!r}: expected package.module:function, and {error}") from error
     finally:
         sys.path.pop(0)

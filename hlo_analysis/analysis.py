@@ -1,4 +1,4 @@
-"""`analyze`: a Capture to the records that every report is made from."""
+"""Turns a Capture into the records that every report is made from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hlo_analysis.capture import Capture
-from hlo_analysis.catalogue import Catalogue
-from hlo_analysis.caveats import kernels_elsewhere, notes_of
+from hlo_analysis.catalogue import Catalogue, kernels_for
+from hlo_analysis.caveats import notes_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
+from hlo_analysis.costs.occupancy import multiprocessor_limits
 from hlo_analysis.costs.resources import read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
@@ -24,16 +25,16 @@ from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 
 
 def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue = ()) -> Analysis:
-    """Explains what the compiler did with the captured program. Pure: reads the capture and nothing else.
+    """Explains what the compiler did with the captured program. Pure: it reads only the capture.
 
     Args:
       capture: from `hlo_analysis.capture`, or `Capture.load`.
-      label: a name for reports; the capture's own by default.
-      catalogue: kernels that remedies may name; see `hlo_analysis.catalogue.Kernel`. Without any, a remedy says what a
-        kernel would do.
+      label: a name for reports; by default the capture's own.
+      catalogue: kernels that remedies may name; see `hlo_analysis.catalogue.Kernel`. Without a catalogue, a remedy only
+        says what a kernel would do.
 
     Raises:
-      TypeError: it is no Capture.
+      TypeError: `capture` is not a Capture.
       DumpError: the capture has no final module, or its thunk list is cut off.
       HloParseError: its HLO text is not well formed.
     """
@@ -53,7 +54,7 @@ def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue 
 
 
 def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
-    """The final module, or the last one before XLA stopped, with a note that says so."""
+    """Returns the final module; if XLA stopped early, the last one before that, with a note that says so."""
     text = capture.text("final_hlo")
     if text is not None:
         return parse_module(text), ()
@@ -86,6 +87,7 @@ def _assemble(
             mosaic=read_resources(capture.text("mosaic_resources")),
             ptx=read_resources(capture.text("ptx_resources")),
         ),
+        limits=multiprocessor_limits(capture.text("target_config")),
     )
     rows = [launch_row(index, site, context) for index, site in enumerate(table.sites)]
     launches = tuple(row.launch for row in rows)
@@ -101,10 +103,9 @@ def _assemble(
         device,
         outputs=outputs,
         donated=_donated(module),
-        catalogue=catalogue,
+        catalogue=kernels_for(catalogue, capture.manifest.compute_capability),
     )
-    found = (*notes_of(launches, outputs), *kernels_elsewhere(missed, capture.manifest.compute_capability, catalogue))
-    notes = (*provenance.notes, *notes, *table.notes, *found)
+    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs))
     return Analysis(
         label=label,
         provenance=replace(provenance, notes=notes),
@@ -120,7 +121,6 @@ def _assemble(
 
 
 def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:
-    """Names of the values that the program returns."""
     entry = module.entry
     return frozenset(
         source.name
@@ -130,13 +130,13 @@ def _outputs(module: Module, flow: Dataflow) -> frozenset[str]:
 
 
 def _donated(module: Module) -> frozenset[str]:
-    """Names of the arguments whose buffers hold results, from the module's `input_output_alias`."""
+    """Returns the names of the arguments whose buffers hold results, from the module's `input_output_alias`."""
     aliased = aliased_parameters(module)
     return frozenset(p.name for number, p in enumerate(module.entry.parameters) if number in aliased)
 
 
 def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) -> Traffic:
-    """Sums over one run: each launch as often as it runs."""
+    """Sums over one run, counting each launch as often as it runs."""
     return Traffic(
         bytes_read=sum(launch.bytes_read * launch.repeat for launch in launches),
         bytes_written=sum(launch.bytes_written * launch.repeat for launch in launches),
@@ -147,7 +147,7 @@ def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) ->
 
 
 def _memory(capture: Capture) -> Memory:
-    """What the compiler reported, else what the buffer assignment says."""
+    """Returns the memory use that the compiler reported, or else that of the buffer assignment."""
     memory = capture.manifest.memory
     text = capture.text("buffer_assignment")
     return parse_buffer_assignment(text) if memory == Memory() and text else memory

@@ -35,8 +35,9 @@ class Kernel:
     pattern: of `PATTERNS`.
     package: where it is imported from. Its source lines are not the user's.
     compute_capabilities: major compute capabilities of the GPUs that it runs on; none means all.
-    limit: given the launches that it would replace, the producer first, says what it asks of them beyond what they
-      show, or None where it takes them as they are.
+    unsupported: given the launches that it would replace, the producer first, says why it cannot (their shapes or
+      dtypes), or None where it can, as far as they show. Of attention it is given the products.
+    code: Python that calls it, for reports to show.
 
     Raises:
         ValueError: no such pattern.
@@ -46,7 +47,8 @@ class Kernel:
     pattern: str
     package: str
     compute_capabilities: tuple[int, ...] = ()
-    limit: Callable[[Sequence[LaunchRow]], str | None] = lambda launches: None
+    unsupported: Callable[[Sequence[LaunchRow]], str | None] = lambda launches: None
+    code: str = ""
 
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:
@@ -57,3 +59,9 @@ class Kernel:
 
 
 Catalogue = Sequence[Kernel]
+
+
+def kernels_for(catalogue: Catalogue, compute_capability: tuple[int, int]) -> Catalogue:
+    """Those that run on a GPU; all where its capability is not known, (0, 0)."""
+    major = compute_capability[0]
+    return [kernel for kernel in catalogue if major in (0, *(kernel.compute_capabilities or (major,)))]

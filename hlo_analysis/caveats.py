@@ -1,28 +1,30 @@
-"""What a report should say of a program beside its numbers, in sentences."""
+"""Writes the notes that a report shows beside a program's numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.patterns.launch_patterns import calls_python
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.program.launch_kinds import EMITTERS
-from hlo_analysis.records import OPAQUE_KINDS, MissedFusion
+from hlo_analysis.records import OPAQUE_KINDS
 
 _LARGE_PRODUCT = 10**9
-"""FLOPs from which a product belongs on the matrix units: below, XLA's loops may well be the better choice."""
+"""FLOPs from which a product belongs on the matrix units; for smaller ones, XLA's loops may be the better choice."""
 
 _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
 
-# From so many launches alike, and from such a part of the program's time, arrays are better kept as one.
+_NAMED = 5
+"""The most spilling kernels that a note names."""
+
+# From this many similar launches, and this share of the program's time, arrays are better kept as one.
 _MANY = 8
 _PART = 0.05
 
 
 def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
-    """The sentences, in order.
+    """Yields the notes in order.
 
     Args:
         launches: the launch table.
@@ -30,32 +32,16 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterato
     """
     yield from _slow_products(launches)
     yield from _opaque_kernels(launches)
+    yield from _spills(launches)
     yield from _small_updates(launches, outputs)
     yield from _offloading(launches)
     yield from _callbacks(launches)
 
 
-def kernels_elsewhere(
-    missed: Sequence[MissedFusion], compute_capability: tuple[int, int], catalogue: Catalogue
-) -> Iterator[str]:
-    """Yields a note on remedies that name kernels for another GPU; a capability of 0 is not known."""
-    named = {found.remedy.partition(":")[0] for found in missed}
-    major = compute_capability[0]
-    others = [kernel for kernel in catalogue if kernel.name in named and kernel.compute_capabilities]
-    others = [kernel for kernel in others if major not in (0, *kernel.compute_capabilities)]
-    if others:
-        made_for = sorted({f"{capability}.x" for kernel in others for capability in kernel.compute_capabilities})
-        yield (
-            f"The remedies {', '.join(sorted({kernel.name for kernel in others}))} name kernels for GPUs of compute "
-            f"capability {' and '.join(made_for)}; this one has {major}.{compute_capability[1]}, where the same "
-            "functions may fall back to XLA."
-        )
-
-
 def _slow_products(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """A note on products that XLA left to its loop emitter, one thread an element.
+    """Notes matrix products that XLA left to its loop emitter, which computes one result element per thread.
 
-    On an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
+    At an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
     """
     slow = [
         launch.name
@@ -66,26 +52,36 @@ def _slow_products(launches: Sequence[LaunchRow]) -> Iterator[str]:
     ]
     if slow:
         yield (
-            f"Matrix products without matrix units: {', '.join(slow)}. XLA's default gives them to its loop emitter, "
-            "one thread an element of the result; with autotuning (an attached GPU, or a recording of one) it times "
-            "the alternatives first."
+            f"Matrix products without matrix units: {', '.join(slow)}. By default XLA uses its loop emitter for them, "
+            "which computes one element of the result per thread. With autotuning (an attached GPU, or a recording of "
+            "one) it first times the alternatives."
         )
 
 
 def _opaque_kernels(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """A note on kernels that are not XLA's and so show their operands and results alone."""
+    """Notes kernels that are not XLA's, of which only operands and results are visible."""
     unknown = [launch for launch in launches if launch.kind in OPAQUE_KINDS and not launch.flops]
     opaque = {launch.kind for launch in unknown if not calls_python(launch)}
     if opaque:
         names = sorted(_OPAQUE_NAMES.get(kind, kind) for kind in opaque)
         yield (
-            f"What happens inside {' and '.join(names)} kernels is not known, but for products that a program states "
-            "beside them: no other FLOPs are counted, and their traffic unfused is that of the kernel."
+            f"What happens inside {' and '.join(names)} kernels is not known. Their FLOPs count only if the program "
+            "states them, and their unfused traffic is that of the kernel."
         )
 
 
+def _spills(launches: Sequence[LaunchRow]) -> Iterator[str]:
+    """A note on kernels whose threads have too few registers, those that spill most first."""
+    spilling = {launch.kernel or launch.name: launch.spill_bytes for launch in launches if launch.spill_bytes}
+    if spilling:
+        ranked = sorted(spilling.items(), key=lambda entry: -entry[1])
+        named = ", ".join(f"{name} ({size} bytes a thread)" for name, size in ranked[:_NAMED])
+        rest = f" and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
+        yield f"Registers do not suffice, so that threads store values to memory and load them again: {named}{rest}."
+
+
 def _small_updates(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
-    """A note on arrays that are updated apart, each in the time that a launch takes, as biases by an optimizer."""
+    """Notes small arrays that are updated separately, such as an optimizer's biases: each takes a launch's overhead."""
     alike: dict[tuple, list[LaunchRow]] = defaultdict(list)
     for launch in launches:
         arguments = [value for value in launch.inputs if value.producer is None]
@@ -109,7 +105,7 @@ def _small_updates(launches: Sequence[LaunchRow], outputs: Collection[str]) -> I
 
 
 def _offloading(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """A note on what goes over the host's bus, an order of magnitude slower than HBM and mostly beside other work."""
+    """Notes transfers over the host's bus, which is ten times slower than HBM and mostly overlaps other work."""
     moves = [launch for launch in launches if launch.host_bytes]
     if moves:
         count = sum(launch.repeat for launch in moves)
@@ -121,13 +117,13 @@ def _offloading(launches: Sequence[LaunchRow]) -> Iterator[str]:
 
 
 def _callbacks(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """A note on calls back to Python, for which all that follows waits."""
+    """Notes calls back to Python, which all following work waits for."""
     if calls := [launch for launch in launches if calls_python(launch)]:
         count = sum(launch.repeat for launch in calls)
         where = ", ".join(dict.fromkeys(launch.source or launch.name for launch in calls))
         yield (
-            f"The program calls back to Python on the host, {_times(count)} in a run ({where}), and waits for it: the "
-            "roofline does not count that, and what is handed to Python and back is fused with nothing."
+            f"The program calls back to Python on the host, {_times(count)} in a run ({where}), and waits for it. The "
+            "roofline does not count the wait, and values passed to Python and back cannot be fused."
         )
 
 

@@ -1,4 +1,4 @@
-"""Strategies side by side: launches aligned by the model's named scopes."""
+"""Compares strategies, with their launches aligned by the model's named scopes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Key = tuple[str, Phase]
 def compare_analyses(
     title: str, results: Sequence[StrategyResult], baseline: str, *, unfused: str | None = None
 ) -> Comparison:
-    """Aligns the strategies' launches by (scope, phase), in program order.
+    """Aligns the strategies' launches by (scope, phase), in program order; those without a scope by source line.
 
-    A launch counts under its own scope. Where its fused instructions also belong to another scope (a residual add
-    inside a norm, say), that scope's cell names the launch in `fused_into` and counts no bytes for it.
+    A launch counts in its own scope. Its fused instructions may also belong to another scope (a residual add inside a
+    norm, say). That scope's cell then names the launch in `fused_into` and counts no bytes for it.
 
     Args:
-        title: what was compared, for people.
-        results: one entry a strategy; those without an analysis take no part in the rows.
+        title: what is compared, for people.
+        results: one entry per strategy; those without an analysis take no part in the rows.
         baseline: the strategy that differences are taken against.
-        unfused: the strategy that fuses nothing, which savings are counted against where it has an analysis.
+        unfused: the strategy that fuses nothing, against which savings are counted if it has an analysis.
 
     Raises:
-        ValueError: `baseline` is none of `results`, or two of them have one name.
+        ValueError: `baseline` is not in `results`, or two results have one name.
     """
     names = [result.name for result in results]
     if len(set(names)) != len(names):
@@ -58,7 +58,7 @@ def compare_analyses(
 def _launches_by_scope(analysis: Analysis) -> dict[Key, tuple[Launch, ...]]:
     groups: dict[Key, tuple[Launch, ...]] = {}
     for launch in analysis.launches:
-        key = (launch.scope, launch.phase)
+        key = (launch.group, launch.phase)
         groups[key] = (*groups.get(key, ()), launch)
     return groups
 
@@ -86,10 +86,10 @@ def _program_order(
     own: Mapping[str, Mapping[Key, tuple[Launch, ...]]],
     guests: Mapping[str, Mapping[Key, tuple[Launch, ...]]],
 ) -> list[Key]:
-    """All keys by the middle of their launches, merged over strategies; the one with most scopes leads.
+    """Orders all keys by the median of their launches, merged over strategies; the one with most scopes leads.
 
-    The middle, and not the first: a mask or a table made early does not move its whole scope. Launches without a scope
-    come last.
+    The median, unlike the first launch, keeps a scope in place if a mask or table of it is made early. Launches with
+    neither scope nor source line come last.
     """
     order: list[Key] = []
     for name in sorted(own, key=lambda name: -len(own[name])):
@@ -108,7 +108,7 @@ def _program_order(
 
 
 def _guest_position(key: Key, host: Launch, order: list[Key]) -> int:
-    """Before or after the row of the launch that holds the work, as the launch's text has them."""
+    """Returns the position before or after the host launch's row, in the order of the scopes in the launch."""
     inside = host.scopes
-    row: Key = (host.scope, host.phase)
-    return order.index(row) + (inside.index(key) > inside.index(row))
+    is_after = inside.index(key) > inside.index((host.scope, host.phase))
+    return order.index((host.group, host.phase)) + is_after

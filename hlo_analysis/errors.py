@@ -1,4 +1,4 @@
-"""The errors that `hlo_analysis` raises for bad input, each saying what was expected, what came and what to do."""
+"""Defines the errors for bad input; each says what was expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class HloAnalysisError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the errors that this package raises deliberately."""
 
 
 class CaptureError(HloAnalysisError):
     """A function could not be traced, or XLA could not compile it.
 
-    `last_words` holds the end of what XLA wrote to its error stream; '' where XLA never ran.
+    `last_words` holds the end of XLA's error output; '' if XLA never ran.
     """
 
     def __init__(self, message: str, *, last_words: str = "") -> None:
@@ -22,19 +22,23 @@ class CaptureError(HloAnalysisError):
 
 
 class UnknownTargetError(HloAnalysisError, ValueError):
-    """No such target, or one that this package cannot compile for."""
+    """The target does not exist, or this package cannot compile for it."""
 
 
 class UnknownOptionError(CaptureError, ValueError):
     """XLA has no compiler option of that name."""
 
 
+class UnknownEdgeError(HloAnalysisError, LookupError):
+    """No launch, instruction or edge has that name, or several do."""
+
+
 class DumpError(HloAnalysisError, ValueError):
-    """A folder or archive is not a capture, or lacks what an analysis needs."""
+    """A folder or archive is not a capture, or lacks data that an analysis needs."""
 
 
 class HloParseError(HloAnalysisError, ValueError):
-    """HLO text that is not well formed. `line` and `column` count from 1."""
+    """The HLO text is not well formed. `line` and `column` count from 1."""
 
     def __init__(self, message: str, *, line: int, column: int) -> None:
         self.message = message
@@ -43,7 +47,7 @@ class HloParseError(HloAnalysisError, ValueError):
         super().__init__(f"line {line}, column {column}: {message}")
 
     def __reduce__(self):
-        """Rebuild from the parts: errors cross process boundaries by pickle."""
+        """Rebuilds the error from its parts, because errors cross process boundaries by pickle."""
         return _hlo_parse_error, (self.message, self.line, self.column)
 
 
@@ -52,6 +56,6 @@ def _hlo_parse_error(message: str, line: int, column: int) -> HloParseError:
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A phrase for error messages: `; did you mean 'a' or 'b'?`, or '' when nothing is near."""
+    """Returns a phrase for error messages: `; did you mean 'a' or 'b'?`, or '' if no name is near."""
     near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(match) for match in near)}?" if near else ""

@@ -1,7 +1,7 @@
-"""Records to JSON and back, and the JSON schemas that the package ships.
+"""Converts records to JSON and back, and writes the JSON schemas that the package ships.
 
-`schemas/<record>-<version>.json` are the schemas of version `records.SCHEMA_VERSION`; `python -m hlo_analysis.schema`
-writes them anew after a change to the records. A change that old readers would misread takes a new version.
+`schemas/<record>-<version>.json` are the schemas of version `records.SCHEMA_VERSION`. After a change to the records,
+`python -m hlo_analysis.schema` writes them again. A change that old readers would misread needs a new version.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def to_json(record: Analysis | Comparison) -> str:
-    """A record as indented JSON, the same text for equal records.
+    """Formats a record as indented JSON; equal records give equal text.
 
-    Properties (`saved_bytes`, …) are not stored. Infinite numbers, which JSON lacks, are written "inf", "-inf", "nan".
+    Properties (`saved_bytes`, …) are not stored. JSON has no infinite numbers, so they are written "inf", "-inf",
+    "nan".
     """
     data = _spelled(_adapter(type(record)).dump_python(record, mode="json"))
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -47,10 +48,11 @@ def _spelled(value: Any) -> Any:
 
 
 def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
-    """The record that `to_json` wrote.
+    """Reads a record that `to_json` wrote.
 
     Raises:
-      DumpError: not JSON, of another schema version, or not a record of this class: says where and what.
+      DumpError: the text is not JSON, has another schema version, or is not a record of this class; the message says
+        where and what.
     """
     try:
         data = json.loads(text)
@@ -79,11 +81,11 @@ def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
 
 
 def json_schema(cls: type[Analysis] | type[Comparison]) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of what `to_json` writes for a class of records."""
+    """Returns the JSON schema (draft 2020-12) of the output of `to_json` for a class of records."""
     schema = _adapter(cls).json_schema(mode="serialization")
     title = f"{cls.__name__}, version {SCHEMA_VERSION}"
     for field in schema.get("$defs", {}).get("Numerics", {}).get("properties", {}).values():
-        if field.get("type") == "number":  # the error of a kernel that overflows is infinite
+        if field.get("type") == "number":  # an overflowing kernel has an infinite error
             del field["type"]
             field["anyOf"] = [{"type": "number"}, {"enum": _NOT_FINITE}]
     schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "title": "Schema Version", "type": "integer"}
@@ -91,12 +93,12 @@ def json_schema(cls: type[Analysis] | type[Comparison]) -> dict[str, Any]:
 
 
 def schema_path(cls: type[Analysis] | type[Comparison]) -> Path:
-    """Where the package keeps the schema of a class of records."""
+    """Returns the path of the schema of a class of records in the package."""
     return SCHEMA_FOLDER / f"{cls.__name__.lower()}-{SCHEMA_VERSION}.json"
 
 
 def write_schemas() -> None:
-    """Write the schema files of this version."""
+    """Writes the schema files of this version."""
     SCHEMA_FOLDER.mkdir(exist_ok=True)
     for cls in (Analysis, Comparison):
         schema_path(cls).write_text(json.dumps(json_schema(cls), indent=2) + "\n", encoding="utf-8")

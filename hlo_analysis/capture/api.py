@@ -54,7 +54,6 @@ def capture(
     label: str | None = None,
     keep: str | Path | None = None,
     lower_context: AbstractContextManager[Any] | None = None,
-    emit_ptx: bool = False,
     measure: bool = False,
 ) -> Capture:
     """Compiles `fn` for a GPU, present or not, and keeps the compiler's stages, decisions, launches and memory.
@@ -78,9 +77,6 @@ def capture(
       label: a name for reports; the function's own by default.
       keep: a folder to write to, which must be empty or not exist. By default the files go when the Capture does.
       lower_context: entered while the function is traced.
-      emit_ptx: also find out the registers, spills and static shared memory of XLA's own kernels: keeps their PTX, and
-        what ptxas reports as the artefact "ptx_resources". (Those of Mosaic kernels are always kept, as
-        "mosaic_resources".)
       measure: also run the program, on the target "attached" or "cpu", with drawn arguments (see `capture/runner.py`).
         `analyze` then gives `Analysis.measured`.
 
@@ -112,7 +108,7 @@ def capture(
                     f"{program.function} is spread over {program.devices} devices, which only a named GPU target "
                     f"compiles for, not {goal.name}"
                 )
-            options = _options(goal, folder, recording, emit_ptx=emit_ptx) | given
+            options = _options(goal, folder, recording) | given
             if measure and goal.kind == "attached":
                 # Else XLA launches one by one while it is profiled, with gaps that no run has.
                 options = {"xla_enable_command_buffers_during_profiling": True} | options
@@ -193,7 +189,7 @@ def _environment(target: Target) -> dict[str, str]:
     return dict(attached.ENVIRONMENT) if target.kind == "attached" else {"JAX_PLATFORMS": "cpu"}
 
 
-def _options(target: Target, folder: Path, recording: Path | None, *, emit_ptx: bool) -> dict[str, Any]:
+def _options(target: Target, folder: Path, recording: Path | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "xla_dump_to": str(folder / DUMP),
         "xla_dump_hlo_as_text": True,
@@ -201,14 +197,13 @@ def _options(target: Target, folder: Path, recording: Path | None, *, emit_ptx: 
     }
     if target.kind == "cpu":
         return options
+    options["xla_dump_emitter_re"] = "ptx"  # of which ptxas tells the registers
     if target.compute_capability in _COST_MODEL_CAPABILITIES:
         options["xla_gpu_collect_cost_model_stats"] = True
     if recording is not None:
         options["xla_gpu_load_autotune_results_from"] = str(recording)
     if target.kind == "attached":
         options["xla_gpu_dump_autotune_results_to"] = str(folder / autotuning.RESULTS_NAME)
-    if emit_ptx:
-        options["xla_dump_emitter_re"] = "ptx"
     return options
 
 

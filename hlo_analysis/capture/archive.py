@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from hlo_analysis.capture import artefacts
 from hlo_analysis.capture.foreign import infer_manifest
+from hlo_analysis.capture.limits import Limits
 from hlo_analysis.capture.manifest import MANIFEST, Manifest, manifest_json, read_manifest
 from hlo_analysis.errors import DumpError
 from hlo_analysis.records import Memory, Provenance
@@ -25,9 +26,12 @@ class Capture:
     Made by `capture()`, or opened with `Capture.load`. Files in a temporary folder go when the capture does.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, temporary: bool = False) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, temporary: bool = False, limits: Limits | None = None
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self._limits = limits or Limits.of_environment()
         self._finalizer = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True) if temporary else None
 
     def __repr__(self) -> str:
@@ -56,9 +60,15 @@ class Capture:
         return path if path is not None and path.is_file() else None
 
     def text(self, key: str) -> str | None:
-        """An artefact's text, or None when the capture has none of that key."""
+        """An artefact's text, or None when the capture has none of that key.
+
+        Raises `DumpError` for a file that is larger than the limits of `load` allow.
+        """
         path = self.file(key)
-        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
+        if path is None:
+            return None
+        self._limits.check_file(path, path.stat().st_size)
+        return path.read_text(encoding="utf-8", errors="replace")
 
     def require(self, key: str) -> str:
         """An artefact's text. Raises `DumpError` when the capture has none of that key."""
@@ -98,28 +108,29 @@ class Capture:
         return target
 
     @classmethod
-    def load(cls, path: str | Path, *, module: str | None = None) -> Capture:
+    def load(cls, path: str | Path, *, module: str | None = None, limits: Limits | None = None) -> Capture:
         """Opens a capture: its folder, its archive, or any folder (or zip of one) that `xla_dump_to` wrote.
 
         Args:
           path: the folder or archive.
           module: which module of a dump with several, e.g. "jit_train_step"; the largest by default.
+          limits: how large it may be; by default those of `Limits`, and of the environment.
 
         Raises:
-          DumpError: nothing there, not a capture, or one that was cut off; says what is missing.
+          DumpError: nothing there, not a capture, one that was cut off, or one above a limit; says what and why.
         """
-        source = Path(path)
+        source, limits = Path(path), limits or Limits.of_environment()
         if source.is_dir():
-            if (source / MANIFEST).is_file():
-                return cls(source.absolute(), read_manifest(source))
-            return cls(source.absolute(), infer_manifest(source, module))
+            limits.check_count(source, sum(1 for _ in source.iterdir()))
+            manifest = read_manifest(source) if (source / MANIFEST).is_file() else infer_manifest(source, module)
+            return cls(source.absolute(), manifest, limits=limits)
         if not source.exists():
             raise DumpError(f"{source} does not exist; expected a capture or a folder that xla_dump_to wrote")
         if not zipfile.is_zipfile(source):
             raise DumpError(f"{source} is neither a folder nor a capture's zip archive (or it was cut off)")
         folder = Path(tempfile.mkdtemp(prefix="hlo_capture_"))
         try:
-            _extract(source, folder)
+            _extract(source, folder, limits)
             inner = folder if (folder / MANIFEST).is_file() else _only_folder(folder)
             manifest = read_manifest(inner) if (inner / MANIFEST).is_file() else infer_manifest(inner, module)
         except BaseException:
@@ -127,13 +138,17 @@ class Capture:
             raise
         if inner != folder:
             manifest = _moved_into(manifest, inner.relative_to(folder).as_posix())
-        return cls(folder, manifest, temporary=True)
+        return cls(folder, manifest, temporary=True, limits=limits)
 
 
-def _extract(source: Path, folder: Path) -> None:
-    """Unpacks an archive, refusing names that lead out of the folder and anything but plain files."""
+def _extract(source: Path, folder: Path, limits: Limits) -> None:
+    """Unpacks an archive, refusing too much, names that lead out of the folder, and anything but plain files.
+
+    A file gives no more bytes than the archive's directory says, so that the limits hold whatever is inside.
+    """
     try:
         with zipfile.ZipFile(source) as archive:
+            limits.check_archive(source, [entry.file_size for entry in archive.infolist()])
             for entry in archive.infolist():
                 name = PurePosixPath(entry.filename.replace("\\", "/"))
                 mode = entry.external_attr >> 16

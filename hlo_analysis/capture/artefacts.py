@@ -58,16 +58,18 @@ class Stage:
 
 def modules(names: Iterable[str]) -> dict[str, list[str]]:
     """File names by the module they belong to ('module_0001.jit_f')."""
-    heads: dict[str, list[str]] = {}
     known = sorted(names)
     # XLA writes before_optimizations first of every module; its file name shows where the module's name ends.
     starts = [name.removesuffix(".before_optimizations.txt") for name in known if name.endswith(_ENDINGS[0][1])]
     if not starts:
         starts = sorted({match["module"] for name in known if (match := _FILE.match(name))})
-    for start in sorted(starts, key=len, reverse=True):
-        own = [name for name in known if name.startswith(start + ".")]
-        heads[start] = own
-        known = [name for name in known if name not in set(own)]
+    heads: dict[str, list[str]] = {start: [] for start in sorted(starts, key=len, reverse=True)}
+    for name in known:
+        start = name
+        while start and start not in heads:  # the longest that fits: a module's name may begin with another's
+            start = start.rpartition(".")[0]
+        if start and start != name:
+            heads[start].append(name)
     return heads
 
 

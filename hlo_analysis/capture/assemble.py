@@ -82,6 +82,7 @@ def assemble(
             compiler_options=tuple((name, str(value)) for name, value in options.items()),
             versions=tuple(result["versions"].items()),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            lower_seconds=round(program.seconds, 3),
             compile_seconds=round(float(result["seconds"]), 3),
             notes=tuple(notes),
         ),

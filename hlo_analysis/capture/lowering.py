@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import re
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import AXIS, NEEDS_DEVICES, mesh_of_one, name_target_in_meshes, without_devices
+from hlo_analysis.capture.module_scopes import name_modules
 from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target
@@ -49,7 +51,7 @@ def leave_out_packages(*names: str) -> None:
     _LIBRARIES.update(names)
 
 
-for _name in ("lowering.py", "api.py"):
+for _name in ("lowering.py", "api.py", "module_scopes.py", "patches.py"):
     leave_out_frames(str(Path(__file__).with_name(_name)))
 
 
@@ -62,6 +64,8 @@ class Lowered:
     function: str
     arguments: tuple[str, ...]
     """'name: dtype[shape]' of each array argument."""
+    seconds: float = 0.0
+    """Of this thread, to trace and lower it: other threads' work does not count."""
     devices: int = 1
     """How many the program is spread over, by a mesh of its own."""
 
@@ -76,8 +80,9 @@ class Lowered:
             )
         if self.devices > 1:
             notes.append(
-                f"The program is spread over {self.devices} devices: all numbers are those of one, and the roofline "
-                "counts a collective's bytes in memory, not its time between devices."
+                f"The program is spread over {self.devices} devices: all numbers are those of one. A collective takes "
+                "the time of what it sends to the others at the peak rate of the links of one host, where the target's "
+                "is known; what it waits for the others is not counted."
             )
         return tuple(notes)
 
@@ -100,6 +105,7 @@ def lower(
     """
     from jax._src.interpreters import mlir
 
+    started = time.thread_time()
     name = function_name(fn)
     platform = "cpu" if target.kind == "cpu" else "cuda"
     alone = mesh_of_one(target) if platform == "cuda" else None
@@ -116,6 +122,7 @@ def lower(
                 stack.enter_context(answer_cudnn_checks(target))
                 stack.enter_context(answer_for_callbacks())
                 stack.enter_context(name_target_in_meshes(target))
+            stack.enter_context(name_modules())
             if lower_context is not None:
                 stack.enter_context(lower_context)
             try:
@@ -138,12 +145,13 @@ def lower(
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
             f"mode {mode!r}: {type(error).__name__}{reason and f': {reason}'}"
-            f"{_user_line(error)}"
+            f"{user_line(error)}"
         ) from error
-    return Lowered(bytecode=bytecode, function=name, arguments=described, devices=devices)
+    seconds = time.thread_time() - started
+    return Lowered(bytecode=bytecode, function=name, arguments=described, seconds=seconds, devices=devices)
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """A line '  at file.py:3, in function: code' for the innermost frame of the user's; '' where there is none."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     if not frames:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,19 +25,14 @@ class Patch:
         self._owner = owner
         self._answers = answers
         self._value: ContextVar[Any] = ContextVar(module, default=None)
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[tuple[Any, str], Callable[..., Any]] = {}
         self._depth = 0
 
     @contextlib.contextmanager
     def applied(self, value: object) -> Iterator[None]:
         """Within the block, and in this thread only, the answers are those for `value`."""
-        module: Any = importlib.import_module(self._module)
-        module = getattr(module, self._owner) if self._owner else module
         with _LOCK:
-            if self._depth == 0:
-                self._originals = {name: getattr(module, name) for name in self._answers}
-                for name in self._answers:
-                    setattr(module, name, self._asked(name))
+            self._replace()
             self._depth += 1
         token = self._value.set(value)
         try:
@@ -46,12 +42,25 @@ class Patch:
             with _LOCK:
                 self._depth -= 1
                 if self._depth == 0:
-                    for name, original in self._originals.items():
-                        setattr(module, name, original)
+                    for (owner, name), original in self._originals.items():
+                        setattr(owner, name, original)
+                    self._originals.clear()
 
-    def _asked(self, name: str) -> Callable[..., Any]:
-        original, answer = self._originals[name], self._answers[name]
+    def _owners(self) -> Iterable[Any]:
+        """The objects whose functions are replaced."""
+        module: Any = importlib.import_module(self._module)
+        return [getattr(module, self._owner) if self._owner else module]
 
+    def _replace(self) -> None:
+        """Replaces the functions that another thread has not replaced already."""
+        for owner in self._owners():
+            for name, answer in self._answers.items():
+                if (owner, name) not in self._originals:
+                    original = self._originals[owner, name] = vars(owner)[name]
+                    setattr(owner, name, self._asked(original, answer))
+
+    def _asked(self, original: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
+        @functools.wraps(original)
         def ask(*arguments: Any, **options: Any) -> Any:
             value = self._value.get()
             if value is None:

@@ -1,1 +1,1 @@
-"""Costs of a launch: FLOPs, HBM traffic, registers and shared memory, roofline time, and a program's memory."""
+"""Computes the costs of a launch: FLOPs, HBM traffic, resources, roofline and estimate; and a program's memory."""

@@ -1,16 +1,16 @@
-"""FLOPs of one instruction, counted from shapes, with the matrix products apart from the rest.
+"""Counts the FLOPs of one instruction from shapes, matrix products apart from the rest.
 
-Of a fusion, what its results need: what stands before a slice is done for the slice alone.
+A fusion counts what its results need: instructions before a slice are computed only for the slice.
 
-A product counts 2·M·N·K a batch, four times that of complex; an elementwise operation one for each element of its
-result, transcendental ones included; a reduction one for each element that it reads; a Fourier transform 5·N·log2(N),
-half of it between real and complex; a triangular solve one for each row of the triangle and element of its result;
-copies, conversions, slices and shapes none. cuDNN attention counts its two products forward and five backward, of the
-scores that a causal mask leaves.
+A product counts 2·M·N·K per batch, four times that if complex. An elementwise operation counts one for each element of
+its result, transcendental ones included. A reduction counts one for each element that it reads, a Fourier transform
+5·N·log2(N), half of it between real and complex. A triangular solve counts one for each row of the triangle and element
+of its result. Copies, conversions, slices and reshapes count none. cuDNN attention counts its two products forward and
+five backward, only for the scores that a causal mask leaves.
 
-Nobody can look into a kernel of Pallas: it counts what the program states beside it, as does
-`set_xla_metadata(matrix_flops="bf16 FLOPS / ELEMENTS")` of `jax.experimental.xla_metadata`. ELEMENTS are those of its
-results, which `jax.vmap` makes more of.
+The body of a Pallas kernel is not visible. It counts the FLOPs that the program states, as does
+`set_xla_metadata(matrix_flops="bf16 FLOPS / ELEMENTS")` of `jax.experimental.xla_metadata`. ELEMENTS is the number of
+elements in its results, which `jax.vmap` increases.
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All FLOPs."""
+        """Returns all FLOPs."""
         return self.vector + sum(count for _, count in self.matrix)
 
     def without_matrix_units(self) -> Flops:
-        """The same work done by a code generator that does not use the matrix units."""
+        """Returns the same work for a code generator that does not use the matrix units."""
         return Flops(vector=self.total)
 
     def part(self, numerator: int, denominator: int) -> Flops:
-        """A part of the work."""
+        """Returns the fraction numerator / denominator of the work."""
         matrix = tuple((kind, count * numerator // denominator) for kind, count in self.matrix)
         return Flops(matrix=matrix, vector=self.vector * numerator // denominator)
 
@@ -127,7 +127,7 @@ class Flops:
 
 
 def flops_of(module: Module, computation: Computation, instruction: Instruction) -> Flops:
-    """FLOPs of one instruction of `computation`, those of a fused computation included."""
+    """Counts the FLOPs of one instruction of `computation`, including those of its fused computation."""
     operands = [computation.instructions[name].shape for name in instruction.operands]
     match instruction.opcode:
         case "fusion":
@@ -160,7 +160,7 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _fused(module: Module, body: Computation) -> Flops:
-    """Of what stands before a slice, as much as the slice needs."""
+    """Counts the FLOPs of a fused computation; instructions before a slice count as much as the slice needs."""
     needed, total = needed_elements(module, body), Flops()
     for inner in body.instructions.values():
         made, whole = needed[inner.name], inner.shape.element_count
@@ -179,14 +179,14 @@ def _product(instruction: Instruction, lhs: Shape, result: Shape, contracting: S
 
 
 def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
-    """A product on the matrix units, or on the vector units where float32 must stay float32."""
+    """Counts a product on the matrix units, or on the vector units where float32 must stay float32."""
     precision = instruction.attributes.get("operand_precision", "")
     algorithm = instruction.attributes.get("algorithm", "")
     if element_type in ("c64", "c128"):
         count *= 4
     if element_type == "f32" and ("highest" in precision or algorithm == "dot_f32_f32_f32"):
         return Flops(vector=count)
-    match algorithm.split("_"):  # dot_bf16_bf16_f32_x3 and the like: float32 made of several narrower products
+    match algorithm.split("_"):  # dot_bf16_bf16_f32_x3 and the like: float32 computed by several narrower products
         case ["dot", ("bf16" | "tf32") as operand, _, "f32", *passes]:
             repeats = int(passes[0].removeprefix("x")) if passes else 1
             return Flops(matrix=(("bf16" if operand == "bf16" else "f32", count * repeats),))
@@ -194,20 +194,20 @@ def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
 
 
 def _convolution(instruction: Instruction, data: Shape, kernel: Shape, result: Shape) -> Flops:
-    """Every element of the output sums over the kernel's window and input features."""
+    """Counts a convolution: each output element sums over the kernel's window and the input features."""
     labels = convolution_labels(instruction)
     features = kernel.dimensions[labels[1].index("o")] if labels else 1
     return _matrix(instruction, data.element_type, 2 * result.element_count * kernel.element_count // max(features, 1))
 
 
 def _triangular_solve(instruction: Instruction, operands: Sequence[Shape]) -> Flops:
-    """A multiplication and an addition for each half of the triangle, for each right-hand side."""
+    """Counts a multiplication and an addition for each element of the triangle and each right-hand side."""
     triangle, sides = operands[:2]
     return _matrix(instruction, triangle.element_type, sides.element_count * triangle.dimensions[-1])
 
 
 def _fourier(instruction: Instruction, data: Shape) -> Flops:
-    """The textbook's count, which FFT libraries quote their speed by; the longer side has the whole transform."""
+    """Counts a Fourier transform by the textbook formula that FFT libraries use, with the size of the longer side."""
     length = prod(integers(instruction, "fft_length"))
     transforms = max(data.element_count, instruction.shape.element_count) // max(length, 1)
     each = 5 * length * log2(max(length, 1))
@@ -243,7 +243,7 @@ def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
 
 
 def _attention(config: dict[str, Any], target: str, operands: list[Shape]) -> Flops:
-    """Query times keys and scores times values; backward recomputes the scores and makes four gradients' products."""
+    """Counts query times keys and scores times values. Backward recomputes scores and adds four gradient products."""
     scores = [int(size) for size in config.get("intermediate_tensor_shape", {}).get("dimensions", ())]
     if not scores or not operands:
         return Flops()

@@ -1,4 +1,4 @@
-"""Reads the memory of a program from XLA's buffer assignment."""
+"""Reads a program's memory use from XLA's buffer assignment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+), (?P<flags>[^\n]*)
 
 
 def parse_buffer_assignment(text: str) -> Memory:
-    """Read `*-buffer-assignment.txt`: sizes of the allocations, by what they are for.
+    """Reads `*-buffer-assignment.txt`: the total size of the allocations of each purpose.
 
-    An allocation that is an argument and also holds a result (a donated one) counts as an argument. Peak is the sum of
-    all: XLA:GPU has every allocation live for the whole run, and shares memory inside the temporary one. What lies in
-    the host's memory is left out.
+    A donated argument, which also holds a result, counts as an argument. The peak is the sum of all allocations:
+    XLA:GPU keeps every allocation live for the whole run, and reuses memory inside the temporary one. Allocations in
+    host memory are left out.
     """
     sizes = {"argument": 0, "output": 0, "temp": 0, "constant": 0}
     for line in text.splitlines():

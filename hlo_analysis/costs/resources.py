@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hlo_analysis.errors import DumpError
@@ -19,7 +19,7 @@ _MOSAIC_ENDING = "_mosaic_gpu_kernel"
 class Resources:
     """What one kernel takes: registers of a thread, bytes that it spills (stores and loads), bytes of shared memory.
 
-    `grid` and `block` are None where only the thunk list has them.
+    Not of XLA's kernels: grid, block and the dynamic part of the shared memory, which the thunk list has.
     """
 
     registers: int | None = None
@@ -91,8 +91,7 @@ def resources_of(
             if len(kernels) == len(order):
                 found[index] = kernels[order.index(number)]
         elif site.thunk.kernel and len(kernels := ptx.get(site.thunk.kernel, ())) == 1:
-            # The thunk list knows the shared memory, dynamic included, better than ptxas.
-            found[index] = replace(kernels[0], shared_memory_bytes=None)
+            found[index] = kernels[0]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Computes the least time of a launch on a device, and reads what XLA's own cost model says of it."""
+"""Computes the roofline time of a launch on a device, and reads the estimate of XLA's own cost model."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from hlo_analysis.costs.flops import Flops
 from hlo_analysis.hlo import Instruction
 from hlo_analysis.records import Device, LaunchKind
 
-Limiter = Literal["memory", "compute", "overhead"]
+Limiter = Literal["memory", "compute", "link", "overhead"]
 
 _GEMM_TILING_OPTION = "xla_gpu_experimental_cost_model_gemm_tiling_default"
-# Beyond this XLA's model has given up rather than estimated: it says 9e8 µs of a softmax that takes 15.
+# Beyond this, XLA's model has given up rather than estimated: it says 9e8 µs for a softmax that takes 15.
 _UNUSABLE_US = 1e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Microseconds by what bounds them; `time_us` includes the launch overhead."""
+    """Time in µs by each resource; `time_us` includes the launch overhead."""
 
     memory_us: float
     compute_us: float
     overhead_us: float
+    link_us: float = 0.0
 
     @property
     def time_us(self) -> float:
-        """Memory and compute overlap perfectly, the overhead overlaps with neither."""
-        return max(self.memory_us, self.compute_us) + self.overhead_us
+        """Returns the roofline time: memory, compute and links overlap perfectly, the overhead with none of them."""
+        return max(self.memory_us, self.compute_us, self.link_us) + self.overhead_us
 
     @property
     def limiter(self) -> Limiter:
-        """The largest of the three."""
-        if self.overhead_us > max(self.memory_us, self.compute_us):
+        """Returns the largest of the four."""
+        if self.overhead_us > max(self.memory_us, self.compute_us, self.link_us):
             return "overhead"
+        if self.link_us > max(self.memory_us, self.compute_us):
+            return "link"
         return "memory" if self.memory_us >= self.compute_us else "compute"
 
 
-def bound(bytes_moved: int, flops: Flops, device: Device) -> Bound:
-    """The roofline of one launch: HBM traffic at the full bandwidth, FLOPs at the dense peaks, whichever is longer.
+def bound(bytes_moved: int, flops: Flops, device: Device, link_bytes: int = 0) -> Bound:
+    """Computes the roofline of one launch: the longest of memory, compute and link time.
 
-    Matrix products run at the peak of their element type; a type that the device's matrix units do not know, and every
-    other operation, at the vector peak. A peak that the device does not state bounds nothing.
+    HBM traffic runs at the full bandwidth, FLOPs at the dense peaks, bytes sent to other GPUs at the rate of the links.
+    Matrix products run at the peak of their element type. A type that the device's matrix units do not support, and
+    every other operation, runs at the vector peak. A peak that the device does not state bounds nothing.
     """
     peaks = dict(device.matrix_flops)
     compute = _seconds(flops.vector, device.vector_flops)
@@ -53,6 +57,7 @@ def bound(bytes_moved: int, flops: Flops, device: Device) -> Bound:
         memory_us=_seconds(bytes_moved, device.memory_bandwidth) * 1e6,
         compute_us=compute * 1e6,
         overhead_us=device.launch_overhead_us,
+        link_us=_seconds(link_bytes, device.link_bandwidth) * 1e6,
     )
 
 
@@ -61,7 +66,7 @@ def _seconds(amount: int, rate: float) -> float:
 
 
 def _peak_name(element_type: str) -> str:
-    """The name under which a device states its peak: all float8 types run alike, and signed as unsigned."""
+    """Returns the name of an element type's peak: all float8 types run alike, and signed as unsigned."""
     if element_type.startswith("f8"):
         return "f8"
     if element_type.startswith("f4"):
@@ -72,11 +77,11 @@ def _peak_name(element_type: str) -> str:
 def xla_estimate(
     instruction: Instruction, kind: LaunchKind, compiler_options: Mapping[str, str]
 ) -> tuple[float, str] | None:
-    """XLA's own estimate of a launch in µs and the model it comes from, or None where no model covers the kind.
+    """Returns XLA's own estimate of a launch in µs and the model it comes from, or None if no model covers the kind.
 
     `backend_config.reification_cost` (with `xla_gpu_collect_cost_model_stats`) holds the answers of several models,
-    most of them not meant for the kind of launch: emitters have the unnamed one, Triton's fusions the indexing model,
-    its products the product model if that may choose the tiling, libraries the speed-of-light model alone.
+    most of them not meant for the kind of launch. Emitters use the unnamed model. Triton fusions use the indexing
+    model, Triton products the product model if it may choose the tiling. Libraries use only the speed-of-light model.
     """
     config = instruction.backend_config
     costs = config.get("reification_cost") if isinstance(config, dict) else None

@@ -1,15 +1,15 @@
-"""Bytes that one instruction of the final module reads and writes, and what its parts would move on their own.
+"""Counts the bytes that an instruction of the final module reads and writes, and what its parts would move unfused.
 
-Rules, all counted from shapes:
+All rules count from shapes:
 
-- A launch reads each operand once, whole; where slices, dynamic slices or gathers stand between an operand and the
-  fusion's results, only what those need of it (`needs.py`). It writes its results; a dynamic-update-slice or scatter
-  that updates its operand in place writes the update alone (at most the whole buffer: a scatter that sums many updates
-  does so in the cache) and does not read the rest.
-- *Unfused* is the same instructions, each a launch of its own. Bitcasts, reshapes, tuples, and broadcasts inside are
-  views and free (so the count is a low one: an eager framework copies at least some of them); constants and iotas are
-  free as operands. What the fusion returns is written even where a view made it.
-- Scratch of a library call (the last s8/u8 vector of its result) is not traffic of the program.
+- A launch reads each operand once, as a whole. Where slices, dynamic slices or gathers stand between an operand and the
+  fusion's results, it reads only what those need (`demand.py`). A launch writes its results. A dynamic-update-slice or
+  scatter that updates its operand in place writes only the update and does not read the rest. It writes at most the
+  whole buffer: a scatter that sums many updates does so in the cache.
+- *Unfused* means the same instructions, each as its own launch. Bitcasts, reshapes, tuples and inner broadcasts are
+  views and free. (The count is therefore low: an eager framework copies at least some of them.) Constants and iotas are
+  free as operands. The results of a fusion are written even where they are views.
+- Scratch memory of a library call (the last s8/u8 vector of its result) does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIBRARY_TARGETS = ("__cublas$", "__cudnn$")
 class Usage:
     """Bytes of one launch: `reads` by operand position and leaf, `writes` by leaf of the result.
 
-    Position -1 stands for the instruction's own result, which a later pass over it reads back.
+    Position -1 means the instruction's own result, which a later pass over it reads back.
     """
 
     reads: dict[tuple[int, Path], int]
@@ -40,12 +40,12 @@ class Usage:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read in all."""
+        """Returns the total bytes read."""
         return sum(self.reads.values())
 
     @property
     def bytes_written(self) -> int:
-        """Bytes written in all."""
+        """Returns the total bytes written."""
         return sum(self.writes.values())
 
 
@@ -56,7 +56,10 @@ def is_library_call(instruction: Instruction) -> bool:
 
 
 def result_leaves(instruction: Instruction) -> list[tuple[Path, Shape]]:
-    """Leaves of what it writes, without a library call's scratch and the operand that an asynchronous start shows."""
+    """Returns the leaves of the result that an instruction writes.
+
+    They exclude a library call's scratch memory and the operand in the result of an asynchronous start.
+    """
     found = list(leaves(instruction.shape))
     if instruction.opcode in STARTED and instruction.shape.is_tuple:
         return [(path, shape) for path, shape in found if path[0] == STARTED[instruction.opcode]]
@@ -68,7 +71,7 @@ def result_leaves(instruction: Instruction) -> list[tuple[Path, Shape]]:
 
 
 def usage_of(module: Module, computation: Computation, instruction: Instruction) -> Usage:
-    """Count what one instruction of `computation` reads, writes, and would move if its parts ran one by one."""
+    """Counts what one instruction of `computation` reads, writes, and would move with each part as its own launch."""
     operands = [computation.instructions[name] for name in instruction.operands]
     if instruction.opcode == "fusion":
         body = module.computations[instruction.called[0]]
@@ -85,7 +88,7 @@ def usage_of(module: Module, computation: Computation, instruction: Instruction)
         for position, operand in enumerate(operands)
         for path, shape in leaves(operand.shape)
     }
-    # An operand that stands twice is one buffer, read once.
+    # An operand that occurs twice is one buffer, read once.
     first: dict[str, int] = {}
     for position, name in enumerate(instruction.operands):
         if first.setdefault(name, position) != position:
@@ -96,10 +99,10 @@ def usage_of(module: Module, computation: Computation, instruction: Instruction)
 
 
 def pass_usage(whole: Usage, instruction: Instruction, kind: LaunchKind, step: int, steps: int) -> Usage:
-    """The share of one launch in an instruction that takes several: a copy of the input, a clearing, passes of a sort.
+    """Returns the usage of one launch of an instruction that needs several: a copy, a memset, or a pass of a sort.
 
-    A copy moves one result; a clearing writes all of them; a later pass of a sort reads and writes the results in
-    place; any other pass does what the instruction does.
+    A copy moves one result; a memset writes all of them; a later pass of a sort reads and writes the results in place;
+    any other pass does what the instruction does.
     """
     if steps == 1:
         return whole
@@ -117,7 +120,7 @@ def pass_usage(whole: Usage, instruction: Instruction, kind: LaunchKind, step: i
 
 
 def library_extra(instruction: Instruction, operands: list[Instruction]) -> int:
-    """Bytes that a library call saves by fusing: those of its epilogue or softmax as launches of their own."""
+    """Counts the bytes that a library call saves by fusing its epilogue or softmax."""
     config = instruction.backend_config
     if not isinstance(config, dict) or not is_library_call(instruction):
         return 0
@@ -127,7 +130,7 @@ def library_extra(instruction: Instruction, operands: list[Instruction]) -> int:
     out = found[0][1].byte_size
     if gemm := config.get("gemm_backend_config"):
         epilogue = gemm.get("epilogue", "DEFAULT")
-        # The product is written and read back for each step that follows it: accumulation, bias, activation.
+        # Each step that follows (accumulation, bias, activation) would read the product and write it back.
         activation = any(name in epilogue for name in ("GELU", "RELU", "SILU"))
         return 2 * out * ((gemm.get("beta", 0) != 0) + ("BIAS" in epilogue) + activation)
     if attention := config.get("cudnn_fmha_backend_config"):
@@ -150,7 +153,7 @@ def _scores_bytes(attention: dict, query: Shape) -> int:
 
 
 def _operand_reads(instruction: Instruction, position: int, path: Path, shape: Shape) -> int:
-    """Bytes that an instruction on its own reads of one operand."""
+    """Returns the bytes of one operand that an unfused instruction reads."""
     match instruction.opcode:
         case "slice" | "dynamic-slice" | "gather" if position == 0:
             return min(shape.byte_size, instruction.shape.byte_size)
@@ -162,7 +165,7 @@ def _operand_reads(instruction: Instruction, position: int, path: Path, shape: S
 
 
 def _result_writes(instruction: Instruction, shape: Shape, operands: list[Instruction]) -> int:
-    """Bytes that an instruction on its own writes of one leaf of its result."""
+    """Returns the bytes of one leaf of its result that an unfused instruction writes."""
     match instruction.opcode:
         case "dynamic-update-slice":
             return operands[1].shape.byte_size
@@ -187,7 +190,6 @@ def _fusion_writes(module: Module, body: Computation) -> dict[Path, int]:
 
 
 def _parameter_reads(body: Computation, parameter: Instruction, path: Path, needed: Mapping[str, int]) -> int:
-    """Bytes of a fusion's parameter that the fusion reads."""
     shape = leaf_shape(parameter.shape, path)
     if path:
         return shape.byte_size if body.users(parameter.name) else 0
@@ -195,7 +197,7 @@ def _parameter_reads(body: Computation, parameter: Instruction, path: Path, need
 
 
 def _unfused(module: Module, body: Computation) -> int:
-    """Bytes moved if each instruction of a fused computation were a launch of its own."""
+    """Counts the bytes moved if each instruction of a fused computation were its own launch."""
     total = 0
     for instruction in body.instructions.values():
         if instruction.opcode in _FREE or instruction.opcode in VIEWS:
@@ -206,7 +208,7 @@ def _unfused(module: Module, body: Computation) -> int:
         operands = [body.instructions[name] for name in instruction.operands]
         total += sum(_result_writes(instruction, shape, operands) for _, shape in leaves(instruction.shape))
         total += _instruction_reads(body, instruction)
-    # What is returned must be written, even where it only shows other bytes, and once for each time it is returned.
+    # Each result must be written, even if it is a view, and once for each time it is returned.
     written: set[str] = set()
     for _, root in roots(body):
         shown = behind_aliases(body, root)
@@ -221,7 +223,7 @@ def _unfused(module: Module, body: Computation) -> int:
 
 
 def _instruction_reads(body: Computation, instruction: Instruction) -> int:
-    """Bytes that one fused instruction would read on its own, through views to what they show, each buffer once."""
+    """Counts the bytes that a fused instruction would read unfused, following views, each buffer once."""
     reads: dict[tuple[str, Path], int] = {}
     for position, name in enumerate(instruction.operands):
         shown, path, broadcast = _through_views(body, body.instructions[name])
@@ -240,7 +242,10 @@ def _instruction_reads(body: Computation, instruction: Instruction) -> int:
 
 
 def _through_views(body: Computation, instruction: Instruction) -> tuple[Instruction, Path, bool]:
-    """The instruction whose bytes a view shows, the leaf of it, and whether a broadcast lay between."""
+    """Follows views from an instruction to the one whose bytes they show.
+
+    Returns that instruction, the leaf of it, and whether a broadcast was on the way.
+    """
     path: Path = ()
     broadcast = False
     while True:

@@ -1,4 +1,4 @@
-"""Every source of fusion decisions, as one table of edges."""
+"""Collects XLA's fusion decisions from every source into one table of edges."""
 
 from hlo_analysis.decisions.categories import CATEGORIES
 from hlo_analysis.decisions.table import decide

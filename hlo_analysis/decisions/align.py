@@ -1,7 +1,7 @@
-"""Which instructions right after priority fusion became which launches of the final module.
+"""Traces each launch of the final module back to the instructions that existed right after priority fusion.
 
-Later passes rename fusions, merge siblings, wrap single operations, and take matrix products out of Triton for a
-library. What they keep are the names inside fused computations; those carry a launch back to where it came from.
+Later passes rename fusions, merge siblings, wrap single operations, and replace Triton matrix products by library
+calls. The names inside fused computations survive these passes, so they identify where a launch came from.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ Origins = Mapping[str, tuple[str, ...]]
 
 
 def origins(stages: Sequence[Module]) -> Origins:
-    """For each instruction of the last module, those of the first that it came from; absent where none was found.
+    """Maps each instruction of the last module to the instructions of the first module that it came from.
+
+    Instructions without a known origin are absent.
 
     Args:
-        stages: one module at several passes, oldest first. Two neighbours that differ by `rename_fusions` alone are
-            matched by position; the more stages, the surer the match.
+        stages: one module at several passes, oldest first. Two neighbours that differ only by `rename_fusions` are
+            matched by position. More stages make the match more reliable.
     """
     known: dict[str, tuple[str, ...]] = {name: (name,) for name in _executed(stages[0])}
     for older, newer in pairwise(stages):
@@ -36,18 +38,21 @@ def origins(stages: Sequence[Module]) -> Origins:
 
 
 def stem(name: str) -> str:
-    """A name without the number that cloning appends: 'mul.20.3' → 'mul.20'."""
+    """Removes the number that cloning appends to a name: 'mul.20.3' → 'mul.20'."""
     head, _, tail = name.rpartition(".")
     return head if head and tail.isdigit() else name
 
 
 def working(module: Module) -> frozenset[str]:
-    """Executed instructions that do something: all but parameters, constants, tuples and bitcasts."""
+    """Returns the executed instructions that do work: all except parameters, constants, tuples and bitcasts."""
     return frozenset(i.name for i in _executed(module).values() if i.opcode not in _SILENT)
 
 
 def contents(module: Module, instruction: Instruction) -> tuple[Instruction, ...]:
-    """What a fusion computes, without parameters, constants and bitcasts; of any other instruction, itself."""
+    """Returns the instructions that a fusion computes, without parameters, constants and bitcasts.
+
+    For any other instruction it returns the instruction itself.
+    """
     if instruction.opcode != "fusion":
         return (instruction,)
     fused = module.computations[instruction.called[0]]
@@ -55,12 +60,12 @@ def contents(module: Module, instruction: Instruction) -> tuple[Instruction, ...
 
 
 def _uncloned(name: str) -> str:
-    """The name that a merged kernel's instruction had in its own: 'cosine.2.clone.1' → 'cosine.2'."""
+    """Returns the name that an instruction had before its kernel was merged: 'cosine.2.clone.1' → 'cosine.2'."""
     return name.partition(".clone")[0]
 
 
 def _likeness(instruction: Instruction) -> tuple[str, str, Shape, str]:
-    """What a clone of an instruction keeps."""
+    """Returns the properties that a clone shares with its original."""
     return stem(instruction.name), instruction.opcode, instruction.shape, instruction.op_name
 
 
@@ -73,7 +78,7 @@ def _executed(module: Module) -> dict[str, Instruction]:
 
 
 def _by_position(older: Module, newer: Module) -> dict[str, tuple[str, ...]] | None:
-    """Pairs by order, where the two modules are the same but for names; None where they are not."""
+    """Pairs instructions by order if the two modules differ only in names; returns None if they differ in more."""
     before, after = list(_executed(older).values()), list(_executed(newer).values())
     if [(i.opcode, i.shape, len(i.operands)) for i in before] != [(i.opcode, i.shape, len(i.operands)) for i in after]:
         return None
@@ -107,7 +112,7 @@ def _by_content(older: Module, newer: Module) -> dict[str, tuple[str, ...]]:
     _match_calls(older, newer, matched)
     for new in after.values():
         if new.opcode == "fusion" and new.name not in matched:
-            # A clone, whose inside was numbered anew: only where there is no choice.
+            # A clone whose inner instructions were renumbered: match it only where the match is unambiguous.
             alike = [likes[_likeness(inner)] for inner in contents(newer, new)]
             if found := [names[0] for names in alike if len(names) == 1]:
                 matched[new.name] = tuple(dict.fromkeys(found))
@@ -116,7 +121,10 @@ def _by_content(older: Module, newer: Module) -> dict[str, tuple[str, ...]]:
 
 
 def _match_calls(older: Module, newer: Module, matched: dict[str, tuple[str, ...]]) -> None:
-    """Match the library calls that Triton matrix products became: they keep size, mostly op name, and users."""
+    """Matches the library calls that replaced Triton matrix products.
+
+    Such a call keeps the size of the product, usually its op name, and its users.
+    """
     before, after = _executed(older), _executed(newer)
     taken = {name for names in matched.values() for name in names}
     free = [i for i in before.values() if i.opcode in ("fusion", "custom-call", "dot") and i.name not in taken]
@@ -135,10 +143,9 @@ def _match_calls(older: Module, newer: Module, matched: dict[str, tuple[str, ...
 
 
 def _match_leftovers(newer: Module, matched: dict[str, tuple[str, ...]]) -> None:
-    """Match what library calls left behind.
+    """Matches the prologues and epilogues that a library call could not keep.
 
-    A prologue or epilogue that a call could not keep stands beside it as a launch with no history of its own: it came
-    out of the same product.
+    Each is a launch of its own without a known origin. It came from the same matrix product as the library call.
     """
     after = _executed(newer)
     users_after, operands_after = _neighbours(newer)
@@ -157,7 +164,7 @@ def _first(shape: Shape) -> Shape:
 
 
 def _neighbours(module: Module) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Users and operands of each working instruction, bitcasts and tuples looked through."""
+    """Returns the users and operands of each working instruction, looking through bitcasts and tuples."""
     users: dict[str, set[str]] = defaultdict(set)
     operands: dict[str, set[str]] = defaultdict(set)
     for edge in launch_edges(module, working(module)):

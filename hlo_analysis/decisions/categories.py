@@ -1,7 +1,7 @@
-"""The closed set of reasons why two launches stay apart, and the rules that sort XLA's messages into it.
+"""Names the categories of reasons why two launches stay apart, and sorts XLA's messages into them.
 
-XLA explains itself in free text that changes between versions. A report groups by category and quotes the text: a text
-that is not known lands in `OTHER_RULE`, verbatim, never in a wrong group.
+XLA explains its decisions in free text that changes between versions. A report groups decisions by category and quotes
+the text. Unknown text goes to `OTHER_RULE` and is quoted unchanged, so it never lands in a wrong group.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BOUNDARY = "loop or branch boundary"
 SWITCHED_OFF = "switched off"
 SHARED_INPUT = "shared input read again"
 INSERTED = "inserted after fusion"
+KEPT = "kept for the backward pass"
 UNRECORDED = "unrecorded"
 OTHER_RULE = "other rule"
 
@@ -71,13 +72,14 @@ CATEGORIES: dict[str, str] = {
     SWITCHED_OFF: "An option keeps this kind of fusion off.",
     SHARED_INPUT: "Several launches, none of which needs another, read one value that a single launch could read once.",
     INSERTED: "One end did not exist when XLA fused: a later pass put it in, such as a copy that keeps a buffer whole.",
-    UNRECORDED: "Two launches, and no pass left a word about the edge.",
+    KEPT: "The forward pass writes what the backward pass could compute again from other values that it reads.",
+    UNRECORDED: "Two launches, and no pass recorded a reason for the edge.",
     OTHER_RULE: "XLA gave a reason that this tool has no group for; its words are kept.",
 }
-"""Category → one sentence for the reader of a report."""
+"""Explains each category in one sentence for the reader of a report."""
 
-# Fragments of XLA's texts, lower case; the first that occurs decides, so that the more special come first.
-# Sources: priority_fusion.cc, gpu_priority_fusion.cc, gpu_fusible.cc, instruction_fusion.cc, multi_output_fusion.cc,
+# Fragments of XLA's messages, in lower case. The first match decides, so more specific fragments come first. Sources:
+# priority_fusion.cc, gpu_priority_fusion.cc, gpu_fusible.cc, instruction_fusion.cc, multi_output_fusion.cc,
 # gemm_fusion.cc, triton_tiling_propagation.cc, triton/support.cc, softmax_rewriter_triton.cc (XLA of jaxlib 0.11.2).
 _FRAGMENTS: tuple[tuple[str, str], ...] = (
     ("only bitcast users", BITCAST_USERS),
@@ -178,6 +180,6 @@ _FRAGMENTS: tuple[tuple[str, str], ...] = (
 
 
 def classify(reason: str) -> str:
-    """The category of a reason in XLA's words; `OTHER_RULE` for a text that is not known."""
+    """Returns the category of a reason in XLA's words, or `OTHER_RULE` if the text is unknown."""
     lowered = reason.lower()
     return next((category for fragment, category in _FRAGMENTS if fragment in lowered), OTHER_RULE)

@@ -1,7 +1,7 @@
-"""Reader of XLA's priority-fusion dump, the text proto that the pass leaves behind.
+"""Reads XLA's priority-fusion dump, a text proto that the pass writes.
 
 XLA writes it (`*.priority_fusion_dump.txt`, message `xla.gpu.FusionProcessDumpProto`) when the pass's name matches
-`xla_dump_hlo_pass_re`. Fields that are not used here (the device, those of later versions) are skipped.
+`xla_dump_hlo_pass_re`. The reader skips fields that it does not use, such as the device and fields of later versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fused:
 class Priced:
     """The cost model priced fusing `producer` into its users.
 
-    The two times (µs) are increments over the last look at the same producer, and so may be negative.
+    Both times are in µs. They are increments since the last look at the same producer, so they may be negative.
     """
 
     producer: str
@@ -36,7 +36,7 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A rule forbade fusing `producer` into one of its users, and thereby into all of them."""
+    """A rule forbade fusing `producer` into one of its users, and therefore into any of them."""
 
     producer: str
     reason: str
@@ -47,17 +47,19 @@ Step = Fused | Priced | Refused
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionDump:
-    """What the pass did, in order, and the module that it began with."""
+    """The steps of the pass in order, and the module that it started with."""
 
     steps: tuple[Step, ...]
     module_text: str
 
 
 def read_fusion_dump(text: str) -> FusionDump:
-    """Read the text of a `*.priority_fusion_dump.txt`.
+    """Reads the text of a `*.priority_fusion_dump.txt`.
 
-    Raises `DumpError` where the text is not such a dump or was cut off: XLA writes the module last, so that a dump
-    without one is not whole.
+    XLA writes the module last, so a dump without a module is incomplete.
+
+    Raises:
+        DumpError: the text is not such a dump, or was cut off.
     """
     try:
         dump = parse_textproto(text)

@@ -1,4 +1,4 @@
-"""Data edges between launches: one writes what another reads, with bitcasts and tuples skipped."""
+"""Finds the data edges between launches, looking through bitcasts and tuples."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from hlo_analysis.program.dataflow import CONTROL_FLOW, Dataflow, Path, Source, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """Everything that one launch hands another."""
+    """All values that one launch writes and another launch reads."""
 
     producer: str
     consumer: str
     values: tuple[tuple[Path, Shape], ...]
-    """Which outputs of the producer (() for its only one), with their shapes."""
+    """The outputs of the producer that the consumer reads, with their shapes; the path () means the only output."""
     positions: frozenset[int]
-    """The consumer's operands that they are, by number."""
+    """The operand numbers of the consumer that read these values."""
     crosses: bool
-    """Whether the values get here through the boundary of a loop or branch."""
+    """Whether the values cross the boundary of a loop or branch."""
 
     @property
     def byte_size(self) -> int:
-        """Bytes of the values."""
+        """Returns the total size of the values."""
         return sum(shape.byte_size for _, shape in self.values)
 
     @property
     def shape_text(self) -> str:
-        """Shapes of the values, without layouts."""
+        """Returns the shapes of the values, without layouts."""
         return ", ".join(str(shape) for _, shape in self.values)
 
 
 def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
-    """The edges between the named instructions, in text order of the consumer.
+    """Returns the edges between the named instructions, in text order of the consumer.
 
     Args:
         module: any module, before or after scheduling.
-        launches: instructions of its entry, loop bodies and branches. Every other instruction is looked through.
+        launches: instructions of its entry, loop bodies and branches. All other instructions are looked through.
     """
     dataflow = Dataflow(module)
     places = _places(module)
@@ -52,7 +52,8 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
             for number, operand in enumerate(consumer.operands):
                 for path, _ in leaves(computation.instructions[operand].shape):
                     sources = list(_written(dataflow, launches, computation, operand, path))
-                    # A loop's value has two sources, of which one is inside it or further down than its reader.
+                    # A value that a loop carries has two sources: one is in the loop, or comes after its reader in
+                    # the text.
                     if not any(_apart(places[s.instruction], places[consumer.name]) for s in sources):
                         straight.update((s.computation, s.instruction) for s in sources)
                     for source in sources:
@@ -81,10 +82,10 @@ def _apart(written: _Place, read: _Place) -> bool:
 
 
 def _places(module: Module) -> dict[str, _Place]:
-    """For each executed instruction the entry, loop body or branch that it runs in, and its position in there."""
+    """Maps each executed instruction to the entry, loop body or branch that it runs in, and its position there."""
     homes: dict[str, _Place] = {}
     places: dict[str, _Place] = {}
-    for computation in reversed(executed_computations(module)):  # callers come after what they call
+    for computation in reversed(executed_computations(module)):  # callers come after the computations that they call
         home, position = homes.get(computation.name, (computation.name, ()))
         for number, instruction in enumerate(computation.instructions.values()):
             places[instruction.name] = home, (*position, number)
@@ -93,18 +94,11 @@ def _places(module: Module) -> dict[str, _Place]:
     return places
 
 
-def output_values(module: Module, launches: Collection[str]) -> frozenset[str]:
-    """Names of the values that the program returns: 'fusion', or 'fusion#1' for one of several outputs."""
-    dataflow = Dataflow(module)
-    return frozenset(
-        source.name
-        for path, _ in leaves(module.entry.root_instruction.shape)
-        for source in _written(dataflow, launches, module.entry, module.entry.root, path)
-    )
-
-
 def executed_computations(module: Module) -> tuple[Computation, ...]:
-    """The entry and the bodies of loops, branches and calls, in text order; not fused or reduction computations."""
+    """Returns the entry and the bodies of loops, branches and calls, in text order.
+
+    Fused computations and the computations of reductions are left out.
+    """
     wanted = {module.entry_name}
     queue = [module.entry]
     while queue:
@@ -119,7 +113,7 @@ def executed_computations(module: Module) -> tuple[Computation, ...]:
 def _written(
     dataflow: Dataflow, launches: Collection[str], computation: Computation, name: str, path: Path
 ) -> Iterator[Source]:
-    """The launches behind a value; what neither launches nor renames (the end of a copy) is looked through."""
+    """Yields the launches that write a value, looking through instructions such as the end of a copy."""
     queue, seen = list(dataflow.sources(computation.name, name, path)), set()
     while queue:
         source = queue.pop(0)

@@ -1,4 +1,4 @@
-"""The verdict on an edge and its reason: in XLA's words, or in ours between brackets."""
+"""Explains the verdict on an edge: XLA's reason is quoted as it is, ours stands in brackets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hlo_analysis.records import Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A verdict with its reason; the fields are those of `records.Decision`."""
+    """A verdict with its reason. The fields are those of `records.Decision`."""
 
     verdict: Verdict
     reason: str
@@ -20,15 +20,15 @@ class Explanation:
 
 
 def ours(text: str, category: str, pass_name: str = "") -> Explanation:
-    """A reason of ours for which a rule forbids the edge."""
+    """Explains, in our words, which rule forbids fusing the edge."""
     return Explanation(verdict="ineligible", reason=f"[{text}]", category=category, pass_name=pass_name)
 
 
 def unspoken(text: str, category: str) -> Explanation:
-    """What we can say of an edge of which no pass left a word."""
+    """Explains an edge for which no pass recorded a reason."""
     return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
 
 
 def said(pass_name: str, reason: str) -> Explanation:
-    """What a pass itself said."""
+    """Explains an edge with the reason that a pass gave."""
     return Explanation(verdict="ineligible", reason=reason, category=categories.classify(reason), pass_name=pass_name)

@@ -1,7 +1,7 @@
-"""Folds the steps of priority fusion into what became of each instruction, and the last verdict on the rest.
+"""Replays the steps of priority fusion to find which instructions it fused, and its last verdict on the rest.
 
-A producer that is refused early may be fused later, and one that is priced may be fused, refused or both afterwards:
-only the state at the end of the pass explains the program. So the steps are replayed in order.
+A producer that is refused early may be fused later, and one that was priced may then be fused, refused or both. Only
+the state at the end of the pass explains the program, so the steps are replayed in order.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from hlo_analysis.decisions.dump import Fused, Priced, Refused, Step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedEdge:
-    """Two instructions that priority fusion put together: `producer` went into `consumer`, giving `fusion`."""
+    """Two instructions that priority fusion fused: `producer` went into `consumer`, and the result is `fusion`."""
 
     producer: str
     consumer: str
     fusion: str
     gain_us: float | None
-    """Estimated by XLA when it chose the edge, over all users of the producer; None for bitcasts, never priced."""
+    """XLA's estimate when it chose the edge, over all users of the producer; None for bitcasts, which it never prices.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """The last that priority fusion said about a producer."""
+    """The last verdict of priority fusion on a producer."""
 
     reason: str | None
-    """The rule that forbade it, or None where it was priced."""
+    """The rule that forbade fusing the producer, or None if XLA priced it instead."""
     gain_us: float | None
-    """Estimated by XLA: time unfused less time fused, summed over the increments; None where it was not priced."""
+    """XLA's estimated gain: time unfused minus time fused, summed over the increments; None if it was not priced."""
     consumers: tuple[str, ...] = ()
 
 
@@ -39,18 +40,18 @@ class Folded:
     """The state at the end of priority fusion."""
 
     members: dict[str, frozenset[str]]
-    """Fusion → the instructions of the module before the pass that it holds."""
+    """Maps each fusion to the instructions it contains, by their names before the pass."""
     edges: tuple[FusedEdge, ...]
     words: dict[str, Word]
-    """Producer → last word, for every producer that the pass ever looked at."""
+    """Maps each producer that the pass looked at to the last verdict on it."""
 
 
 def fold(steps: Iterable[Step]) -> Folded:
-    """Replay the steps: members[fusion] = members[producer] ∪ members[consumer], gains summed, last word kept.
+    """Replays the steps: a fusion takes the members of producer and consumer, gains add up, the last verdict counts.
 
-    XLA prices in increments: while a producer's gain is not negative it waits in the queue, and a step adds only what
-    changed. A producer whose gain fell below zero leaves the queue, and a fusion that has just grown is new to it:
-    both are priced afresh at their next look (PriorityFusionQueue::CalculateProducerPriority).
+    XLA prices in increments. A producer waits in the queue while its gain is not negative, and each step adds only what
+    changed. A producer whose gain fell below zero leaves the queue, and a fusion that has just grown is new to the
+    queue. Both are priced from scratch at the next look (PriorityFusionQueue::CalculateProducerPriority).
     """
     members: dict[str, frozenset[str]] = {}
     edges: list[FusedEdge] = []

@@ -1,4 +1,4 @@
-"""The edges that were fused, by whichever pass fused them."""
+"""Lists the edges that were fused, by any pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hlo_analysis.hlo import Instruction, Module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision
 
-# What a random-number generator is made of, on unsigned integers of 32 or 64 bits.
+# Opcodes of a random-number generator, on unsigned integers of 32 or 64 bits.
 _BITS = frozenset(
     {"xor", "or", "and", "not", "add", "multiply", "shift-left", "shift-right-logical", "compare", "select"}
 )
@@ -28,7 +28,7 @@ _UNSEEN = frozenset(("parameter", "constant", "bitcast"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """What is known of a name at the time of a fusion step."""
+    """What is known about a name at the time of a fusion step."""
 
     shape: str = ""
     byte_size: int = 0
@@ -40,16 +40,16 @@ class _Known:
 def fused_edges(
     before: Module | None, folded: Folded, log: LogWords, launches: Mapping[str, tuple[int, ...]]
 ) -> tuple[Decision, ...]:
-    """The fused edges: those of passes before priority fusion, then its own in order, then multi-output fusion's.
+    """Returns the edges fused before priority fusion, then by it in order, then by multi-output fusion.
+
+    Edges from constants and bitcasts are left out, as are edges whose result was later found unused. The steps of a
+    random-number generator become one decision for each launch.
 
     Args:
-        before: the module that priority fusion began with.
-        folded: what priority fusion did.
-        log: words of the other passes.
-        launches: instruction right after priority fusion → indices of the launches that hold it, in launch order.
-
-    Edges out of constants and bitcasts are left out, and so are those whose result was later found unused; the steps
-    of a random-number generator become one line a launch.
+        before: the module that priority fusion started with.
+        folded: the end state of priority fusion.
+        log: messages of the other passes.
+        launches: instruction right after priority fusion → indices of the launches that contain it, in launch order.
     """
     known = _known(before) if before else {}
     holders = _holders(folded, launches)
@@ -75,7 +75,7 @@ def fused_edges(
 
 
 def edges_inside(final: Module, launch_of: Mapping[str, int]) -> tuple[Decision, ...]:
-    """The fused edges of a program whose fusion passes left no record: the insides of its launches."""
+    """Returns the edges inside the launches of a program whose fusion passes left no record."""
     return _collapse(list(_inner_edges(final, {name: (index,) for name, index in launch_of.items()})))
 
 
@@ -110,7 +110,7 @@ def _known(module: Module) -> dict[str, _Known]:
 
 
 def _holders(folded: Folded, launches: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Launches that hold each name that priority fusion ever used, followed back from what was left at its end."""
+    """Maps each name that priority fusion used to the launches that contain it at the end of the pass."""
     holders = dict(launches)
     for edge in reversed(folded.edges):
         held = holders.get(edge.fusion, ())
@@ -121,7 +121,7 @@ def _holders(folded: Folded, launches: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Decision, bool]]:
-    """The edges inside the fusions of a module, and whether each is a step of a random-number generator."""
+    """Yields the edges inside the fusions of a module, and whether each is a step of a random-number generator."""
     known = _known(module)
     for computation in module.computations.values():
         for fusion in computation.instructions.values():
@@ -140,7 +140,7 @@ def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iter
 
 
 def _pass_of(fusion: Instruction, inside: tuple[Instruction, ...]) -> str:
-    """The pass that makes fusions of this kind."""
+    """Returns the name of the pass that makes fusions of this kind."""
     kind = generator_of(fusion)
     if kind.startswith("__triton"):
         return GEMM_PASS if any(inner.opcode in ("dot", "scaled-dot") for inner in inside) else SOFTMAX_PASS
@@ -148,7 +148,7 @@ def _pass_of(fusion: Instruction, inside: tuple[Instruction, ...]) -> str:
 
 
 def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruction) -> list[Instruction]:
-    """The operands that compute something, bitcasts looked through."""
+    """Returns the operands that compute something, looking through bitcasts."""
     found: dict[str, Instruction] = {}
     for name in consumer.operands:
         operand = instructions[name]
@@ -160,7 +160,7 @@ def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruc
 
 
 def _collapse(found: Sequence[tuple[Decision, bool]]) -> tuple[Decision, ...]:
-    """The decisions, those of random-number generators as one for each launch, at the end."""
+    """Merges the decisions on random-number generators into one for each launch, placed at the end."""
     random: dict[int | None, list[Decision]] = defaultdict(list)
     for decision, is_random in found:
         if is_random:

@@ -1,8 +1,9 @@
-"""What the passes before priority fusion said in the compiler's log, where the capture asked them to speak.
+"""Reads the messages about fusion that other passes wrote to the compiler's log.
 
-The Triton matrix-product rewriter (`gemm_fusion.cc`) names each producer and user that it left out of a product, with
-its reason; the softmax rewriter (`softmax_rewriter_triton.cc`) says why an instruction is not the root of a
-normalization; multi-output fusion only says what it fused. They speak at `TF_CPP_VMODULE` level 5 (3 for the last).
+The Triton matrix-product rewriter (`gemm_fusion.cc`) names each producer and user that it kept out of a product, with
+the reason. The softmax rewriter (`softmax_rewriter_triton.cc`) says why an instruction is not the root of a
+normalization. Multi-output fusion names only the pairs that it fused. They write at `TF_CPP_VMODULE` level 5; the last
+one already at level 3.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ GEMM_PASS = "triton-gemm-rewriter"
 SOFTMAX_PASS = "triton-softmax-rewriter"
 MULTI_OUTPUT_PASS = "multi_output_fusion"
 
-# The first two are the words of jaxlib 0.11.2, the others those of 0.12.
+# The first two are the wording of jaxlib 0.11.2, the others that of 0.12.
 _DECISION = re.compile(" due to (?:the |profitability |tileability )?decision: ")
 
-# Refusals of the softmax rewriter that say no more than that an instruction has no part in a normalization.
+# Messages of the softmax rewriter which only say that an instruction is not part of a normalization.
 _NOT_A_CANDIDATE = ("Root is not elementwise binary.", "Could not find a trivial connection from root to a broadcast.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One pass's refusal. Names are those of the module at that pass."""
+    """One refusal of one pass. Names are those of the module at that pass."""
 
     pass_name: str
     role: Literal["prologue", "epilogue", "root"]
-    """Of `instruction`: before the matrix product, after it, or the last operation of a would-be normalization."""
+    """The position of `instruction`: before or after the matrix product, or last in a candidate normalization."""
     instruction: str
-    """'' where the pass names none: it means whichever instruction it came to next."""
+    """'' if the pass names no instruction: the refusal then concerns the instruction that the pass visited next."""
     product: str | None
-    """The matrix product in question."""
+    """The matrix product that the refusal concerns."""
     reason: str
     op_name: str = ""
-    """JAX's name of the instruction, which also tells one that the pass had renamed."""
+    """JAX's name of the instruction; it identifies the instruction even if a pass renamed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiOutputFusion:
-    """Multi-output fusion put two kernels side by side: siblings, or a producer that keeps its output."""
+    """Multi-output fusion merged two kernels: siblings, or a producer that keeps its own output."""
 
     first: str
     second: str
@@ -49,14 +50,14 @@ class MultiOutputFusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogWords:
-    """What the log holds of fusion."""
+    """The messages of the log that concern fusion."""
 
     refusals: tuple[Refusal, ...] = ()
     multi_output: tuple[MultiOutputFusion, ...] = ()
 
 
 def read_log(text: str) -> LogWords:
-    """Collect the passes' words; lines of any other shape are passed over (the log is XLA's, and free text)."""
+    """Collects the messages of the passes; lines in any other format are ignored, since the log is free text."""
     refusals: list[Refusal] = []
     multi_output: list[MultiOutputFusion] = []
     product: str | None = None
@@ -86,12 +87,12 @@ def _gemm_refusal(body: str, product: str | None) -> Refusal | None:
     if not body.startswith("Not fusing "):
         return None
     text, *reason = _DECISION.split(body.removeprefix("Not fusing "), maxsplit=1)
-    is_user = text.startswith("user: ")  # the rewriter behind xla_gpu_experimental_gemm_fusion_v2
+    is_user = text.startswith("user: ")  # the rewriter that xla_gpu_experimental_gemm_fusion_v2 selects
     if is_user and not reason:
         text, reason = "", [text.removeprefix("user: ")]
     if not reason:
         return None
-    # "to the output" closes the search from the product towards its operands, "to the input" towards its users.
+    # "to the output" ends the search from the product towards its operands, "to the input" towards its users.
     role = "epilogue" if is_user or text.endswith(" to the input") else "prologue"
     text = text.removeprefix("operand: ").removeprefix("user: ")
     behind = text.partition(" bitcast(%")[2].partition(")")[0]

@@ -1,4 +1,4 @@
-"""The role of an instruction in XLA's fusion passes: a matrix product, a library call, a custom kernel, or other."""
+"""Classifies instructions as XLA's fusion passes see them: matrix product, library call, custom kernel or other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBRARIES = (
     "cusparse_",
 )
 
-# Beside collectives; XLA's list is the other way round (PriorityFusion::IsFusible).
+# Collectives take no producer either. XLA lists the opposite, the opcodes that can (PriorityFusion::IsFusible).
 _CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start", "infeed", "outfeed"})
 _WHOLE = frozenset(
     {"custom-call", "sort", "dot", "convolution", "fft", "cholesky", "triangular-solve", "rng-bit-generator"}
@@ -35,7 +35,7 @@ Role = Literal["product", "library", "kernel", "other"]
 
 
 def role_of(module: Module, instruction: Instruction) -> Role:
-    """The role of an instruction of the module."""
+    """Returns the role of an instruction of the module."""
     if instruction.opcode == "custom-call":
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         return "library" if target.startswith(_LIBRARIES) else "kernel"
@@ -51,7 +51,7 @@ def role_of(module: Module, instruction: Instruction) -> Role:
 
 
 def origin_of_kernel(instruction: Instruction) -> str:
-    """Where a kernel comes from that takes no fusion, in words."""
+    """Describes where a kernel that takes no fusion comes from."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     if target.startswith(_PYTHON):
         return "a call back to Python on the host"
@@ -59,7 +59,7 @@ def origin_of_kernel(instruction: Instruction) -> str:
 
 
 def generator_of(fusion: Instruction) -> str:
-    """What makes the code of a fusion, as XLA calls it ('__triton', '__cudnn$fusion'); '' for its own emitters."""
+    """Returns XLA's name for a fusion's code generator ('__triton', '__cudnn$fusion'); '' for XLA's own emitters."""
     config = fusion.backend_config
     settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
     return str(settings.get("kind", ""))

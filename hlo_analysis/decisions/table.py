@@ -1,4 +1,4 @@
-"""The decision table of a capture: why each edge between launches survived, and which edges did not."""
+"""Builds the decision table of a capture: each edge between launches, fused or not, with the reason."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from hlo_analysis.records import Decision
 
 
 class Texts(Protocol):
-    """What is needed of a Capture: its artefacts by key, None for one that it has not."""
+    """The part of a Capture that `decide` reads: the text of an artefact by its key."""
 
     def text(self, key: str) -> str | None:
-        """The artefact's text."""
+        """Returns the artefact's text, or None if the capture does not have it."""
         ...
 
 
 def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple[Decision, ...]:
-    """Every data edge between two launches with the best reason known, then the edges that were fused.
+    """Returns a decision for every data edge between two launches, then one for every fused edge.
 
     Args:
-        capture: reads `final_hlo` (only whether it is there), `priority_fusion_dump`, `before_priority_fusion`,
-            `after_priority_fusion`, `before_rename`, `after_rename`, `worker_log` and `debug_options`. What is
-            missing leaves our own reasons, in brackets.
+        capture: reads `final_hlo` (only whether it exists), `priority_fusion_dump`, `before_priority_fusion`,
+            `after_priority_fusion`, `before_rename`, `after_rename`, `worker_log` and `debug_options`. Where an
+            artefact is missing, the reasons are ours, in brackets.
         final: the final module, parsed.
         launch_of: instruction of the final module → index of its launch.
 
     Raises:
-        DumpError: the fusion dump is there and is not whole.
-        HloParseError: one of the modules is there and is not whole.
+        DumpError: the fusion dump exists and is incomplete.
+        HloParseError: one of the modules exists and is incomplete.
     """
     dump_text = capture.text("priority_fusion_dump")
     dump = read_fusion_dump(dump_text) if dump_text else None
@@ -67,7 +67,7 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
 
 
 def _disabled(capture: Texts) -> frozenset[str]:
-    """Passes that `xla_disable_hlo_passes` switched off, from the text proto of XLA's options: one line a pass."""
+    """Returns the passes that `xla_disable_hlo_passes` switched off, read from the text proto of XLA's options."""
     lines = (line.partition(":") for line in (capture.text("debug_options") or "").splitlines())
     return frozenset(value.strip().strip('"') for name, _, value in lines if name.strip() == "xla_disable_hlo_passes")
 
@@ -78,7 +78,7 @@ def _stage(capture: Texts, key: str) -> Module | None:
 
 
 def _between(capture: Texts) -> list[Module]:
-    """Modules between priority fusion and the final one, which is itself one of them where XLA stopped early."""
+    """Returns the modules between priority fusion and the final module, which is included if XLA stopped early."""
     whole, renamed = capture.text("final_hlo") is not None, capture.text("after_rename") is not None
     keys = ("before_rename", "after_rename") if whole else ("before_rename",) if renamed else ()
     return [stage for key in keys if (stage := _stage(capture, key)) is not None]

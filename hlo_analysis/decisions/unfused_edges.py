@@ -17,22 +17,22 @@ from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES
 
 PRIORITY_PASS = "priority-fusion"
-_CONFIG_PASS = "config-assigner"
+CONFIG_PASS = "config-assigner"
 
 
 class Survivors:
-    """Explains the edges of the final module from what the passes left behind.
+    """Explains the unfused edges of the final module from the records that the passes left.
 
     Args:
         final: the final module.
         early: the module right after priority fusion, or None where the capture has none.
         origins: final instruction → instructions of `early` that it came from.
-        folded: the end state of priority fusion, its names those of `early`.
-        log: words of the passes before it.
-        before: the module that priority fusion began with.
+        folded: the end state of priority fusion, with the names of `early`.
+        log: messages of the passes before it.
+        before: the module that priority fusion started with.
         edges: all edges of the final module.
         disabled: passes that an option switched off.
-        no_record: why there is no record of priority fusion, where there is none.
+        no_record: why priority fusion left no record, where it left none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Survivors:
         self._roots = {r.instruction: r.reason for r in log.refusals if r.pass_name == SOFTMAX_PASS}
 
     def explain(self, edge: Edge) -> Explanation:
-        """The reason for which the two launches of an edge are not one."""
+        """Returns the reason why the two launches of an edge stayed apart."""
         if edge.crosses:
             return ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
         late = self._late(edge)
@@ -93,7 +93,10 @@ class Survivors:
         return spoken
 
     def _normalization(self, edge: Edge) -> str | None:
-        """Why a reduction and what it scales or shifts are not one normalization, if the edge is between the two."""
+        """Returns why a reduction and the operation that uses its result did not become one normalization.
+
+        Returns None if the edge does not connect such a pair.
+        """
         consumer = self._final[edge.consumer]
         if consumer.opcode != "fusion" or not self._roots or not self._after_reduction(edge.producer):
             return None
@@ -106,28 +109,31 @@ class Survivors:
         return None
 
     def _after_reduction(self, name: str) -> bool:
-        """Whether a launch reduces, or finishes what a launch before it reduced."""
+        """Whether a launch reduces, or finishes the reduction of the launch before it."""
         feeding = [self._final[source] for source in (name, *self._feeds.get(name, ()))]
         return any(inner.opcode == "reduce" for launch in feeding for inner in contents(self._module, launch))
 
     def _library(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
-        """XLA settles on a library for a matrix product after all fusion, and takes back what Triton had fused."""
+        """Explains an edge at a library call.
+
+        XLA chooses libraries for matrix products after all fusion, and then undoes what Triton had fused.
+        """
         call = edge.producer if roles[0] == "library" else edge.consumer
         shared = set(self._origins.get(edge.producer, ())) & set(self._origins.get(edge.consumer, ()))
         if shared:
             text = f"XLA had fused the two into {min(shared)}, then took a library for the product, {call}"
-            return ours(text, categories.LIBRARY_CALL, _CONFIG_PASS)
+            return ours(text, categories.LIBRARY_CALL, CONFIG_PASS)
         return self._opaque(edge, roles, categories.LIBRARY_CALL, f"{call} is a library call")
 
     def _opaque(self, edge: Edge, roles: tuple[Role, Role], category: str, text: str) -> Explanation:
-        """A kernel that takes no fusion, with what a pass said of the edge before it was known to be one."""
+        """Explains an edge at a kernel that takes no fusion, quoting what a pass said before XLA chose that kernel."""
         spoken = self._product(edge, roles) or self._priority(edge, roles)
         if spoken.verdict != "ineligible" or spoken.reason.startswith("["):
             return ours(text, category)
         return replace(spoken, reason=f"{spoken.reason} [{text}]", category=category)
 
     def _product(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation | None:
-        """What the matrix-product rewriter said of this edge, or None where the log has nothing."""
+        """Returns what the matrix-product rewriter said about this edge, or None if the log has no message."""
         if roles[1] in ("product", "library"):
             for product in self._products(edge.consumer):
                 if refused := self._refusals.get(("prologue", product)):
@@ -144,7 +150,7 @@ class Survivors:
         return None
 
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
-        """The last word of priority fusion about the producer, if it is about this edge."""
+        """Returns the last verdict of priority fusion on the producer, if it concerns this edge."""
         consumers = set(self._origins.get(edge.consumer, ()))
         sources = [name for name in self._origins.get(edge.producer, ()) if self._word(name)]
         sources.sort(key=lambda name: not self._users[name] & consumers)
@@ -152,7 +158,7 @@ class Survivors:
             return self._silent(edge, roles)
         word = self._word(sources[0]) or Word(reason=None, gain_us=None)
         if word.reason is None:
-            # Priced for its other users: what reads it through a bitcast is not looked at.
+            # XLA priced the producer for its other users, without those that read it through a bitcast.
             closed = self._takes_nothing(edge.consumer)
             return ours(closed, categories.CONSUMER, PRIORITY_PASS) if closed else self._priced(word)
         reason, category = word.reason, categories.classify(word.reason)
@@ -167,7 +173,7 @@ class Survivors:
         return Explanation(verdict="ineligible", reason=reason, category=category, pass_name=PRIORITY_PASS)
 
     def _takes_nothing(self, name: str) -> str:
-        """Why a launch takes no fusion, where that is plain; '' where it may."""
+        """Returns why a launch can take no producer, or '' if it may."""
         opcodes = {inner.opcode for inner in contents(self._module, self._final[name])}
         if "sort" in opcodes:
             return f"{name} sorts, and takes no fusion"
@@ -176,9 +182,9 @@ class Survivors:
         return ""
 
     def _word(self, name: str) -> Word | None:
-        """The last word about an instruction right after priority fusion, under the name it had when it was spoken.
+        """Returns the last verdict on an instruction of the module right after priority fusion.
 
-        At its very end the pass fuses constants and says nothing: what was an instruction is then a fusion around it.
+        At its end the pass fuses constants without recording it. Such a fusion has the verdict of its root instruction.
         """
         if name in self._words or name not in self._early or self._early_module is None:
             return self._words.get(name)
@@ -196,7 +202,7 @@ class Survivors:
             return Explanation(
                 verdict="rejected", reason=text, category=categories.SLOWER, pass_name=PRIORITY_PASS, gain_us=gain
             )
-        text = "[priority fusion weighed the producer and left it, without giving a reason]"
+        text = "[priority fusion priced the producer and left it unfused, without a reason]"
         return Explanation(
             verdict="unrecorded", reason=text, category=categories.UNRECORDED, pass_name=PRIORITY_PASS, gain_us=gain
         )
@@ -205,9 +211,9 @@ class Survivors:
         if self._disabled:
             return ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
         if "product" in roles:
-            text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass left no word"
+            text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass gave no reason"
             return ours(text, categories.MATRIX_PRODUCT_OPAQUE)
-        text, category = "no pass left a word about this edge", categories.UNRECORDED
+        text, category = "no pass recorded a reason for this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
         elif moving := next(filter(self._is_old_collective, (edge.producer, edge.consumer)), None):
@@ -218,17 +224,17 @@ class Survivors:
         return unspoken(text, category)
 
     def _is_old_collective(self, name: str) -> bool:
-        """Whether a collective was there when XLA fused: a later pass makes it asynchronous, under another name."""
+        """Whether a collective already existed when XLA fused; a later pass makes it asynchronous and renames it."""
         opcode = self._final[name].opcode
         same = (found for found in self._early.values() if stem(found.name) == stem(name))
         return opcode in COLLECTIVE_OPCODES and any(found.opcode == opcode for found in same)
 
     def _late(self, edge: Edge) -> list[str]:
-        """The ends of an edge that came from nothing which was there when XLA fused."""
+        """Returns the ends of an edge that have no origin in the module right after priority fusion."""
         return [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]
 
     def _concerns_another(self, category: str, producer: str, consumers: set[str]) -> bool:
-        """Whether a rule means another user of the producer, which is fused into all its users or into none."""
+        """Whether a rule concerns another user of the producer, which is fused into all its users or none."""
         own = self._users[producer] & consumers
         if not own:
             return False
@@ -239,7 +245,7 @@ class Survivors:
         return False
 
     def _takes_none(self, name: str) -> bool:
-        """Whether priority fusion takes this instruction for one that no producer can be fused into."""
+        """Whether priority fusion fuses no producer into this instruction."""
         return self._early_role(name) != "other" or self._early[name].opcode in TAKE_NONE
 
     def _reduces(self, name: str) -> bool:
@@ -247,7 +253,7 @@ class Survivors:
         return bool(module and instruction and any(i.opcode == "reduce" for i in contents(module, instruction)))
 
     def _role(self, name: str) -> Role:
-        """What a launch is; one that a library call left behind is still the matrix product that it came from."""
+        """Returns the role of a launch. A launch that a library call left over keeps the role of its matrix product."""
         role = role_of(self._module, self._final[name])
         origins = self._origins.get(name, ())
         came_out = role == "other" and origins and all(self._early_role(origin) == "product" for origin in origins)
@@ -258,11 +264,11 @@ class Survivors:
         return role_of(self._early_module, instruction) if self._early_module and instruction else "other"
 
     def _products(self, name: str) -> list[str]:
-        """The dots behind a launch, under the names that the matrix-product rewriter knew."""
+        """Returns the dots that a launch came from, by the names that the matrix-product rewriter used."""
         return [origin.removeprefix("gemm_fusion_") for origin in (*self._origins.get(name, ()), name)]
 
     def _results(self, name: str) -> tuple[set[str], set[str]]:
-        """Names that a launch's results may have had at an earlier pass, and JAX's names of them."""
+        """Returns the names that a launch's results may have had at an earlier pass, and JAX's names for them."""
         found: list[Instruction] = []
         for module, instruction in (
             (self._module, self._final[name]),
@@ -278,14 +284,14 @@ class Survivors:
 
 
 def _find(refused: Sequence[Refusal], names: Collection[str], op_names: Collection[str]) -> str | None:
-    """The reason of the first refusal of one of the names; failing that, of one of JAX's names."""
+    """Returns the reason of the first refusal that matches one of the names, or else one of JAX's names."""
     by_name = (refusal.reason for refusal in refused if refusal.instruction in names)
     by_op_name = (refusal.reason for refusal in refused if refusal.op_name in op_names)
     return next(by_name, None) or next(by_op_name, None)
 
 
 def _parameters_behind(fused: Computation, name: str) -> set[int]:
-    """Numbers of the parameters that a value of a fused computation is made from."""
+    """Returns the numbers of the parameters that a value of a fused computation depends on."""
     found: set[int] = set()
     queue, seen = [name], {name}
     while queue:

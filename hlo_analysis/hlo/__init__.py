@@ -1,4 +1,4 @@
-"""HLO text to records: `parse_module`, and the names of what it returns."""
+"""Parses HLO text into records: `parse_module`, and the classes that it returns."""
 
 from hlo_analysis.errors import HloParseError
 from hlo_analysis.hlo.module import Computation, Instruction, Module, computation_text

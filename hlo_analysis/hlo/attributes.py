@@ -1,4 +1,4 @@
-"""Typed attributes of instructions: dimension numbers, slices, padding, windows and library configurations."""
+"""Reads attributes of instructions: dimension numbers, slices, padding, windows and library configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DotDimensions:
 
 
 def integers(instruction: Instruction, name: str) -> tuple[int, ...]:
-    """Returns the integers of an attribute such as `dimensions={0,2}`; none where it is missing."""
+    """Returns the integers of an attribute such as `dimensions={0,2}`; () if the attribute is missing."""
     return tuple(int(number) for number in _INTEGER.findall(instruction.attributes.get(name, "")))
 
 
@@ -33,13 +33,16 @@ def custom_call_target(instruction: Instruction) -> str:
 
 
 def stated_flops(instruction: Instruction) -> tuple[str, int, int] | None:
-    """Returns what a program states of a kernel, `matrix_flops="bf16 FLOPS / ELEMENTS"`: type, FLOPs and elements."""
+    """Returns the element type, FLOPs and element count that a program states for a kernel.
+
+    The program states them as `matrix_flops="bf16 FLOPS / ELEMENTS"`.
+    """
     stated = _STATED_FLOPS.search(instruction.attributes.get("frontend_attributes", ""))
     return (stated[1], int(stated[2]), int(stated[3])) if stated else None
 
 
 def gemm_config(instruction: Instruction) -> dict[str, Any]:
-    """Returns cuBLAS' configuration of a matrix product, empty for anything else."""
+    """Returns cuBLAS's configuration of a matrix product, empty for anything else."""
     config = instruction.backend_config
     return config.get("gemm_backend_config") or {} if isinstance(config, dict) else {}
 
@@ -69,13 +72,13 @@ def slice_strides(instruction: Instruction) -> tuple[int, ...]:
 
 
 def interior_padding(instruction: Instruction) -> tuple[int, ...]:
-    """Returns how many elements a pad puts between two elements of each dimension."""
+    """Returns how many elements a pad inserts between two elements of each dimension."""
     dimensions = instruction.attributes.get("padding", "").split("x")
     return tuple(int(parts[2]) if len(parts := found.split("_")) > 2 else 0 for found in dimensions)
 
 
 def window(instruction: Instruction) -> dict[str, str]:
-    """Returns the fields of a window, as {'size': '3x3', 'stride': '2x2'}; a field at its default is missing."""
+    """Returns the fields of a window, such as {'size': '3x3', 'stride': '2x2'}; fields at their default are missing."""
     fields = instruction.attributes.get("window", "").strip("{}").split()
     return {name: value for name, _, value in (found.partition("=") for found in fields)}
 
@@ -87,7 +90,7 @@ def window_size(instruction: Instruction) -> tuple[int, ...]:
 
 
 def convolution_labels(instruction: Instruction) -> tuple[str, str, str] | None:
-    """Returns the labels of a convolution's input, filter and output, as ('b01f', '01io', 'b01f'); None for others."""
+    """Returns the labels of a convolution's input, filter and output ('b01f', '01io', 'b01f'); None for others."""
     inputs, arrow, output = instruction.attributes.get("dim_labels", "").partition("->")
     data, underscore, kernel = inputs.partition("_")
     return (data, kernel, output) if arrow and underscore else None

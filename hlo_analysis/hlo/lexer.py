@@ -1,9 +1,9 @@
-"""Tokens of HLO text, and the cursor that reads them.
+"""Reads tokens of HLO text.
 
 The token classes are those of XLA's own lexer (`xla/hlo/parser/hlo_lexer.cc`): names, `/* */` and `//` comments,
-strings in either quote, and brackets. The parser asks for the token that the grammar allows next, which is what lets
-one compiled pattern read `%name = f32[8]{0} opcode(` in one step. Every repetition in the patterns is possessive, so
-that no text, however broken, makes them backtrack: reading is linear.
+strings in either quote, and brackets. The parser asks for the token that the grammar allows next. One compiled pattern
+can therefore read `%name = f32[8]{0} opcode(` in one step. All repetitions in the patterns are possessive, so no text
+makes them backtrack, and reading takes linear time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
 def token(pattern: str) -> re.Pattern[str]:
-    """Compile a token; leading white space and comments are skipped."""
+    """Compiles a token's pattern, which skips leading white space and comments."""
     return re.compile(SPACE + pattern, _FLAGS)
 
 
@@ -45,7 +45,7 @@ class SourceText:
         return [0, *(match.end() for match in re.finditer("\n", self.text))]
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Line and column of an offset, both from 1."""
+        """Returns the line and column of an offset, both counted from 1."""
         line = bisect_right(self._line_starts, offset)
         return line, offset - self._line_starts[line - 1] + 1
 
@@ -59,24 +59,24 @@ class Lexer:
         self.position = 0
 
     def error(self, message: str, at: int | None = None) -> HloParseError:
-        """The error to raise about offset `at`, or about the next token."""
+        """Returns the error to raise for offset `at`, or for the next token."""
         line, column = self.source.position(self._after_space() if at is None else at)
         return HloParseError(message, line=line, column=column)
 
     def unexpected(self, expected: str) -> HloParseError:
-        """The error to raise where something else was expected."""
+        """Returns the error to raise if the next token is not the expected one."""
         word = _WORD.match(self.text, self._after_space())
         return self.error(f"expected {expected}, found {word.group()!r}" if word else f"expected {expected}, text ends")
 
     def accept(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Read the token if it is next."""
+        """Reads the token if it is next."""
         match = pattern.match(self.text, self.position)
         if match:
             self.position = match.end()
         return match
 
     def expect(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
-        """Read the token, or raise HloParseError."""
+        """Reads the token, or raises HloParseError."""
         match = pattern.match(self.text, self.position)
         if not match:
             raise self.unexpected(expected)
@@ -89,9 +89,9 @@ class Lexer:
         return self.position == len(self.text)
 
     def read_group(self) -> str:
-        """Read a bracket, everything in it, and the bracket that closes it. Strings and comments may hold any bracket.
+        """Reads a bracket and its content up to the matching bracket, ignoring brackets in strings and comments.
 
-        Not recursive: nesting is as deep as the text likes.
+        It does not recurse, because text may nest to any depth.
         """
         text, start = self.text, self.position
         closers: list[str] = []
@@ -118,7 +118,7 @@ class Lexer:
         return text[start : self.position]
 
     def read_value(self) -> str:
-        """Read the raw text of an attribute's value: words, strings and groups with nothing between them."""
+        """Reads the raw text of an attribute's value: adjacent words, strings and groups."""
         text, start = self.text, self.position
         while True:
             position = self.position
@@ -141,7 +141,7 @@ class Lexer:
 
 
 def names_in(value: str) -> tuple[str, ...]:
-    """Names in `%a` or `{%a, /*index=1*/%b}`, without '%'."""
+    """Returns the names in `%a` or `{%a, /*index=1*/%b}`, without '%'."""
     names: list[str] = []
     position = 1 if value.startswith("{") else 0
     while match := _NAME_IN_LIST.match(value, position):
@@ -159,7 +159,7 @@ _ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f
 
 
 def unquote(literal: str) -> str:
-    r"""The string that a quoted literal stands for. XLA writes C escapes, non-ASCII as octal UTF-8 (`\303\251`)."""
+    r"""Returns the string of a quoted literal. XLA writes C escapes, and non-ASCII text as octal UTF-8 (`\303\251`)."""
     body = literal[1:-1]
     if "\\" not in body:
         return body

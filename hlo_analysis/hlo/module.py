@@ -1,4 +1,4 @@
-"""What HLO text holds: a module of computations of instructions."""
+"""Represents HLO: a module of computations of instructions."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from hlo_analysis.hlo.source import Metadata, SourceTable
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Instruction:
-    """One instruction. Two are equal only if they are one object."""
+    """One instruction. Two instructions are equal only if they are the same object."""
 
     name: str
     opcode: str
-    """As printed: an asynchronous pair of a plain operation reads e.g. 'slice-start' and 'slice-done'."""
+    """The opcode as printed; an asynchronous pair of a plain operation reads 'slice-start' and 'slice-done'."""
     shape: Shape
     operands: tuple[str, ...]
-    """Names of instructions of the same computation."""
+    """Names of the operands, which are instructions of the same computation."""
     attributes: dict[str, str] = field(default_factory=dict)
-    """Raw text of each attribute (`calls`, `to_apply`, `kind`, `dimensions`, `backend_config`, ...) but metadata."""
+    """Raw text of each attribute (`calls`, `to_apply`, `kind`, `dimensions`, `backend_config`, ...) except metadata."""
     literal: str | None = None
-    """What stands between the parentheses of a constant, or the number of a parameter."""
+    """The text between the parentheses of a constant, or the number of a parameter."""
     is_root: bool = False
     metadata: Metadata | None = None
     called: tuple[str, ...] = ()
-    """Computations that it runs: fusion, loop, branches, reduction, comparator, ..."""
+    """Names of the computations that it calls: fusion, loop, branches, reduction, comparator, ..."""
     source: SourceText = field(repr=False)
     start: int = field(repr=False)
     end: int = field(repr=False)
 
     @property
     def text(self) -> str:
-        """The instruction as it stands in the module, without the indent."""
+        """Returns the instruction's text in the module, without indentation."""
         return self.source.text[self.start : self.end]
 
     @property
     def line(self) -> int:
-        """Line in the module's text, from 1."""
+        """Returns its line in the module's text, counted from 1."""
         return self.source.position(self.start)[0]
 
     @property
     def op_name(self) -> str:
-        """JAX's path to the operation, '' where the text has none."""
+        """Returns JAX's path to the operation, or '' if the text has none."""
         return self.metadata.op_name if self.metadata else ""
 
     @property
     def backend_config(self) -> dict[str, Any] | str | None:
-        """The backend's configuration: the JSON object, else the string as it is, None where there is none."""
+        """Returns the backend's configuration: the JSON object, or the raw string, or None if there is none."""
         raw = self.attributes.get("backend_config")
         if raw is None:
             return None
@@ -71,7 +71,7 @@ class Computation:
     root: str
     is_entry: bool = False
     attributes: dict[str, str] = field(default_factory=dict)
-    """What follows the closing brace, e.g. `execution_thread`."""
+    """Attributes after the closing brace, e.g. `execution_thread`."""
     source: SourceText = field(repr=False)
     start: int = field(repr=False)
     end: int = field(repr=False)
@@ -79,20 +79,20 @@ class Computation:
 
     @property
     def root_instruction(self) -> Instruction:
-        """The instruction whose value the computation returns."""
+        """Returns the instruction whose value the computation returns."""
         return self.instructions[self.root]
 
     @property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Parameters, by number."""
+        """Returns the parameters, ordered by number."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return tuple(sorted(found, key=lambda parameter: int(parameter.literal or 0)))
 
     def users(self, name: str) -> tuple[str, ...]:
-        """Instructions that have `name` for an operand, each once, in text order.
+        """Returns the instructions with `name` as an operand, each once, in text order.
 
         Raises:
-            KeyError: no such instruction.
+            KeyError: the computation has no such instruction.
         """
         if not self._users:
             users: dict[str, dict[str, None]] = {key: {} for key in self.instructions}
@@ -104,7 +104,7 @@ class Computation:
 
     @property
     def text(self) -> str:
-        """The computation as it stands in the module."""
+        """Returns the computation's text in the module."""
         return self.source.text[self.start : self.end]
 
 
@@ -116,25 +116,25 @@ class Module:
     attributes: dict[str, str]
     """Raw text of the header's attributes: `entry_computation_layout`, `is_scheduled`, ..."""
     computations: dict[str, Computation]
-    """In text order: a computation comes before those that call it."""
+    """Computations in text order: a computation comes before its callers."""
     entry_name: str
     source: SourceTable = field(repr=False)
 
     @property
     def entry(self) -> Computation:
-        """The computation that a run of the program executes."""
+        """Returns the computation that a run of the program executes."""
         return self.computations[self.entry_name]
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether the text order of instructions is the order of execution."""
+        """Whether instructions execute in text order."""
         return self.attributes.get("is_scheduled") == "true"
 
 
 def computation_text(module: Module, name: str) -> str:
-    """The original text of a computation.
+    """Returns the original text of a computation.
 
     Raises:
-        KeyError: no such computation.
+        KeyError: the module has no such computation.
     """
     return module.computations[name].text

@@ -1,4 +1,4 @@
-"""The grammar of HLO text, by recursive descent.
+"""Parses HLO text by recursive descent.
 
     module       = [ "HloModule" name attributes ] [ source tables ] computation+
     computation  = [ "ENTRY" ] name [ "(" parameters ")" "->" shape ] "{" instruction+ "}" attributes
@@ -7,11 +7,11 @@
     operand      = [ shape ] name { "#" index }
     attributes   = { "," name "=" value }
 
-It follows XLA's own parser (`xla/hlo/parser/hlo_parser.cc`) in what it accepts of text that XLA prints; names may lack
-their '%', computations their signature. Values of attributes stay raw text with balanced brackets, except for metadata.
-Names are checked as they are read: every operand is an earlier instruction, every called computation exists. XLA
-abbreviates a get-tuple-element without metadata to `%fusion.43#1` where it is used; it becomes an instruction of that
-very name, which no other can have.
+The parser accepts the text that XLA prints, as XLA's own parser does (`xla/hlo/parser/hlo_parser.cc`). Names may lack
+their '%', and computations their signature. Values of attributes, except metadata, stay raw text with balanced
+brackets. The parser checks names as it reads them: every operand is an earlier instruction, and every called
+computation exists. XLA abbreviates a get-tuple-element without metadata to `%fusion.43#1` where it is used. The parser
+enters an instruction of that name, which no other instruction can have.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ _COMMA = token(r",")
 _END_OF_OPERANDS = token(r"\)")
 _OPERAND_NAME = token(rf"%?({NAME})((?:#\d{{1,9}}+)*+)(?=[\s,)/])")
 _OPCODE = token(r"([a-z][a-z0-9\-]*+)(?=\()")
-# The head of an instruction up to its opcode; a shape that is no plain array (a tuple) leaves groups 4 to 7 empty.
+# The head of an instruction up to its opcode. For a shape that is not a plain array (a tuple), groups 4 to 7 are empty.
 _HEAD = token(
     rf"()(ROOT[ \t]++)?%?({NAME})[ \t]*+=[ \t]*+"
     r"(?:([a-z][a-z0-9]*+)\[([0-9,]*+)\](\{[^{}]*+\}|(?!\{))[ \t]++([a-z][a-z0-9\-]*+)(?=\())?"
 )
 _PLAIN_OPERANDS = token(r"\(([^()\[\]{}\"'/=]*+)\)")
 _ATTRIBUTE = token(rf",[ \t]*+({NAME})=")
-# A value that is one word, one string or one group without inner brackets, which most are.
+# A value that is one word, one string or one group without inner brackets, as most values are.
 _VALUE = token(rf"""([A-Za-z0-9_.%\-]++|{STRING}|\{{[^{{}}()\[\]"'/]*+\}})(?=[,\n])""")
 
 
 def parse_module(text: str) -> Module:
-    """Parse the text of an HLO module, in time proportional to its length.
+    """Parses the text of an HLO module, in time proportional to its length.
 
     Args:
-        text: as XLA dumps it (`xla_dump_hlo_as_text`), as `HloModule.to_string` prints it, or as it stands in the
-            priority-fusion dump.
+        text: the module as XLA dumps it (`xla_dump_hlo_as_text`), as `HloModule.to_string` prints it, or as the
+            priority-fusion dump contains it.
 
     Raises:
         HloParseError: the text is not a well-formed module, or names something that it does not define.
@@ -237,7 +237,7 @@ class _Parser:
                 return tuple(names)
 
     def element(self, earlier: dict[str, Instruction], name: str, index: str, at: re.Match[str]) -> str:
-        """Name of the get-tuple-element that XLA abbreviates to `name#index`, entered on first use."""
+        """Returns the name of the get-tuple-element that XLA abbreviates to `name#index`, entering it on first use."""
         element = f"{name}#{index}"
         if element not in earlier:
             shape = earlier[name].shape

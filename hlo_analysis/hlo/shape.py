@@ -1,4 +1,4 @@
-"""XLA shapes: `bf16[8,4096]{1,0:T(8,128)S(1)}`, tuples of them, tokens."""
+"""Parses XLA shapes: `bf16[8,4096]{1,0:T(8,128)S(1)}`, tuples of them, tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELEMENT_BITS: dict[str, int] = {
     "token": 0,
     "opaque": 0,
 }
-"""Bits of one element in memory. A predicate takes a byte; types below a byte are packed, as XLA:GPU and XLA:CPU do."""
+"""Bits of one element in memory. A predicate takes a byte; smaller types are packed, as in XLA:GPU and XLA:CPU."""
 
 _ARRAY = token(r"""([a-z][a-z0-9]*+)\[([^\[\]{}()"']*+)\](\{[^{}]*+\}|(?!\{))""")
 _ARRAY_HEAD = token(r"""([a-z][a-z0-9]*+)\[([^\[\]{}()"']*+)\]""")
@@ -39,7 +39,7 @@ _DEEPEST = 64  # nested tuples; XLA's programs stay below five
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an array lies in memory."""
+    """The layout of an array in memory."""
 
     minor_to_major: tuple[int, ...]
     """Dimension numbers, fastest-varying first."""
@@ -47,7 +47,7 @@ class Layout:
     """Tile sizes as text, outermost first, e.g. ('8,128', '2,1')."""
     memory_space: int = 0
     element_bits: int = 0
-    """Size of an element where it is not the type's own (`E(4)`), otherwise 0."""
+    """Size of an element if it differs from the type's own (`E(4)`), otherwise 0."""
     text: str = "{}"
 
 
@@ -56,7 +56,7 @@ class Shape:
     """The type of a value: an array, a tuple of shapes, a buffer of one shape, a token or an opaque handle.
 
     `element_type` is XLA's lower-case name ('bf16', 's32', 'f8e4m3fn'), or 'tuple', 'buffer', 'token', 'opaque'.
-    A dimension is its size or, where `dynamic` says so, its bound; -1 stands for one without a bound (`?`).
+    `dimensions` holds sizes; if `dynamic` is set for a dimension, it is the bound, or -1 without a bound (`?`).
     """
 
     element_type: str
@@ -67,26 +67,26 @@ class Shape:
 
     @property
     def is_tuple(self) -> bool:
-        """Whether this is a tuple."""
+        """Whether the shape is a tuple."""
         return self.element_type == "tuple"
 
     @property
     def is_token(self) -> bool:
-        """Whether this is a token, which orders effects and holds no data."""
+        """Whether the shape is a token, which orders effects and holds no data."""
         return self.element_type == "token"
 
     @property
     def element_count(self) -> int:
-        """Elements of the array, dynamic dimensions at their bound; of a tuple, those of all its leaves."""
+        """Returns the number of elements, dynamic dimensions at their bound; for a tuple, the sum over its leaves."""
         if self.elements:
             return sum(element.element_count for element in self.elements)
         return 0 if self.element_type in ("tuple", "token", "opaque") else prod(self.dimensions)
 
     @property
     def byte_size(self) -> int:
-        """Bytes of the data, dynamic dimensions at their bound; of a tuple, those of all its leaves.
+        """Returns the bytes of the data, dynamic dimensions at their bound; for a tuple, the sum over its leaves.
 
-        The tuple's own table of pointers and the padding of tiles are not counted.
+        The pointer table of a tuple and the padding of tiles do not count.
 
         Raises:
             ValueError: a dimension has no bound.
@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def text(self) -> str:
-        """As XLA prints it, with layouts."""
+        """Returns the shape as XLA prints it, with layouts."""
         return self._print(with_layout=True)
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """Parse one shape and nothing after it.
+    """Parses one shape; nothing may follow it.
 
     Raises:
         HloParseError: `text` is not a shape.
@@ -137,12 +137,12 @@ def parse_shape(text: str) -> Shape:
 
 
 def read_shape(lexer: Lexer, known: dict[str, Shape], depth: int = 0) -> Shape:
-    """Read a shape; `known` keeps array shapes by their text, so that equal ones are one object."""
+    """Reads a shape. `known` caches array shapes by their text, so equal shapes are one object."""
     match = lexer.accept(_ARRAY)
     if match:
         return array_shape(lexer, known, match[1], match[2], match[3], match.start(1))
     match = lexer.accept(_ARRAY_HEAD)
-    if match:  # the layout holds braces of its own
+    if match:  # the layout itself contains braces
         return array_shape(lexer, known, match[1], match[2], lexer.read_group(), match.start(1))
     if depth == _DEEPEST:
         raise lexer.error(f"tuples nested deeper than {_DEEPEST}")
@@ -161,7 +161,7 @@ def read_shape(lexer: Lexer, known: dict[str, Shape], depth: int = 0) -> Shape:
 
 
 def array_shape(lexer: Lexer, known: dict[str, Shape], kind: str, sizes: str, layout: str, at: int) -> Shape:
-    """The shape of `kind[sizes]layout`, found at offset `at`."""
+    """Builds the shape of `kind[sizes]layout`, found at offset `at`."""
     key = f"{kind}[{sizes}]{layout}"
     shape = known.get(key)
     if shape is None:

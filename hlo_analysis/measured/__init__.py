@@ -1,4 +1,4 @@
-"""What a GPU took: profiles, and the join of their kernels to the launch table."""
+"""Reads profiles of a run on a GPU, and joins their kernels to the launch table."""
 
 from hlo_analysis.measured.join import ProfileMismatchError, join, with_measured
 from hlo_analysis.measured.profile import KernelEvent, Profile, read_profile

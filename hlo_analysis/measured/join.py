@@ -1,7 +1,7 @@
-"""Joins a profile to the launch table: which kernel is which launch, call by call.
+"""Joins a profile to the launch table: finds, call by call, which kernel belongs to which launch.
 
-The kernels of a call come in launch order. A launch whose kernel name is known must be where the table has it. What
-lies between two such launches belongs to the library calls between them, which may run several kernels each.
+The kernels of a call come in launch order. A launch with a known kernel name must be where the table has it. Kernels
+between two such launches belong to the library calls between them, each of which may run several kernels.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hlo_analysis.measured.profile import KernelEvent, Profile
 from hlo_analysis.records import Analysis, Launch, LaunchKind, LaunchTime, Measured
 
 _ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "collective", "mosaic", "jax_triton"})
-"""Launches without a kernel's name that run at least one kernel; a custom call may run none."""
+"""Kinds of launches without a known kernel name that run at least one kernel; a custom call may run none."""
 _MOST_KERNELS = 8
-"""Of one library call; more of unknown names are another program's."""
+"""The most kernels of one library call; more kernels with unknown names belong to another program."""
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
 class ProfileMismatchError(DumpError):
-    """A profile, or what was measured before, is of another program than the analysis."""
+    """The profile or an earlier measurement belongs to another program than the analysis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slot:
-    """A launch whose kernel is known by name, or the library calls in a row between two such launches."""
+    """A launch whose kernel name is known, or the consecutive library calls between two such launches."""
 
     launches: tuple[Launch, ...]
     is_named: bool
@@ -41,15 +41,15 @@ class _Slot:
 
 
 _Failure = tuple[int, KernelEvent | None]
-"""How many slots an attempt to read one call came, and what stood there instead of the next."""
+"""The slots that an attempt to read one call matched, and the event found in place of the next slot."""
 _Call = list[tuple[Launch, tuple[KernelEvent, ...] | None]]
-"""A call's launches with their events; None where they cannot be told from those of the launch beside."""
+"""A call's launches with their events; None where they cannot be told from those of the neighbouring launch."""
 
 
 def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Measured:
-    """Finds the calls of the program in the profile, and the median time of each of its launches.
+    """Finds the calls of the program in the profile, and returns the median time of each launch.
 
-    Calls that the profile shows only in part, and kernels of other programs between calls, do not count.
+    Calls that the profile shows only in part are ignored, as are kernels of other programs between calls.
 
     Raises:
       ProfileMismatchError: the profile shows no whole call of this program; says which launch differs first.
@@ -90,7 +90,7 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
 
 
 def _idle_us(events: Sequence[KernelEvent]) -> float:
-    """How long no kernel ran between the first and the last; some begin before the one before has ended."""
+    """Returns the time without a running kernel between the first and the last; kernels may overlap."""
     idle, end = 0.0, events[0].start_us
     for event in events:
         idle += max(0.0, event.start_us - end)
@@ -99,10 +99,10 @@ def _idle_us(events: Sequence[KernelEvent]) -> float:
 
 
 def with_measured(analysis: Analysis, measured: Measured) -> Analysis:
-    """The analysis with what was measured of it, in the analysis and in its launches.
+    """Returns the analysis with the measured times added, to itself and to its launches.
 
     Raises:
-      ProfileMismatchError: it was measured of another program; says which launch differs first.
+      ProfileMismatchError: another program was measured; says which launch differs first.
     """
     if measured.launches:
         _check(analysis, measured)
@@ -132,7 +132,7 @@ def _is_same(launch: Launch, time: LaunchTime) -> bool:
 
 
 def run_order(launches: Sequence[Launch], level: int = 1) -> list[Launch]:
-    """The launches of one run in order, those of a loop's body as often as it runs."""
+    """Returns the launches of one run in execution order; those of a loop's body appear once per iteration."""
     launches = [launch for launch in launches if launch.repeat]
     order: list[Launch] = []
     at = 0
@@ -148,10 +148,10 @@ def run_order(launches: Sequence[Launch], level: int = 1) -> list[Launch]:
 
 
 def _loop_end(launches: Sequence[Launch], at: int, level: int) -> tuple[int, int]:
-    """Where the loop ends whose body begins at a launch, and how often a run of the program runs that body."""
+    """Returns where the loop body ends that begins at a launch, and how often one run executes that body."""
     end = next((i for i in range(at, len(launches)) if launches[i].repeat <= level), len(launches))
     trips = min(launch.repeat for launch in launches[at:end])
-    if launches[at].repeat % trips:  # the fewer trips are another loop's, right behind
+    if launches[at].repeat % trips:  # a launch with fewer trips belongs to another loop right after this one
         trips = launches[at].repeat
     home = None
     for i in range(at, end):
@@ -174,7 +174,7 @@ def _slots(order: Sequence[Launch]) -> list[_Slot]:
 
 
 def _own_events(analysis: Analysis, profile: Profile) -> list[KernelEvent]:
-    """Events of the program whose kernels look most like the analysis', and those of which no program is known."""
+    """Returns the events of the program that matches the analysis best, and those without a known program."""
     known = {launch.kernel for launch in analysis.launches} | {launch.name for launch in analysis.launches}
     events = [event for event in profile.events if event.operation or event.name not in _OF_THE_HOST]
     alike = Counter(event.module for event in events if event.name in known or event.operation in known)
@@ -186,7 +186,7 @@ def _own_events(analysis: Analysis, profile: Profile) -> list[KernelEvent]:
 def _calls(
     slots: Sequence[_Slot], events: Sequence[KernelEvent], operations: frozenset[str]
 ) -> list[tuple[_Call, Sequence[KernelEvent]]]:
-    """Each whole call, with all its events; at least one."""
+    """Returns each whole call with all its events; at least one."""
     furthest: _Failure = (-1, None)
     found: list[tuple[_Call, Sequence[KernelEvent]]] = []
     at = 0
@@ -215,7 +215,10 @@ def _difference(slots: Sequence[_Slot], slot: int, event: KernelEvent | None) ->
 def _read_call(
     slots: Sequence[_Slot], events: Sequence[KernelEvent], at: int, operations: frozenset[str]
 ) -> tuple[_Call, int, _Failure | None]:
-    """The launches of the call that begins at an event, and where it ends; or how far it is one."""
+    """Reads the call that begins at an event.
+
+    Returns its launches and where it ends; or, if it is not a whole call, where the attempt failed.
+    """
     call: _Call = []
     usual = at  # where the next slot begins if each library call ran one kernel
     for number, slot in enumerate(slots):
@@ -236,7 +239,7 @@ def _read_call(
 def _library_end(
     slots: Sequence[_Slot], number: int, events: Sequence[KernelEvent], at: int, operations: frozenset[str]
 ) -> int:
-    """Where the library calls of a slot end: before the next known kernel, which may be the next call's first."""
+    """Returns where the library calls of a slot end: before the next known kernel, which may start the next call."""
     slot = slots[number]
     following = slots[(number + 1) % len(slots)]
     end = at
@@ -244,13 +247,13 @@ def _library_end(
         if following.is_named and following.begins(events[end], operations):
             break
         if not following.is_named and end - at == len(slot.launches):
-            break  # library calls alone, or at both ends of the program: one kernel each
+            break  # only library calls, or library calls at both ends of the program: one kernel each
         end += 1
     return end
 
 
 def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call | None:
-    """Events in a row to the launches that ran them; None where there are too few for all launches."""
+    """Assigns consecutive events to the launches that ran them; returns None if there are too few events."""
     running = [launch for launch in launches if launch.kernel is not None or launch.kind in _ALWAYS_RUN]
     if len(events) < len(running):
         return None
@@ -261,14 +264,14 @@ def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call |
         return [(each, tuple(event for event in events if event.operation == each.name)) for each in launches]
     groups = _groups(events)
     told = launches if len(groups) == len(launches) else running
-    if len(groups) != len(told):  # some ran several kernels, and nobody knows which
+    if len(groups) != len(told):  # some ran several kernels, and the profile does not say which
         return [(launch, None) for launch in launches]
     own = {launch.index: group for launch, group in zip(told, groups, strict=True)}
     return [(launch, own.get(launch.index, ())) for launch in launches]
 
 
 def _groups(events: Sequence[KernelEvent]) -> list[tuple[KernelEvent, ...]]:
-    """Events of library calls in a row, call by call: in a command buffer each begins by clearing its workspace."""
+    """Splits consecutive events of library calls by call: in a command buffer each call first clears its workspace."""
     if not events[0].name.startswith("Memset"):
         return [(event,) for event in events]
     groups: list[tuple[KernelEvent, ...]] = []

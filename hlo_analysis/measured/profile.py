@@ -1,4 +1,4 @@
-"""Reads the kernels out of a profile that `jax.profiler` wrote (`*.xplane.pb`)."""
+"""Reads the kernels from a profile that `jax.profiler` wrote (`*.xplane.pb`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_WORK = frozenset(("MemoryAlloc", "MemoryFree", "MemoryResidency", "Overhead"
 class KernelEvent:
     """A kernel, copy or memset that ran on the GPU.
 
-    `operation` is the HLO instruction and `module` the program that launched it, '' where the profile does not say, as
-    inside of command buffers.
+    `operation` is the HLO instruction and `module` the program that launched it. Both are '' where the profile does not
+    say, as inside command buffers.
     """
 
     name: str
@@ -32,21 +32,21 @@ class KernelEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All kernels of one GPU in the order in which they began."""
+    """All kernels of one GPU in the order in which they started."""
 
     device: str
     events: tuple[KernelEvent, ...]
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Reads the newest profile in a folder, or one `.xplane.pb` file: of the GPUs in it the one that ran the most.
+    """Reads the newest profile in a folder, or one `.xplane.pb` file, for the GPU that ran the most kernels.
 
     Raises:
-      DumpError: no profile there, one that was cut off, or one without a GPU.
+      DumpError: there is no profile, the profile was cut off, or it has no GPU.
     """
     file = _profile_file(Path(path))
     with warnings.catch_warnings():
-        # Of the reader's own types: "builtin type plane_stats has no __module__ attribute".
+        # The reader's own types cause this warning: "builtin type plane_stats has no __module__ attribute".
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.profiler import ProfileData
 
@@ -76,11 +76,11 @@ def _profile_file(path: Path) -> Path:
 
 
 def _device(plane: Any) -> str:
-    return str(dict(plane.stats).get("gpu_device_name", "NVIDIA GPU"))  # older profiles have no name
+    return str(dict(plane.stats).get("gpu_device_name", "NVIDIA GPU"))  # older profiles do not state the name
 
 
 def _events(plane: Any) -> tuple[KernelEvent, ...]:
-    """Of all streams, none of the lines that a viewer derives from them."""
+    """Returns the events of all streams, without the lines that a viewer derives from them."""
     lines = [line for line in plane.lines if line.name.startswith(_STREAM)]
     raw = [event for line in lines for event in line.events if event.name not in _NO_WORK]
     begin = min((event.start_ns for event in raw), default=0.0)

@@ -1,4 +1,4 @@
-"""What a capture that ran its program (`capture(measure=True)`) measured."""
+"""Adds the measurements of a capture that ran its program (`capture(measure=True)`) to the analysis."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hlo_analysis.measured.profile import read_profile
 from hlo_analysis.records import Analysis, Measured
 
 _SLOW_CLOCK = 0.93
-"""Of the highest clock; an H200 under its power limit and at work stays above."""
+"""As a share of the highest clock. An H200 at work under its power limit stays above it."""
 _UNSTEADY = 1.2
 
 
 def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
-    """The analysis with what its capture measured; as it is where the capture only compiled."""
+    """Returns the analysis with the capture's measurements, or unchanged if the capture only compiled."""
     text = capture.text("run")
     if text is None:
         return analysis
@@ -75,7 +75,7 @@ def _unsteady(walls: Sequence[float]) -> tuple[str, ...]:
 
 
 def _slow_clock(gpu: Mapping[str, str]) -> tuple[str, ...]:
-    """What the GPU's clock and power say against the numbers."""
+    """Warns if the GPU's clock was lowered during the run."""
     try:
         clock, most = float(gpu["sm_clock_mhz"]), float(gpu["max_sm_clock_mhz"])
         power, limit = float(gpu["power_watts"]), float(gpu["power_limit_watts"])
@@ -83,5 +83,5 @@ def _slow_clock(gpu: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     if clock >= _SLOW_CLOCK * most:
         return ()
-    # nvidia-smi gives the mean power of a second, more than half of which was before the run.
+    # nvidia-smi gives the mean power over one second, more than half of it before the run.
     return (f"The GPU's clock was lowered to {clock:.0f} of {most:.0f} MHz ({power:.0f} of {limit:.0f} W).",)

@@ -1,40 +1,45 @@
-"""A measured program as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Writes a program's launches as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.measured.join import run_order
-from hlo_analysis.records import Analysis
+from hlo_analysis.records import Analysis, Launch
+
+Times = Literal["measured", "estimated"]
 
 
-def trace_events(*analyses: Analysis) -> str:
-    """Trace Event JSON of one call of each program: its launches one after another, each as long as it was measured.
+def trace_events(*analyses: Analysis, times: Times = "measured") -> str:
+    """Returns Trace Event JSON of one call of each program: its launches in order, with the mean gap between them.
 
-    The gaps between launches are the mean one. A program of which no launch was measured is left out.
+    Args:
+        *analyses: each becomes one process of the trace. With measured times, programs without any are left out.
+        times: the duration of a launch: "measured", or "estimated" (`Launch.estimated_us`).
 
     Raises:
-      DumpError: no launch of any of them was measured.
+      DumpError: `times` is "measured", and no launch of any program was measured.
     """
-    measured = [analysis for analysis in analyses if any(launch.measured_us for launch in analysis.launches)]
-    if not measured:
-        raise DumpError("no launch of the program was measured; a trace shows measured times alone")
-    events = [event for process, analysis in enumerate(measured) for event in _program(analysis, process)]
+    if times == "measured":
+        analyses = tuple(each for each in analyses if any(launch.measured_us for launch in each.launches))
+        if not analyses:
+            raise DumpError("no launch of the program was measured; a trace shows measured times alone")
+    events = [event for process, analysis in enumerate(analyses) for event in _program(analysis, process, times)]
     return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
-def _program(analysis: Analysis, process: int) -> list[dict[str, Any]]:
+def _program(analysis: Analysis, process: int, times: Times) -> list[dict[str, Any]]:
     order = run_order(analysis.launches)
-    gaps = analysis.measured.gap_us if analysis.measured is not None else None
-    gap = (gaps or 0.0) / max(1, len(order) - 1)
+    name = analysis.label if times == "measured" else f"{analysis.label} (estimated)"
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": analysis.label}},
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
     ]
-    now = 0.0
+    now, gap = 0.0, _gap(analysis, len(order), times)
     for launch in order:
-        if launch.measured_us is None:
+        duration = launch.measured_us if times == "measured" else launch.estimated_us
+        if duration is None:
             continue
         events.append(
             {
@@ -44,9 +49,26 @@ def _program(analysis: Analysis, process: int) -> list[dict[str, Any]]:
                 "pid": process,
                 "tid": 0,
                 "ts": round(now, 3),
-                "dur": round(launch.measured_us, 3),
-                "args": {"launch": launch.index, "scope": launch.scope, "roofline_us": round(launch.roofline_us, 3)},
+                "dur": round(duration, 3),
+                "args": _arguments(launch),
             }
         )
-        now += launch.measured_us + gap
+        now += duration + gap
     return events
+
+
+def _gap(analysis: Analysis, launches: int, times: Times) -> float:
+    if times == "estimated":
+        return analysis.device.gap_us
+    gaps = analysis.measured.gap_us if analysis.measured is not None else None
+    return (gaps or 0.0) / max(1, launches - 1)
+
+
+def _arguments(launch: Launch) -> dict[str, Any]:
+    return {
+        "launch": launch.index,
+        "scope": launch.scope,
+        "source": launch.source or "",
+        "estimated_us": round(launch.estimated_us, 3),
+        "bytes": launch.bytes_read + launch.bytes_written,
+    }

@@ -1,13 +1,16 @@
-"""Missed fusions: values that need not reach HBM, ranked by the time that they cost.
+"""Missed fusions: values that need not reach HBM, ranked by the time that remains when those above are done.
 
-*The fusion test*: a fusion pays when the intermediate is large against the work around it. So the bytes at stake are
-set against the traffic of the launches on both ends (`share`), and time counts only where a launch waits for memory: a
-matrix product that is bound by arithmetic runs no faster for reading less.
+A fusion pays if the value is large compared with the work around it (the fusion test). So the bytes at stake are
+divided by the traffic of the launches on both ends (`share`). Time counts only where a launch waits for memory: a
+matrix product that arithmetic bounds runs no faster if it reads less.
 
-Six kinds are found. *Vertical*: a launch writes what another reads. *Through an update*: what it writes is read when
-a third has updated a part of it in place. *Filled for a loop*: what it writes is overwritten by all runs of a loop.
-*Horizontal*: several launches read one input that a single launch could read once. *Read again*: an argument is read
-for a sum over its rows, and again with the sum. *Turned*: an argument is transposed whole, to be updated in part.
+Kinds of missed fusion, by module:
+
+- `producer_consumer.py`: one launch writes what another reads, directly or after a third has updated a part of it in
+  place; or writes what a loop then overwrites.
+- `shared_reads.py`: several launches read one input that a single launch could read once.
+- `layout_roundtrip.py`: an argument is transposed whole so that a part of it can be updated.
+- `kept_values.py`: the forward pass writes what the backward pass could compute again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from dataclasses import replace
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
+from hlo_analysis.missed.cost import Candidate, in_order
+from hlo_analysis.missed.kept_values import kept_for_gradients
 from hlo_analysis.missed.layout_roundtrip import find_turned, turned_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
@@ -38,15 +43,15 @@ def rank(
     donated: Collection[str] = (),
     catalogue: Catalogue = (),
 ) -> tuple[MissedFusion, ...]:
-    """The missed fusions, costliest first.
+    """Ranks the missed fusions: first the one that saves most, then the one that saves most of what remains, and so on.
 
-    A value that must exist anyway is at stake only as far as it is read again: an output of the program, or what the
-    forward pass keeps for the backward pass. Attention scores are never such a value: a fused kernel recomputes them.
-    So is a buffer that its reader updates in place: what it does not replace is in the result.
+    Of a value that must be written anyway only the reads are at stake: an output of the program, what the forward pass
+    keeps for the backward pass, or a buffer that its reader updates in place. Attention scores need not be kept, since
+    a fused kernel computes them again.
 
     Args:
         launches: the launch table.
-        intermediates: values that one launch hands another.
+        intermediates: values that one launch writes and another reads.
         decisions: from `decisions.decide`, for the reasons.
         device: bandwidth and launch overhead.
         outputs: names of values (as in `Intermediate.name`) that the program returns.
@@ -64,17 +69,21 @@ def rank(
         *filled_for_loops(launches, intermediates, device),
         *read_at_once(launches, intermediates, device, scores),
         *read_again(launches, device, catalogue),
+        *kept_for_gradients(launches, intermediates, device, frozenset(outputs), catalogue),
     ]
-    missed = [found for found in missed if found.producer not in without]  # what would not be there
+    missed = [one for one in missed if one.found.producer not in without]  # what would not be there
     missed += turned_for_updates(turned, device, donated)
-    missed = [found for found in missed if _passes(found, launches)]
-    missed.sort(key=lambda found: (-found.time_at_stake_us, -found.bytes_at_stake, found.producer, found.value))
-    return tuple(replace(found, rank=position) for position, found in enumerate(missed, start=1))
+    missed = [one for one in missed if _passes(one, launches)]
+    return tuple(
+        replace(one.found, rank=position, remaining_us=remaining)
+        for position, (one, remaining) in enumerate(in_order(missed, launches, device), start=1)
+    )
 
 
-def _passes(found: MissedFusion, launches: Sequence[LaunchRow]) -> bool:
-    """The fusion test, on bytes or, for a pair of small launches, on time."""
+def _passes(candidate: Candidate, launches: Sequence[LaunchRow]) -> bool:
+    """The fusion test of the whole value, on bytes or, for a pair of small launches, on time."""
+    found, smallest = candidate.found, _SMALLEST_SHARE * candidate.portion
     ends = [launches[index] for index in {found.producer, *found.consumers}]
     around = sum(launch.roofline_us * launch.repeat for launch in ends)
-    saves_time = found.category != categories.SHARED_INPUT and found.time_at_stake_us >= _SMALLEST_SHARE * around
-    return found.bytes_at_stake > 0 and (found.share >= _SMALLEST_SHARE or saves_time)
+    saves_time = found.category != categories.SHARED_INPUT and found.time_at_stake_us >= smallest * around
+    return found.bytes_at_stake > 0 and (found.share >= smallest or saves_time)

@@ -1,8 +1,10 @@
-"""Prices a missed fusion: bytes, the time that launches wait for them, and the record of both."""
+"""Prices missed fusions: bytes, the time that launches wait for them, and what remains of it when others are done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Device, Intermediate, MissedFusion, Value
@@ -10,12 +12,12 @@ from hlo_analysis.remedies import Remedy
 
 
 def written(value: Intermediate, producer: LaunchRow) -> int:
-    """Bytes of a value that its launch writes: not all of them where it updates a buffer in place."""
+    """Returns the bytes of a value that its launch writes; fewer than its size if the launch updates it in place."""
     return min(value.bytes, producer.bytes_written) * producer.repeat
 
 
 def read_by_each(value: Intermediate, launches: Sequence[LaunchRow]) -> dict[int, int]:
-    """Bytes of a value by its readers: of what all of them read, by how much each of them can have read at most."""
+    """Splits the bytes that all readers read of a value among them, by the most that each can have read."""
     total = max(value.bytes_moved - written(value, launches[value.producer]), 0)
     readers = [launches[index] for index in value.consumers]
     most = {reader.index: min(value.bytes, reader.bytes_read) * reader.repeat for reader in readers}
@@ -28,39 +30,104 @@ def updates_in_place(reader: LaunchRow, value: Intermediate) -> bool:
     return reader.bytes_written < value.bytes and any(made.shape == value.shape for made in reader.outputs)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A missed fusion before ranking, and the launches whose time it would save.
+
+    waits: by launch the microseconds that it would wait less for memory, in one run of the program.
+    gone: launches whose overhead would go.
+    portion: how much of their overhead would go.
+    """
+
+    found: MissedFusion
+    waits: Mapping[int, float]
+    gone: tuple[int, ...]
+    portion: float = 1.0
+
+
 def missed(
     value: Intermediate | Value,
     *,
     producer: int,
     consumers: tuple[int, ...],
     stake: int,
-    time: float,
+    waits: Mapping[int, float],
+    gone: Sequence[LaunchRow],
+    device: Device,
     ends: Sequence[LaunchRow],
     reason: str,
     category: str,
     remedy: Remedy,
-) -> MissedFusion:
-    """The record, not yet ranked; `ends` are the launches whose traffic the bytes are a share of, the maker first."""
+) -> Candidate:
+    """Makes the record with its times. ends: the launches whose traffic `share` divides by, the producer first."""
+    stake, waits = int(stake * remedy.portion), {index: time * remedy.portion for index, time in waits.items()}
     traffic = sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in ends)
-    return MissedFusion(
+    overhead = remedy.portion * sum(device.launch_overhead_us * launch.repeat for launch in gone)
+    found = MissedFusion(
         rank=0,
         value=value.name,
         shape=value.shape,
         producer=producer,
         consumers=consumers,
         bytes_at_stake=stake,
-        time_at_stake_us=time,
+        time_at_stake_us=sum(waits.values()) + overhead,
         share=min(stake / traffic, 1.0) if traffic else 0.0,
         reason=reason,
         category=category,
         remedy_kind=remedy.kind,
         remedy=remedy.text,
+        options=remedy.options,
+        kernel=remedy.kernel,
+        code=remedy.code,
         scope=next((end.scope for end in ends if end.scope), ""),  # what XLA put in has none
+        source=next((end.source for end in ends if end.source), None),
     )
+    return Candidate(found=found, waits=waits, gone=tuple(launch.index for launch in gone), portion=remedy.portion)
 
 
-def waits(launch: LaunchRow, byte_count: int, device: Device) -> float:
+def wait(launch: LaunchRow, byte_count: float, device: Device) -> float:
     """Microseconds that a launch would wait less for so many bytes; none where arithmetic bounds it."""
-    if launch.limiter == "compute" or not device.memory_bandwidth:
+    if launch.limiter in ("compute", "link") or not device.memory_bandwidth:
         return 0.0
     return byte_count / device.memory_bandwidth * 1e6
+
+
+def in_order(
+    candidates: Sequence[Candidate], launches: Sequence[LaunchRow], device: Device
+) -> Iterator[tuple[Candidate, float]]:
+    """Yields the candidates by what remains of each when those before it are done, the most first, and that time.
+
+    Of a launch no more can be saved than it takes, and its overhead goes once. What remains of a candidate only falls,
+    so that the first of the heap that is still worth what it was is the next.
+    """
+    overhead = {launch.index: device.launch_overhead_us * launch.repeat for launch in launches}
+    rest = {launch.index: launch.roofline_us * launch.repeat - overhead[launch.index] for launch in launches}
+
+    def remains(candidate: Candidate) -> float:
+        waited = sum(min(time, max(rest[index], 0.0)) for index, time in candidate.waits.items())
+        return waited + candidate.portion * sum(overhead[index] for index in candidate.gone)
+
+    def entry(number: int) -> tuple:
+        candidate, found = candidates[number], candidates[number].found
+        return (
+            -remains(candidate),
+            -found.time_at_stake_us,
+            -found.bytes_at_stake,
+            found.producer,
+            found.value,
+            number,
+        )
+
+    heap = [entry(number) for number in range(len(candidates))]
+    heapify(heap)
+    while heap:
+        first, number = heap[0], heap[0][-1]
+        if (now := entry(number)) > first:
+            heapreplace(heap, now)
+            continue
+        heappop(heap)
+        candidate = candidates[number]
+        for index, time in candidate.waits.items():
+            rest[index] -= time
+        overhead |= {index: overhead[index] * (1 - candidate.portion) for index in candidate.gone}
+        yield candidate, -first[0]

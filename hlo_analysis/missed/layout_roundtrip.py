@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import missed, updates_in_place, waits
+from hlo_analysis.missed.cost import Candidate, missed, updates_in_place, wait
 from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Device, Intermediate, MissedFusion
+from hlo_analysis.records import Device, Intermediate
 from hlo_analysis.remedies.texts import TURNED, TURNED_KEPT
 
 
@@ -33,11 +33,10 @@ def find_turned(launches: Sequence[LaunchRow], intermediates: Sequence[Intermedi
     return [turned for turned in found if turned.updates]
 
 
-def turned_for_updates(turned: Sequence[Turned], device: Device, donated: Collection[str]) -> Iterator[MissedFusion]:
+def turned_for_updates(turned: Sequence[Turned], device: Device, donated: Collection[str]) -> Iterator[Candidate]:
     """One missed fusion for each."""
     for found in turned:
         turn, *later = found.moves
-        time = sum(waits(move, _moved(move), device) + device.launch_overhead_us * move.repeat for move in found.moves)
         update = found.updates[0]
         back = ", and it is transposed back" if any(has(move, "transpose") for move in later) else ""
         yield missed(
@@ -45,7 +44,9 @@ def turned_for_updates(turned: Sequence[Turned], device: Device, donated: Collec
             producer=turn.index,
             consumers=tuple(sorted({launch.index for launch in (*found.updates, *later)})),
             stake=sum(map(_moved, found.moves)),
-            time=time,
+            waits={move.index: wait(move, _moved(move), device) for move in found.moves},
+            gone=found.moves,
+            device=device,
             ends=[*found.moves, *(update for update in found.updates if update not in found.moves)],
             reason=f"[all of {found.argument} is transposed, {update.name} updates a part of it{back}]",
             category=categories.IN_PLACE,

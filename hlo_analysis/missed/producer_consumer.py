@@ -4,23 +4,47 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import missed, read_by_each, updates_in_place, waits, written
+from hlo_analysis.missed.cost import Candidate, missed, read_by_each, updates_in_place, wait, written
 from hlo_analysis.patterns.attention_scores import attention_products
-from hlo_analysis.patterns.launch_patterns import calls_python, fills, has
+from hlo_analysis.patterns.launch_patterns import (
+    calls_python,
+    elementwise_inputs,
+    factors,
+    fills,
+    has,
+    is_closed,
+    is_product,
+    is_residual_sum,
+    only_moves,
+    takes_sixteen_bits,
+)
 from hlo_analysis.patterns.pair_patterns import scatters_rows
+from hlo_analysis.patterns.redundant_reads import find_ancestors
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion
-from hlo_analysis.remedies import Table, vertical_remedy
-from hlo_analysis.remedies.loop_texts import APART
-from hlo_analysis.remedies.texts import MASKED, PICKED
+from hlo_analysis.records import Decision, Device, Intermediate
+from hlo_analysis.remedies import Remedy, Table, takes_part, vertical_remedy
+from hlo_analysis.remedies.loop_texts import APART, INVARIANT
+from hlo_analysis.remedies.texts import (
+    ATTENTION_CAST,
+    EPILOGUE,
+    LINEAR_EPILOGUE,
+    LINEAR_PROLOGUE,
+    MASKED,
+    PICKED,
+    ROWS_UPDATED,
+    SCATTERED,
+    WHOLE_SUM,
+)
 
 _ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
 # What is made of (almost) nothing, as zeros to add to, is no work that could wait for its reader.
 _SMALLEST_INPUT = 8
+
+_BACKWARD = "the backward pass, another loop or a library reads it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,14 +67,20 @@ def between_launches(
     outputs: frozenset[str],
     donated: frozenset[str],
     catalogue: Catalogue,
-) -> Iterator[MissedFusion]:
+) -> Iterator[Candidate]:
     """Yields one missed fusion for all values that one launch writes for the same readers."""
     why = _Reasons(decisions, launches)
     table = Table(launches)
     products = attention_products(launches, intermediates, scores)
+    of_attention = [launches[index] for index in sorted(products)]
+    turned = {launch.index for launch in launches if _turns_for_attention(table, launch, products)}
+    ancestors = find_ancestors(launches)
+    known = [product for product in of_attention if factors(product)]
+    is_wide = bool(known) and not any(map(takes_sixteen_bits, known))
     for (index, indices), stakes in _handed(launches, intermediates, scores, outputs).items():
         producer, near = launches[index], [launches[reader] for reader in indices]
-        at_stake, time = _cost(producer, near, stakes, device)
+        if _is_copied_again(producer, near):
+            continue
         reason, category = why.apart(index, indices, stakes)
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
         remedy = vertical_remedy(
@@ -59,20 +89,31 @@ def between_launches(
             near,
             category,
             is_score=largest.name in scores,
-            feeds_attention=products.issuperset(indices),
+            is_projected=(has(producer, "transpose") and products.issuperset(indices))
+            or index in turned
+            or turned.issuperset(indices),
             of_attention=index in products,
             donated=donated,
+        )
+        ends = of_attention if remedy.pattern == "attention" else (producer, *near)
+        if remedy.pattern == "attention" and is_wide:
+            remedy = ATTENTION_CAST
+        named = remedy.named(catalogue, ends)
+        at_stake, waits, gone = _saved(
+            remedy, table, ancestors, producer, near, stakes, device, keeps_input=named.keeps_input
         )
         yield missed(
             largest,
             producer=index,
             consumers=indices,
             stake=at_stake,
-            time=time + device.launch_overhead_us * producer.repeat,
+            waits=waits,
+            gone=gone,
+            device=device,
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
-            remedy=remedy.named(catalogue, (producer, *near)),
+            remedy=named,
         )
 
 
@@ -87,7 +128,9 @@ def _handed(
     for value in intermediates:
         producer = launches[value.producer]
         readers = [launches[index] for index in value.consumers if index != value.producer]
-        near = [reader for reader in readers if could_join(producer, reader, value.name in scores)]
+        near = _without_libraries(
+            producer, [reader for reader in readers if could_join(producer, reader, value.name in scores)]
+        )
         if not near and _is_carried(value):
             near = readers = [producer]
         if near:
@@ -103,17 +146,88 @@ def _handed(
     return handed
 
 
+def _turns_for_attention(table: Table, launch: LaunchRow, products: frozenset[int]) -> bool:
+    """Whether a launch only transposes what attention's products read, or what they write."""
+    readers = {reader.index for reader in table.readers.get(launch.index, ())}
+    makers = {value.producer for value in launch.inputs}
+    near = any(ends and products.issuperset(ends) for ends in (readers, makers))
+    return near and only_moves(launch) and has(launch, "transpose")
+
+
+def _saved(
+    remedy: Remedy,
+    table: Table,
+    ancestors: Sequence[int],
+    producer: LaunchRow,
+    near: Sequence[LaunchRow],
+    stakes: Sequence[_Stake],
+    device: Device,
+    *,
+    keeps_input: bool,
+) -> tuple[int, dict[int, float], Sequence[LaunchRow]]:
+    """Bytes that a remedy saves, by launch the microseconds that it waits for them, and the launches that go."""
+    if remedy is ROWS_UPDATED:
+        return *_traffic((producer, *near), device), [producer]
+    if remedy is INVARIANT:
+        return *_traffic([producer], device), [producer]
+    if remedy is LINEAR_PROLOGUE and producer.kind != "copy":
+        at_stake, waits = _cost(producer, near, stakes, device)
+        # Each reader does the work itself, and reads what it is made of.
+        left = at_stake - producer.bytes_read * producer.repeat * (len(near) - 1)
+        return left, {index: time * max(left, 0) / max(at_stake, 1) for index, time in waits.items()}, [producer]
+    if keeps_input and not is_residual_sum(producer):
+        if not takes_part(table, producer):
+            return *_reads(near[1:], stakes, device), []
+        # The kernel's gradient computes again what is made of the rows' sums.
+        stakes = [stake if elementwise_inputs(producer, stake.value.name) else _unkept(stake) for stake in stakes]
+    if remedy is SCATTERED:  # what the other readers take of it is still written
+        scatters = [reader for reader in near if has(reader, "scatter")]
+        part = _reads(scatters, stakes, device)[0] / max(_reads(near, stakes, device)[0], 1)
+        return *_cost(producer, scatters, stakes, device, part), [producer]
+    if remedy in (EPILOGUE, LINEAR_EPILOGUE):
+        first = [reader for reader in near if not any(ancestors[reader.index] >> other.index & 1 for other in near)]
+        if len(first) < len(near):  # the others need what other launches make of the first, and read what is written
+            return *_reads(first, stakes, device), []
+    return *_cost(producer, near, stakes, device), _gone(remedy, producer, near)
+
+
+def _unkept(stake: _Stake) -> _Stake:
+    return replace(stake, kept_for="") if stake.kept_for == _BACKWARD else stake
+
+
 def _cost(
-    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device
-) -> tuple[int, float]:
-    """Bytes that need not move, and the microseconds that launches wait for them."""
-    gone = sum(stake.written for stake in stakes if not stake.kept_for)
+    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device, part: float = 1.0
+) -> tuple[int, dict[int, float]]:
+    """Bytes that need not move, and by launch the microseconds that it waits for them.
+
+    part: how much of what is written need not be, where nothing else speaks for it.
+    """
+    gone = int(part * sum(stake.written for stake in stakes if not stake.kept_for))
     if producer.kind == "copy" and gone:  # its readers read what was copied in its place
         at_stake = gone + producer.bytes_read * producer.repeat
-        return at_stake, waits(producer, at_stake, device)
-    read = {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in near}
-    waited = sum(waits(reader, read[reader.index], device) for reader in near)
-    return gone + sum(read.values()), waits(producer, gone, device) + waited
+        return at_stake, {producer.index: wait(producer, at_stake, device)}
+    read, waits = _reads(near, stakes, device)
+    waits[producer.index] = waits.get(producer.index, 0.0) + wait(producer, gone, device)
+    return gone + read, waits
+
+
+def _reads(readers: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device) -> tuple[int, dict[int, float]]:
+    """Bytes of the values that launches read, and by launch the microseconds that it waits for them."""
+    read = {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in readers}
+    return sum(read.values()), {reader.index: wait(reader, read[reader.index], device) for reader in readers}
+
+
+def _traffic(launches: Sequence[LaunchRow], device: Device) -> tuple[int, dict[int, float]]:
+    """All bytes that launches move, and by launch the microseconds that it waits for them."""
+    moved = {launch.index: (launch.bytes_read + launch.bytes_written) * launch.repeat for launch in launches}
+    return sum(moved.values()), {launch.index: wait(launch, moved[launch.index], device) for launch in launches}
+
+
+def _gone(remedy: Remedy, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
+    """The launches that go. A product that is not split stays, and so does what adds its parts beside other work."""
+    if remedy is not WHOLE_SUM:
+        return [producer]
+    return [reader for reader in readers if {opcode for opcode, _ in reader.opcodes} <= {"reduce", "convert"}]
 
 
 class _Reasons:
@@ -145,8 +259,8 @@ class _Reasons:
 
 def through_updates(
     launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
-) -> Iterator[MissedFusion]:
-    """Arrays that a launch makes, that another updates in part, in place, and that a third reads whole."""
+) -> Iterator[Candidate]:
+    """Yields arrays that one launch writes, a second updates in part and in place, and a third reads whole."""
     updated = {(value.producer, value.bytes): value for value in intermediates}
     for value in intermediates:
         maker, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
@@ -173,18 +287,20 @@ def through_updates(
                 producer=maker.index,
                 consumers=tuple(indices),
                 stake=once * (1 + len(readers)),
-                time=sum(waits(end, once, device) for end in (maker, *readers)),
+                waits={end.index: wait(end, once, device) for end in (maker, *readers)},
+                gone=(),
+                device=device,
                 ends=[maker, update, *readers],
                 reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
                 category=categories.IN_PLACE,
-                remedy=PICKED if fills(maker) and maker.phase == "backward" else MASKED,
+                remedy=PICKED if maker.phase == "backward" and has(update, "iota") else MASKED,
             )
 
 
 def filled_for_loops(
     launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device
-) -> Iterator[MissedFusion]:
-    """Arrays of one value that a loop then writes all of, a part in each of its runs, as what `lax.scan` stacks."""
+) -> Iterator[Candidate]:
+    """Yields arrays filled with one value before a loop overwrites all of them, as the stacks of `lax.scan`."""
     whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
     for value in intermediates:
         filler = launches[value.producer]
@@ -204,7 +320,9 @@ def filled_for_loops(
             producer=index,
             consumers=tuple(sorted(writers)),
             stake=stake,
-            time=waits(filler, stake, device) + device.launch_overhead_us * filler.repeat,
+            waits={index: wait(filler, stake, device)},
+            gone=[filler],
+            device=device,
             ends=[filler, *writers.values()],
             reason="[a loop writes over all of it, a part in each of its runs]",
             category=categories.BOUNDARY,
@@ -228,13 +346,24 @@ def _kept_for(
     if producer.kind == "copy":  # what it copies is there already
         return ""
     if len(near) < readers:
-        return "the backward pass or another loop reads it"
+        return _BACKWARD
     return "its reader updates it in place" if any(updates_in_place(reader, value) for reader in near) else ""
 
 
 def _is_carried(value: Intermediate) -> bool:
-    """Whether a loop's launch reads in its next run what it wrote; a counter does not count."""
-    return value.producer in value.consumers and not value.shape.endswith("[]")
+    """Whether a loop's launch reads in its next run what it wrote."""
+    return value.producer in value.consumers
+
+
+def _without_libraries(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
+    """The readers that could hold the producer's work; a library's kernel counts only where none but such read it."""
+    ours = [reader for reader in readers if is_product(reader) or not is_closed(reader)]
+    return readers if is_closed(producer) or not ours else ours
+
+
+def _is_copied_again(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
+    """Whether both ends are copies that XLA put in, of which no line of the program could take one away."""
+    return all(end.kind == "copy" and not end.op_name and has(end, "copy") for end in (producer, *readers))
 
 
 def could_join(producer: LaunchRow, reader: LaunchRow, is_score: bool) -> bool:

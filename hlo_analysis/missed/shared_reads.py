@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import missed, read_by_each, waits
+from hlo_analysis.missed.cost import Candidate, missed, read_by_each, wait
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
 from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Device, Intermediate, MissedFusion, Value
+from hlo_analysis.records import Device, Intermediate, Value
 from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
 
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
@@ -19,7 +19,7 @@ _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "trito
 
 def read_at_once(
     launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, scores: frozenset[str]
-) -> Iterator[MissedFusion]:
+) -> Iterator[Candidate]:
     """Launches that depend on one another in no way and read the same values."""
     readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
@@ -45,35 +45,37 @@ def read_at_once(
         if remedy is None or name in scores:
             continue
         largest, stake = values[name], sum(shared.values())
-        time = sum(waits(launch, stake, device) for launch in group[1:]) / len(group[1:])
         what = f"{name} and {len(shared) - 1} more" if len(shared) > 1 else name
         yield missed(
             largest,
             producer=indices[0] if largest.producer is None else largest.producer,
             consumers=indices,
             stake=stake,
-            time=time + sum(device.launch_overhead_us * launch.repeat for launch in group[1:]),
+            waits={launch.index: wait(launch, stake / len(group[1:]), device) for launch in group[1:]},
+            gone=group[1:],
+            device=device,
             ends=group,
             reason=f"[{len(group)} launches each read {what} anew]",
             category=categories.SHARED_INPUT,
-            remedy=remedy,
+            remedy=remedy.named((), group),
         )
 
 
-def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalogue) -> Iterator[MissedFusion]:
+def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalogue) -> Iterator[Candidate]:
     """Yields arguments of which one kernel could read each row once, with its sum and with what needs the sum."""
     table = Table(launches)
     for found in find_rereads(launches):
         first, *later = found.readers
         again = found.value.bytes * first.repeat
         gone, ends = [*later, *found.between], [*found.readers, *found.between]
-        waited = sum(waits(launch, again, device) for launch in later)
         yield missed(
             found.value,
             producer=first.index,
             consumers=tuple(launch.index for launch in found.readers),
             stake=again * len(later),
-            time=waited + sum(device.launch_overhead_us * launch.repeat for launch in gone),
+            waits={launch.index: wait(launch, again, device) for launch in later},
+            gone=gone,
+            device=device,
             ends=ends,
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,

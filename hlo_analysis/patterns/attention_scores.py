@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, lru_cache
 from math import prod
 
 from hlo_analysis.patterns.launch_patterns import has, is_batched, is_product
-from hlo_analysis.patterns.pair_patterns import adds_parts
+from hlo_analysis.patterns.softmax_stages import Flow, Stage, follow
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Intermediate, Value
 
@@ -16,38 +16,41 @@ from hlo_analysis.records import Intermediate, Value
 _GROWTH = 0.5
 # A head has at least so many features: the cache that scores are made with is so many times as large.
 _FEATURES = 8
-_SOFTMAX = {"exponential", "reduce"}
+# So many launches at most lie between scores and their product: 16 do, unfused with soft cap, bias, mask and dropout.
+# A residual stream looks like scores and passes all layers, so that the search needs an end to take linear time.
+_FARTHEST = 24
 
 
 def attention_scores(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> frozenset[str]:
     """Names of the scores, of what other launches make of them, and of their gradients.
 
-    Scores are what a product makes that is not much smaller than its operands, where a softmax of it goes into another
-    product of its pass. What else is made of them counts as long as it is half their size, until the next product.
-    Growth alone is no sign: the gradient of a classifier's hidden layer is larger than what it is made from, too. Nor
-    is size: that of a layer four times as wide as its 1024 features has as many elements as the scores of 16 heads and
-    256 tokens.
+    Scores are what a product makes that is not much smaller than its operands, where exponentials of them, less a
+    number for each row, are added up and go into another product, scaled and not added to anything.
+    The softmax of a loss has the label subtracted before a product reads it; sigmoids and decays have no row's number.
+    The gradient of scores is a product of their size that is put together with them.
     """
     values: dict[int, list[Intermediate]] = {}
     for value in intermediates:
         values.setdefault(value.producer, []).append(value)
+    makes = {launch.index for launch in launches if is_product(launch)}
+
+    @cache  # a launch of the residual stream is met from the products of many layers
+    def flow_of(index: int, given: frozenset[tuple[str, Stage]]) -> Flow:
+        return follow(launches[index].facts, dict(given))
+
     found: dict[str, int] = {}
-    forms: set[tuple[int, int]] = set()
     for value in intermediates:
         launch = launches[value.producer]
-        if is_product(launch) or _sums_products(launch, value):
-            grown = _has_grown(launch, value)
-            is_score = grown and _softmax_meets_a_product(launches, values, value)
-            if grown and launch.phase == "backward" and not is_score:
-                parted = any(adds_parts(launch, launches[index]) for index in value.consumers)
-                is_score = (elements(value), last_size(value)) in forms and not parted
-            if is_score:
-                forms |= {(elements(value), size) for size in _last_sizes(value)}
+        if (launch.index in makes or _sums_products(launch, value)) and _has_grown(launch, value):
+            found |= _softmax_for_product(launches, values, value, flow_of)
+    for value in intermediates:
+        launch = launches[value.producer]
+        if launch.index in makes:
+            is_score = launch.phase == "backward" and _joins(launches, values, value, found)
         else:
-            given = [found[source.name] for source in launch.inputs if source.name in found]
-            is_score = bool(given) and 2 * value.bytes >= min(given)
+            is_score = any(2 * elements(value) >= found[given.name] for given in launch.inputs if given.name in found)
         if is_score:
-            found[value.name] = value.bytes
+            found[value.name] = elements(value)
     return frozenset(found)
 
 
@@ -57,11 +60,6 @@ def attention_products(
     """The products that make scores, and those that read them."""
     ends = {end for value in intermediates if value.name in scores for end in (value.producer, *value.consumers)}
     return frozenset(end for end in ends if is_product(launches[end]))
-
-
-def _last_sizes(value: Intermediate) -> tuple[int, ...]:
-    """Queries and keys of scores: which of them comes last in the gradient's product is XLA's choice."""
-    return _sizes(value.shape)[-2:]
 
 
 def last_size(value: Intermediate | Value) -> int:
@@ -98,34 +96,51 @@ def _has_grown(product: LaunchRow, value: Intermediate) -> bool:
     return bool(factors) and value.bytes >= _GROWTH * sum(given.bytes for given in factors)
 
 
-def _reduces(launches: Sequence[LaunchRow], reader: LaunchRow) -> bool:
-    """Whether a launch reduces more than the parts of products whose sum XLA has split."""
-    makers = {value.producer for value in reader.inputs if value.producer is not None}
-    parted = sum(adds_parts(launches[index], reader) for index in makers)
-    return dict(reader.opcodes).get("reduce", 0) > parted
-
-
-def _softmax_meets_a_product(
-    launches: Sequence[LaunchRow], values: Mapping[int, Sequence[Intermediate]], scores: Intermediate
+def _joins(
+    launches: Sequence[LaunchRow],
+    values: Mapping[int, Sequence[Intermediate]],
+    product: Intermediate,
+    scores: Mapping[str, int],
 ) -> bool:
-    """Whether launches of the product's own pass make a softmax of its result that another product reads.
-
-    The softmax of a loss is read by products of the backward pass, too, but what they read was made there.
-    """
-    phase = launches[scores.producer].phase
-    opcodes: set[str] = set()
-    meets = False
-    queue, seen = [scores], {scores.name}
+    """Whether what a product makes is put together with scores, as large at least, before the next product."""
+    queue, seen = [product], {product.name}
     while queue:
         for reader in (launches[index] for index in queue.pop().consumers):
+            if is_product(reader):
+                continue
+            if any(scores.get(given.name, 0) >= elements(product) for given in reader.inputs):
+                return True
+            new = [made for made in values.get(reader.index, ()) if made.name not in seen]
+            large = [made for made in new if 2 * elements(made) >= elements(product)]
+            seen.update(made.name for made in large)
+            queue += large
+    return False
+
+
+def _softmax_for_product(
+    launches: Sequence[LaunchRow],
+    values: Mapping[int, Sequence[Intermediate]],
+    scores: Intermediate,
+    flow_of: Callable[[int, frozenset[tuple[str, Stage]]], Flow],
+) -> Mapping[str, int]:
+    """Scores and what a softmax makes of them, with their elements; none where no product reads it."""
+    size = elements(scores)
+    stages, sizes = {scores.name: Stage.SCORE}, {scores.name: size}
+    sums = meets = False
+    queue = [(scores, 0)]
+    while queue:
+        value, passed = queue.pop()
+        if passed == _FARTHEST:
+            continue
+        for reader in (launches[index] for index in value.consumers):
+            given = {value.name for value in reader.inputs} & stages.keys()
+            flow = flow_of(reader.index, frozenset((name, stages[name]) for name in given))
+            sums |= flow.sums
             if is_product(reader) or _sums_products(reader, scores):
-                meets = True
-            elif reader.phase == phase:
-                opcodes.update(opcode for opcode, _ in reader.opcodes if opcode != "reduce")
-                if _reduces(launches, reader):
-                    opcodes.add("reduce")
-                new = [value for value in values.get(reader.index, ()) if value.name not in seen]
-                large = [value for value in new if 2 * elements(value) >= elements(scores)]
-                seen.update(value.name for value in large)
-                queue += large
-    return meets and opcodes >= _SOFTMAX
+                meets |= flow.stage is Stage.PROBABILITY
+                continue
+            for made in values.get(reader.index, ()):
+                if flow.result and 2 * elements(made) >= size and flow.result > stages.get(made.name, 0):
+                    stages[made.name], sizes[made.name] = flow.result, elements(made)
+                    queue.append((made, passed + 1))
+    return sizes if sums and meets else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hlo_analysis.hlo import Instruction, Shape, parse_shape
-from hlo_analysis.hlo.attributes import dot_dimensions, integers, interior_padding, slice_strides
+from hlo_analysis.hlo.attributes import DotDimensions, dot_dimensions, integers, interior_padding, slice_strides
 from hlo_analysis.program.facts import LaunchFacts, LaunchRow
 
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
@@ -23,6 +23,11 @@ LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce",
 _OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
                "negate", "minimum", "maximum"}  # fmt: skip
 _SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
+_OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "scatter", "dynamic-slice",
+                                "dynamic-update-slice", "concatenate", "slice", "pad", "xor", "rng-bit-generator",
+                                "custom-call", "sort", "transpose"))  # fmt: skip
+# Threefry has 20 rounds, each with an exclusive or.
+_ROUNDS = 20
 _CALLBACKS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 _SIXTEEN_BITS = ("bf16", "f16")
 _INTEGERS = ("s8", "u8", "s4", "u4")
@@ -61,7 +66,7 @@ def is_closed(launch: LaunchRow) -> bool:
 
 
 def only_moves(launch: LaunchRow) -> bool:
-    """Whether it changes no value. An exact copy is none: it is there to keep a buffer whole."""
+    """Whether it only moves data. A plain copy does not count: XLA adds it to keep a buffer unchanged."""
     opcodes = {opcode for opcode, _ in launch.opcodes} - {"convert", "broadcast"}
     return bool(opcodes) and opcodes <= _MOVES and not fills(launch) and (launch.kind, opcodes) != ("copy", {"copy"})
 
@@ -72,7 +77,7 @@ def spreads(launch: LaunchRow) -> bool:
 
 
 def repeats_rows(launch: LaunchRow) -> bool:
-    """Whether it takes rows by indices, each several times, and does nothing to most of them but to join them."""
+    """Whether a launch gathers rows, reads each several times, and does nothing else but concatenate them."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
     plain = opcodes <= _MOVES | _OF_INDICES or _joins_rows(launch.facts)
     return "gather" in opcodes and plain and launch.bytes_written >= 2 * launch.bytes_read
@@ -94,7 +99,7 @@ def _joins_rows(facts: LaunchFacts) -> bool:
 
 
 def dequantizes(launch: LaunchRow) -> bool:
-    """Whether it makes wide weights of integers, and does nothing to them but to scale and shift."""
+    """Whether it converts integer weights to a wider type, and at most scales and shifts the result."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
     shapes = [(shape_of(value.shape), value.bytes) for value in launch.inputs]
     weights = [size for shape, size in shapes if shape.element_type in _INTEGERS and len(shape.dimensions) > 1]
@@ -107,12 +112,22 @@ def is_batched(product: LaunchRow) -> bool:
     return any(found.lhs_batch for found in map(dot_dimensions, product.facts.instructions.values()) if found)
 
 
+def factors(product: LaunchRow) -> tuple[Shape, Shape, DotDimensions] | None:
+    """The shapes that a product multiplies, and its dimension numbers; None where they are not known."""
+    for found in product.facts.instructions.values():
+        if dimensions := dot_dimensions(found):
+            inside = [product.facts.operand(found, number) for number in (0, 1)]
+            outside = [shape_of(value.shape) for value in product.inputs[:2]]
+            shapes = [made.shape for made in inside if made] or outside
+            return (shapes[0], shapes[1], dimensions) if len(shapes) == 2 else None
+    return None
+
+
 def takes_sixteen_bits(product: LaunchRow) -> bool:
     """Whether both factors of a product are bfloat16 or float16."""
-    if dots := product.facts.of("dot"):
-        factors = [product.facts.operand(dots[0], number) for number in (0, 1)]
-        return all(factor is not None and factor.shape.element_type in _SIXTEEN_BITS for factor in factors)
-    return all(shape_of(value.shape).element_type in _SIXTEEN_BITS for value in product.inputs[:2])
+    known = factors(product)
+    shapes = known[:2] if known else [shape_of(value.shape) for value in product.inputs[:2]]
+    return all(shape.element_type in _SIXTEEN_BITS for shape in shapes)
 
 
 def relays(launch: LaunchRow) -> bool:
@@ -131,8 +146,39 @@ def fills(launch: LaunchRow) -> bool:
     return "broadcast" in opcodes and opcodes <= {"broadcast", "copy"} and launch.bytes_read < 64
 
 
+def writes_one_value(launch: LaunchRow, name: str) -> bool:
+    """Whether a result of a launch, by its name among the outputs, has one value everywhere."""
+    element = name.partition("#")[2]
+    root = launch.facts.root
+    if root is not None and root.opcode == "tuple" and element:
+        root = launch.facts.operand(root, int(element))
+    constant = launch.facts.operand(root, 0) if root is not None and root.opcode == "broadcast" else None
+    return constant is not None and constant.opcode == "constant"
+
+
+def elementwise_inputs(launch: LaunchRow, name: str) -> frozenset[str]:
+    """Returns the inputs that a result is an element-wise function of.
+
+    Empty if the result depends on other elements, as a sum does, or on random bits. name: of the result in `outputs`.
+    """
+    facts, found, seen = launch.facts, set[str](), set[str]()
+    element = name.partition("#")[2]
+    queue = list(facts.root.operands) if facts.root and facts.root.opcode == "tuple" and element else []
+    queue = [queue[int(element)]] if queue else [facts.root.name] if facts.root else []
+    while queue:
+        step = facts.instructions.get(inside := queue.pop())
+        if step is None or inside in facts.parameters:
+            found.add(facts.parameters.get(inside, inside))
+        elif step.opcode in _OF_OTHER_ELEMENTS:
+            return frozenset()
+        elif inside not in seen:
+            queue += step.operands
+        seen.add(inside)
+    return frozenset(found)
+
+
 def sums_columns(launch: LaunchRow) -> bool:
-    """Whether no sum of a launch is over the axis that is the last in memory: so are those of a batch normalization."""
+    """Whether a launch sums, and never over the axis that is last in memory. So do batch normalizations."""
     reductions = launch.facts.of("reduce")
     return bool(reductions) and all(_keeps_last_axis(launch.facts, reduction) for reduction in reductions)
 
@@ -150,7 +196,7 @@ def normalizes(launch: LaunchRow) -> bool:
 
 
 def shifts(launch: LaunchRow) -> bool:
-    """Whether it takes the exponential of what is left of a row's largest value, as a softmax does.
+    """Whether it takes the exponential of values minus a number for each row, as a softmax does.
 
     Other exponentials are those of sigmoids, or of a difference of two arrays (the gradient of a softplus).
     """
@@ -171,11 +217,41 @@ def _subtracts_rows(facts: LaunchFacts, exponential: Instruction) -> bool:
 
 
 def is_softmax(launch: LaunchRow) -> bool:
-    """Whether XLA made one kernel of a softmax already."""
-    return launch.kind == "triton" and has(launch, "exponential") and has(launch, "reduce")
+    """Whether XLA made one kernel of a softmax already, and not of its maximum and exponentials alone."""
+    sums = dict(launch.opcodes).get("reduce", 0) > 1 or has(launch, "divide")
+    return launch.kind == "triton" and has(launch, "exponential") and has(launch, "reduce") and sums
+
+
+def is_residual_sum(launch: LaunchRow) -> bool:
+    """Whether a launch of the forward pass only adds two arrays, as the kernels of norms do by themselves."""
+    alike = [value for value in launch.inputs if value.bytes == launch.bytes_written]
+    only_adds = has(launch, "add") and not has(launch, "xor") and not has(launch, "multiply")
+    return launch.phase == "forward" and only_adds and len(alike) == len(launch.inputs) == 2
+
+
+def is_norm(launch: LaunchRow) -> bool:
+    """Whether XLA made one kernel of a normalization: it reads the rows, reduces them and writes what it makes of them.
+
+    A kernel of the catalogue reads no less.
+    """
+    largest = max((value.bytes for value in launch.inputs), default=0)
+    writes_rows = any(2 * value.bytes >= largest for value in launch.outputs)
+    return launch.kind == "triton" and has(launch, "reduce") and has(launch, "rsqrt") and writes_rows
+
+
+def draws_in_a_loop(launch: LaunchRow) -> bool:
+    """Whether a launch in a loop mostly makes random bits, and takes no longer than the least time of a launch."""
+    found = dict(launch.opcodes)
+    return launch.repeat > 1 and launch.limiter == "overhead" and found.get("xor", 0) >= _ROUNDS
+
+
+def is_invariant(launch: LaunchRow) -> bool:
+    """Whether a loop's launch computes the same in each of the loop's runs, of nothing but arguments."""
+    given = bool(launch.inputs) and all(value.producer is None for value in launch.inputs)
+    return launch.repeat > 1 and given and launch.flops > 0
 
 
 def takes_every_other(launch: LaunchRow) -> bool:
-    """Whether it takes apart, or puts together, elements of even and odd index: a level of `lax.associative_scan`."""
+    """Whether it splits or merges elements of even and odd index, as a level of `lax.associative_scan` does."""
     takes = any(2 in slice_strides(found) for found in launch.facts.of("slice"))
     return takes or any(1 in interior_padding(found) for found in launch.facts.of("pad"))

@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from hlo_analysis.hlo.attributes import dot_dimensions, gemm_config, integers
 from hlo_analysis.patterns.launch_patterns import LINEAR, has, is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Value
 
 # What is taken of a sorted array, or handed on of a reduced one, is at most this part of it.
 _SMALL_PART = 8
+_COUNTER = 8
+"""Bytes of a loop's counter."""
 
 
 def takes_part(reader: LaunchRow, whole: LaunchRow) -> bool:
-    """Whether a launch reads a small part of what another writes, or moves a part of it."""
+    """Whether a launch reads only a small part of what another launch writes."""
     given = [value.bytes for value in reader.inputs if value.producer == whole.index]
     moves = has(reader, "slice") and only_moves(reader)
     return moves or (bool(given) and _SMALL_PART * reader.bytes_read <= max(given))
 
 
 def scatters_all(scatter: LaunchRow) -> bool:
-    """Whether a scatter sets as many elements as there are, and adds up none."""
+    """Whether a scatter sets every element of its result, and adds nothing up."""
     whole = max(value.bytes for value in scatter.outputs)
     combines = any(f"scatter-{name}" in scatter.op_name for name in ("add", "mul", "min", "max"))
     return scatter.bytes_written >= whole and not combines
@@ -36,7 +39,7 @@ def scatters_rows(scatter: LaunchRow) -> bool:
 
 
 def continues_reduction(first: LaunchRow, second: LaunchRow) -> bool:
-    """Whether two launches are steps of one reduction of the program: both bear its name, and sums alone are handed."""
+    """Whether two launches are two steps of one reduction: both have its name, and the second reads only sums."""
     names = [set(launch.facts.op_names("reduce")) for launch in (first, second)]
     hands_sums = _SMALL_PART * second.bytes_read <= first.bytes_read
     return has(first, "reduce") and hands_sums and bool(names[0] & names[1])
@@ -45,7 +48,28 @@ def continues_reduction(first: LaunchRow, second: LaunchRow) -> bool:
 def knows_all_steps(slice_: LaunchRow, reader: LaunchRow) -> bool:
     """Whether a product in a loop multiplies a part of a stack by what the loop does not change."""
     others = [value for value in reader.inputs if value.producer != slice_.index]
-    return is_product(reader) and bool(others) and all(value.producer is None for value in others)
+    is_known = bool(others) and all(value.producer is None for value in others)
+    return is_product(reader) and is_known and not any(_is_state(value, slice_) for value in slice_.inputs)
+
+
+def _is_state(value: Value, launch: LaunchRow) -> bool:
+    """Whether a launch in a loop reads what a later launch left in the run before, other than the loop's counter."""
+    return value.producer is not None and value.producer >= launch.index and value.bytes > _COUNTER
+
+
+def is_known_before(product: LaunchRow, makers: Sequence[LaunchRow]) -> bool:
+    """Whether a product in a loop multiplies slices of stacked arrays by invariant values, and could precede it."""
+    in_loop = [maker for maker in makers if maker.repeat > 1]
+    slices = [maker for maker in in_loop if has(maker, "dynamic-slice") and only_moves(maker)]
+    return bool(slices) and slices == in_loop and all(knows_all_steps(slice_, product) for slice_ in slices)
+
+
+def gathers(reader: LaunchRow, product: LaunchRow) -> bool:
+    """Whether a launch takes rows of a product by indices, and not of another array that it reads beside it."""
+    found = reader.facts.of("gather")
+    return any(product.name in reader.facts.operand_origins(gather)[0] for gather in found) or (
+        not found and has(reader, "gather")
+    )
 
 
 def is_next_state(producer: LaunchRow, copy: LaunchRow) -> bool:
@@ -65,7 +89,7 @@ def adds_parts(product: LaunchRow, reader: LaunchRow) -> bool:
 
 
 def is_one_hot(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether a launch makes a matrix of a count and of little else, which is compared with indices."""
+    """Whether a launch makes a one-hot matrix: it compares a range with indices, and reads little else."""
     compares = any(has(end, "compare") for end in (producer, *readers))
     return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
 
@@ -76,12 +100,12 @@ def expands_groups(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
 
 
 def sets_values(scatter: LaunchRow) -> bool:
-    """Whether a scatter puts values in place and adds up none."""
+    """Whether a scatter of the forward pass sets values, and adds nothing up."""
     return scatter.op_name.endswith("/scatter") and scatter.phase == "forward"
 
 
 def numbers_updates(scatter: LaunchRow) -> bool:
-    """Whether a scatter puts numbers, counted up, in their places: JAX does before it differentiates one that sets."""
+    """Whether a scatter writes the number of each update. JAX makes one for the gradient of a scatter that sets."""
     is_whole = scatter.outputs and scatter.outputs[0].shape.startswith("u32[")
     return bool(is_whole) and has(scatter, "scatter") and has(scatter, "iota") and sets_values(scatter)
 

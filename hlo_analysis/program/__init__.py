@@ -1,1 +1,1 @@
-"""Launches of a program: one row a launch, the values between them, and how much of each a launch computes."""
+"""Builds the launch table of a program: its launches, the values between them, and what each launch computes."""

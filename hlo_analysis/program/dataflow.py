@@ -9,23 +9,23 @@ from functools import cached_property
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 
 VIEWS = frozenset({"bitcast", "reshape", "optimization-barrier", "add-dependency", "domain"})
-"""Opcodes whose result is the buffer of their one operand, inside a fusion."""
+"""Opcodes whose result, inside a fusion, is the buffer of their one operand."""
 
 CONTROL_FLOW = frozenset({"while", "conditional", "call", "async-start", "async-update", "async-done"})
-"""Opcodes that only say which computation runs: its own instructions are what is launched."""
+"""Opcodes that only call other computations. The instructions of those computations are launched."""
 
 _WRAPPERS = frozenset({"call", "async-start", "async-update", "async-done"})
 
 STARTED = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}
-"""What starts an asynchronous copy or collective shows its operand, too: the element of its tuple that it writes."""
+"""Asynchronous starts whose result tuple also holds the operand, with the index of the element that they write."""
 
 Path = tuple[int, ...]
-"""Index into a nested tuple, outermost first; () for a value that is no tuple."""
+"""Index into a nested tuple, outermost first; () for a value that is not a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One leaf buffer: element `path` of what `instruction` of `computation` writes (or receives, for a parameter)."""
+    """One leaf buffer: element `path` of the result of `instruction` in `computation` (or of a parameter)."""
 
     computation: str
     instruction: str
@@ -33,12 +33,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """As XLA prints it: 'fusion', or 'fusion#1' for an element of its tuple."""
+        """Returns the name as XLA prints it: 'fusion', or 'fusion#1' for an element of its tuple."""
         return "#".join([self.instruction, *map(str, self.path)])
 
 
 def leaves(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
-    """Array leaves of a shape with their paths; tokens and opaque values hold no data and are left out."""
+    """Yields the array leaves of a shape with their paths, without tokens and opaque values, which hold no data."""
     if shape.is_tuple:
         for index, element in enumerate(shape.elements):
             yield from leaves(element, (*path, index))
@@ -47,28 +47,31 @@ def leaves(shape: Shape, path: Path = ()) -> Iterator[tuple[Path, Shape]]:
 
 
 def leaf_shape(shape: Shape, path: Path) -> Shape:
-    """The element of a nested tuple shape at `path`."""
+    """Returns the element of a nested tuple shape at `path`."""
     for index in path:
         shape = shape.elements[index]
     return shape
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """The trip count that XLA found for a `while`, or None."""
+    """Returns the trip count that XLA found for a `while`, or None."""
     config = loop.backend_config
     known = config.get("known_trip_count") if isinstance(config, dict) else None
     return int(known["n"]) if known else None
 
 
 def behind_aliases(computation: Computation, instruction: Instruction) -> Instruction:
-    """The instruction whose bytes a bitcast, a reshape or the like shows; itself where it is none."""
+    """Follows bitcasts, reshapes and other views back to the instruction that made the bytes."""
     while instruction.opcode in VIEWS:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 
 
 def returned_by(body: Computation) -> list[tuple[Path, Instruction]]:
-    """What a fusion writes: for each element of its root tuple (or for its root) the instruction behind aliases."""
+    """Returns the instructions whose values a fusion writes: one for its root, or for each element of a root tuple.
+
+    Views such as bitcasts are followed back to the instruction that made the bytes.
+    """
     root = body.root_instruction
     if root.opcode == "tuple":
         return [((index,), behind_aliases(body, body.instructions[name])) for index, name in enumerate(root.operands)]
@@ -76,7 +79,7 @@ def returned_by(body: Computation) -> list[tuple[Path, Instruction]]:
 
 
 class Dataflow:
-    """Sources of every value of a module, found on demand and remembered."""
+    """Finds and caches the sources of every value of a module."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -93,17 +96,17 @@ class Dataflow:
         return callers
 
     def home(self, computation: str) -> str:
-        """The entry, body of a loop or branch in whose order a computation runs: what only wraps a launch is left."""
+        """Returns the entry, loop body or branch in whose order a computation runs, looking through wrappers."""
         while callers := [caller for caller, by in self._callers.get(computation, ()) if by.opcode in _WRAPPERS]:
             computation = callers[0].name
         return computation
 
     def sources(self, computation: str, instruction: str, path: Path = ()) -> tuple[Source, ...]:
-        """The instructions that may have written this leaf, the usual one first.
+        """Returns the instructions that may have written this leaf, the usual one first.
 
-        A value that a loop carries comes from the loop's body, and on the first iteration from outside, as does what is
-        left by a loop that may not run at all; the result of a conditional comes from any of its branches. Parameters
-        of the entry and constants are sources too.
+        A value that a loop carries comes from the loop's body, and on the first iteration from outside the loop. The
+        result of a loop that may not run at all has the same two sources. The result of a conditional may come from any
+        of its branches. Parameters of the entry and constants are sources too.
         """
         key = Source(computation, instruction, path)
         if key not in self._memo:
@@ -125,7 +128,7 @@ class Dataflow:
                 self._follow(step, found, seen)
 
     def _steps(self, computation: Computation, instruction: Instruction, path: Path) -> list[Source] | None:
-        """One step back from a leaf, or None where it is written."""
+        """Goes one step back from a leaf; returns None at the instruction that writes it."""
         match instruction.opcode:
             case "bitcast" | "optimization-barrier" | "add-dependency" | "domain":
                 return [Source(computation.name, instruction.operands[0], path)]
@@ -162,7 +165,7 @@ class Dataflow:
         return Source(name, self.module.computations[name].root, path)
 
     def _arguments(self, callee: Computation, number: int, path: Path) -> list[Source] | None:
-        """What the callers of a computation pass for a parameter; None for the entry's and a fusion's."""
+        """Returns the arguments that callers pass for a parameter; None for parameters of the entry or of a fusion."""
         steps: list[Source] = []
         for computation, instruction in self._callers.get(callee.name, ()):
             if instruction.opcode == "while":

@@ -1,8 +1,8 @@
 """Counts the elements of each instruction that a fusion computes, propagated from its results to its parameters.
 
-XLA's emitters compute a fusion from its results backwards, so that what stands before a slice is done for the slice
-alone: of `norm(x)[:, -1]` one row a batch is read. A need is so many indices of each dimension; which ones is not
-followed, but needs that come by way of different slices are kept apart and add up.
+XLA's emitters compute a fusion from its results backwards. Instructions before a slice are computed only for the slice:
+`norm(x)[:, -1]` reads one row per batch. The demand on a value is a number of indices in each dimension, not which
+ones. Demands through different slices are kept apart and added up.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hlo_analysis.program.dataflow import VIEWS
 from hlo_analysis.program.inplace_updates import in_place_chain
 
 Way = tuple[str, ...]
-"""The slices between a value and the results, the nearest to the value first."""
+"""The slices between a value and the results, the slice nearest to the value first."""
 
 Needs = dict[Way, tuple[int, ...]]
-"""By the way that a need comes: so many indices of each dimension."""
+"""For each way to the results, the number of indices needed in each dimension."""
 
 _ELSEWHERE = frozenset({"slice", "dynamic-slice", "gather", "reverse"})
-"""Opcodes that show other places of their operand."""
+"""Opcodes whose elements come from other positions of their operand."""
 
 _NOT_POINTWISE = frozenset(
     {
@@ -30,16 +30,17 @@ _NOT_POINTWISE = frozenset(
         *("reduce-window", "select-and-scatter", "rng-bit-generator", "batch-norm-training", "batch-norm-grad"),
     }
 )
-"""Opcodes of which an element of the result takes more than its like of an operand, though their shapes be equal."""
+"""Opcodes whose operand may have the shape of the result, but whose elements each need several operand elements."""
 
-# Needs are no longer told apart beyond so many ways (a scan of log2(n) steps has two slices a step).
+# Beyond this many ways, demands are merged into one (a scan of log2(n) steps has two slices a step).
 _MOST_WAYS = 16
 
 
 def needed_elements(module: Module, body: Computation) -> dict[str, int]:
-    """Elements of each instruction of a fused computation that are made, or read of a parameter.
+    """Counts the elements that a fused computation makes of each instruction, or reads of each parameter.
 
-    None of a chain of in-place updates that ends in a result: what it does not replace stays where it is.
+    Instructions on a chain of in-place updates that ends in a result count 0: elements that the chain does not replace
+    stay where they are.
     """
     needs = _needs(module, body, None, in_place_chain(body))
     return {name: _count(body.instructions[name], ways) for name, ways in needs.items()}
@@ -47,13 +48,13 @@ def needed_elements(module: Module, body: Computation) -> dict[str, int]:
 
 def _count(value: Instruction, ways: Needs) -> int:
     whole = value.shape.element_count
-    if value.shape.is_tuple:  # several results of one walk
+    if value.shape.is_tuple:  # a tuple result, which one pass computes as a whole
         return whole if ways else 0
     return min(sum(map(prod, ways.values())), whole)
 
 
 def _needs(module: Module, body: Computation, result: Needs | None, in_place: Collection[str]) -> dict[str, Needs]:
-    """Needs of every instruction, given those of the root: all of it by default."""
+    """Returns the demand on every instruction, given the demand on the root (by default all of it)."""
     needs: dict[str, Needs] = {name: {} for name in body.instructions}
     root = body.root_instruction
     ends = root.operands if root.opcode == "tuple" else (root.name,)
@@ -71,7 +72,7 @@ def _needs(module: Module, body: Computation, result: Needs | None, in_place: Co
 
 
 def _add(known: Needs, value: Instruction, more: Mapping[Way, tuple[int, ...]]) -> None:
-    """Puts needs together: what comes by one way is one need."""
+    """Merges demands: those that come by one way become one, the larger in each dimension."""
     whole = value.shape.dimensions
     for way, counts in more.items():
         if len(counts) != len(whole):
@@ -86,7 +87,7 @@ def _add(known: Needs, value: Instruction, more: Mapping[Way, tuple[int, ...]]) 
 def _handed(
     module: Module, body: Computation, user: Instruction, needs: Needs
 ) -> Iterator[tuple[str, Mapping[Way, tuple[int, ...]]]]:
-    """What an instruction of which `needs` are needed takes of its operands."""
+    """Yields each operand of `user` with the demand on it, given the demand `needs` on `user`."""
     operands = [body.instructions[name] for name in user.operands]
     if user.opcode == "fusion":
         inner = module.computations[user.called[0]]
@@ -110,21 +111,25 @@ def _handed(
 
 
 def _sliced(user: Instruction, sizes: tuple[int, ...], needs: Needs) -> Needs:
-    """A slice takes as much as is needed of it, by a way of its own."""
+    """Returns the demand of a slice on its operand: as many elements as the slice needs, by a way of its own."""
     if user.opcode == "gather":
         return {(user.name, *way): _spread(prod(counts), sizes) for way, counts in needs.items()}
     return {(user.name, *way): tuple(map(min, counts, sizes)) for way, counts in needs.items()}
 
 
 def _updated(user: Instruction, operands: Sequence[Instruction], sizes: tuple[int, ...], needs: Needs) -> Needs:
-    """What is not replaced is read by who reads on; a scatter that combines reads what it replaces."""
+    """Returns the demand of an in-place update on its operand.
+
+    Elements that are not replaced are needed if the result needs them. A scatter that combines also reads the elements
+    it replaces.
+    """
     if user.opcode == "dynamic-update-slice" or len(operands) != 3:
         return needs
     return {**needs, (user.name,): _spread(operands[2].shape.element_count, sizes)}
 
 
 def _taken(user: Instruction, position: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Indices that `counts` of a result take of an operand, in each dimension."""
+    """Returns how many indices of an operand, in each dimension, `counts` indices of the result need."""
     results = user.shape.dimensions
     match user.opcode:
         case opcode if opcode in VIEWS:
@@ -145,7 +150,7 @@ def _taken(user: Instruction, position: int, sizes: tuple[int, ...], counts: tup
 
 
 def _reshaped(counts: tuple[int, ...], results: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Counts of a result's dimensions as counts of the operand's, group by group of dimensions of equal product."""
+    """Converts counts of the result's dimensions to the operand's, by groups of dimensions with equal product."""
     if counts == results or prod(results) != prod(sizes) or 0 in sizes:
         return sizes
     rest, left = list(zip(results, counts, strict=True)), list(sizes)
@@ -164,7 +169,7 @@ def _reshaped(counts: tuple[int, ...], results: tuple[int, ...], sizes: tuple[in
 
 
 def _spread(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """So many elements as counts of dimensions, the minor ones filled first; rounded up."""
+    """Distributes a number of elements over dimensions, filling the minor ones first and rounding up."""
     found: list[int] = []
     for size in reversed(sizes):
         taken = min(max(count, 1), size)

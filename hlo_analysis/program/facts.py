@@ -1,4 +1,4 @@
-"""What a launch computes, as typed instructions: patterns are matched on these, never on HLO text."""
+"""Holds the instructions that a launch computes as typed facts; patterns match these, never HLO text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hlo_analysis.records import Launch, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """The instructions that a launch computes, and the values outside it that they read.
+    """The instructions that a launch computes, and the outside values that they read.
 
-    instructions: by name, in text order. Of a fusion those of its fused computation, else the launched one alone.
+    instructions: by name, in text order: those of the fused computation, or the launched instruction alone.
     launched: the instruction that is launched; None where the module does not have it.
-    parameters: for each parameter of the fused computation the value outside that the fusion passes.
+    parameters: for each parameter of the fused computation, the outside value that the fusion passes, by its name in
+      the launch's `inputs` (`fusion.43#1` is an element of what `fusion.43` writes).
     """
 
     instructions: Mapping[str, Instruction] = field(default_factory=dict)
@@ -30,67 +31,70 @@ class LaunchFacts:
         return [found for found in self.instructions.values() if found.opcode in opcodes]
 
     def op_names(self, opcode: str) -> list[str]:
-        """Returns JAX's names of the instructions with an opcode, in text order; those without a name are left out."""
+        """Returns JAX's names of the instructions with an opcode, in text order, without empty names."""
         return [found.op_name for found in self.of(opcode) if found.op_name]
 
     def operand(self, instruction: Instruction, number: int) -> Instruction | None:
-        """Returns an operand, None where it stands outside the launch."""
+        """Returns an operand, or None if it is outside the launch."""
         return self.instructions.get(instruction.operands[number])
 
     @cached_property
     def root(self) -> Instruction | None:
-        """The instruction whose value the launch returns."""
+        """Returns the instruction whose value the launch returns."""
         return next((found for found in self.instructions.values() if found.is_root), self.launched)
 
     @cached_property
     def targets(self) -> frozenset[str]:
-        """Targets of the custom calls."""
+        """Returns the targets of the custom calls."""
         return frozenset(custom_call_target(found) for found in self.of("custom-call"))
 
     @cached_property
     def all_op_names(self) -> tuple[str, ...]:
-        """JAX's names of all instructions, the launched one's first."""
+        """Returns JAX's names of all instructions, the launched instruction's first."""
         launched = (self.launched,) if self.launched else ()
         return tuple(found.op_name for found in (*launched, *self.instructions.values()) if found.op_name)
 
     @cached_property
     def phases(self) -> frozenset[Phase]:
-        """Phases that the instructions belong to."""
+        """Returns the phases that the instructions belong to."""
         return frozenset(scope_of(name)[1] for name in self.all_op_names)
 
     @cached_property
     def origins(self) -> Mapping[str, frozenset[str]]:
-        """For each instruction the values outside the launch that it is computed from."""
+        """Maps each instruction to the launches and arguments outside that it is computed from."""
         found: dict[str, frozenset[str]] = {}
         for name, instruction in self.instructions.items():
             if name in self.parameters:
-                found[name] = frozenset({self.parameters[name]})
+                found[name] = frozenset({_launch(self.parameters[name])})
             else:
                 found[name] = frozenset().union(*self._operand_origins(instruction, found))
         return found
 
     def operand_origins(self, instruction: Instruction) -> tuple[frozenset[str], ...]:
-        """For each operand of an instruction the values outside the launch that it is computed from."""
+        """Returns, for each operand of an instruction, the launches and arguments outside that it is computed from."""
         return self._operand_origins(instruction, self.origins)
 
     @staticmethod
     def _operand_origins(instruction: Instruction, origins: Mapping[str, frozenset[str]]) -> tuple[frozenset[str], ...]:
-        return tuple(origins.get(name, frozenset({_value(name)})) for name in instruction.operands)
+        return tuple(origins.get(name, frozenset({_launch(name)})) for name in instruction.operands)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRow(Launch):
-    """A launch of the program under analysis: its record, and the facts that the record leaves out."""
+    """A launch of the analyzed program: its record, and facts that the record does not store."""
 
     facts: LaunchFacts = field(default=LaunchFacts(), repr=False, compare=False)
 
     def record(self) -> Launch:
-        """Returns the record alone."""
+        """Returns only the record."""
         return Launch(**{found.name: getattr(self, found.name) for found in fields(Launch)})
 
 
-def facts_of(module: Module, instruction: Instruction) -> LaunchFacts:
-    """Collects the facts of the launch of one instruction."""
+def facts_of(module: Module, instruction: Instruction, sources: Mapping[str, str] | None = None) -> LaunchFacts:
+    """Collects the facts about the launch of one instruction.
+
+    sources: operand of the instruction → the value that the operand is a view of.
+    """
     if instruction.opcode != "fusion":
         return LaunchFacts(instructions={instruction.name: instruction}, launched=instruction)
     body = module.computations[instruction.called[0]]
@@ -98,10 +102,10 @@ def facts_of(module: Module, instruction: Instruction) -> LaunchFacts:
     return LaunchFacts(
         instructions=body.instructions,
         launched=instruction,
-        parameters={parameter.name: _value(operand) for parameter, operand in passed},
+        parameters={parameter.name: (sources or {}).get(operand, operand) for parameter, operand in passed},
     )
 
 
-def _value(operand: str) -> str:
-    """The value that an operand is, or is an element of: `fusion.43#1` is one of `fusion.43`."""
-    return operand.partition("#")[0]
+def _launch(value: str) -> str:
+    """Returns the launch that writes a value, or the argument itself: `fusion.43#1` is an element of `fusion.43`."""
+    return value.partition("#")[0]

@@ -1,4 +1,4 @@
-"""Arrays in the host's memory, where offloading puts them: they are no traffic of the GPU's own."""
+"""Separates traffic of arrays in host memory (offloading) from the GPU's own HBM traffic."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hlo_analysis.hlo import Computation, Instruction, Shape
 from hlo_analysis.program.dataflow import leaf_shape
 
 HOST_SPACE = 5
-"""The memory space of the host's pinned memory in XLA's layouts (`S(5)`)."""
+"""The memory space of pinned host memory in XLA's layouts (`S(5)`)."""
 
 
 def is_on_host(shape: Shape) -> bool:
-    """Whether an array lies in the host's memory."""
+    """Whether an array is in host memory."""
     return shape.layout is not None and shape.layout.memory_space == HOST_SPACE
 
 
 def without_host(usage: Usage, computation: Computation, instruction: Instruction) -> tuple[Usage, int]:
-    """What one instruction of `computation` moves in the GPU's memory, and the bytes that it moves in the host's."""
+    """Splits the traffic of one instruction of `computation` into its HBM usage and the bytes in host memory."""
     operands = [computation.instructions[name].shape for name in instruction.operands]
     reads = {
         (position, path): 0

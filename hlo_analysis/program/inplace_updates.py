@@ -1,4 +1,4 @@
-"""Finds in-place updates in a fused computation: chains from a result back to the parameter that they update."""
+"""Finds in-place updates in a fused computation: chains from a result back to the parameter that it updates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hlo_analysis.program.dataflow import VIEWS, Path
 
 
 def scatter_inputs(instruction: Instruction) -> int:
-    """How many arrays a scatter updates."""
+    """Returns how many arrays a scatter updates."""
     return (len(instruction.operands) - 1) // 2
 
 
 def in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruction, int] | None:
-    """Follow a chain of in-place updates back to the parameter it updates, and count the bytes written on the way."""
+    """Follows a chain of in-place updates back to the updated parameter, and counts the bytes that the chain writes."""
     written = 0
     while True:
         if instruction.opcode in VIEWS:
@@ -28,7 +28,7 @@ def in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruct
 
 
 def roots(body: Computation) -> list[tuple[Path, Instruction]]:
-    """What a fusion returns: the elements of its root tuple, or the root."""
+    """Returns the results of a fusion: the elements of its root tuple, or the root."""
     root = body.root_instruction
     if root.opcode == "tuple":
         return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
@@ -36,7 +36,7 @@ def roots(body: Computation) -> list[tuple[Path, Instruction]]:
 
 
 def in_place_chain(body: Computation) -> frozenset[str]:
-    """Names on the chains of in-place updates that end in a root."""
+    """Returns the names of the instructions on chains of in-place updates that end in a root."""
     names: set[str] = set()
     for _, root in roots(body):
         if in_place_base(body, root):
@@ -47,7 +47,7 @@ def in_place_chain(body: Computation) -> frozenset[str]:
 
 
 def updated_operand(module: Module, instruction: Instruction, path: Path) -> int | None:
-    """The operand whose buffer holds this leaf of the result, and is updated there; None where the result is new."""
+    """Returns the number of the operand that this leaf of the result updates in place, or None if the buffer is new."""
     if instruction.opcode == "dynamic-update-slice" or (
         instruction.opcode == "scatter" and scatter_inputs(instruction) == 1
     ):

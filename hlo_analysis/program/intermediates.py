@@ -11,11 +11,11 @@ from hlo_analysis.records import Intermediate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """One launch reading or writing one buffer of `size` bytes; `bytes` of it, each of `repeat` times.
+    """One launch that reads or writes a buffer of `size` bytes: `bytes` of it, each of `repeat` times.
 
-    `usual` is False for a buffer that the launch reads only now and then (a loop's first iteration). `own` is True
-    where a pass over an instruction's own result reads it. `updates` is True of a write into an argument of the
-    program: the rest of its buffer no launch wrote.
+    `usual` is False for a buffer that the launch reads only sometimes (in a loop's first iteration). `own` is True if a
+    later pass over an instruction reads the instruction's own result. `updates` is True for a write into a program
+    argument: no launch wrote the rest of that buffer.
     """
 
     launch: int
@@ -36,10 +36,10 @@ class _Value:
 
 
 def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tuple[Intermediate, ...]:
-    """Pair what is written with who reads it, in the order of writing.
+    """Pairs each written value with its readers, in the order of writing.
 
-    A value that nobody reads (a result of the program) and one that nobody wrote (an argument) are left out, as is what
-    the passes of one instruction hand each other. What a loop's launch hands its next run counts.
+    Values without a reader (results of the program) or without a writer (arguments) are left out, as are values between
+    the passes of one instruction. Values that a launch in a loop passes to its next iteration count.
     """
     values = {access.source: _Value(access) for access in writes}
     for access in reads:

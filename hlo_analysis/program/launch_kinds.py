@@ -1,4 +1,4 @@
-"""Names what made a launch: an XLA emitter, a code generator, a library, or one of our kernels."""
+"""Classifies what made a launch: an XLA emitter, a code generator, a library, or one of our kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hlo_analysis.program.dataflow import returned_by
 from hlo_analysis.records import LaunchKind
 
 EMITTERS: frozenset[LaunchKind] = frozenset({"loop", "reduction", "transpose", "concatenate", "scatter"})
-"""Kinds that XLA's own emitters make, which never use the matrix units."""
+"""Kinds that XLA's own emitters make. They never use the matrix units."""
 
 _COLLECTIVE_THUNKS = (
     "kAllGather",
@@ -65,7 +65,7 @@ _BY_OPCODE: dict[str, LaunchKind] = {
     "partition-id": "memset",
     "replica-id": "memset",
 }
-# The emitter of a kInput fusion is that of its hero: what it returns, or else the first of these inside.
+# The hero of a kInput fusion decides its emitter: the root, or else the first of these opcodes in the fusion.
 _HEROES: tuple[tuple[str, LaunchKind], ...] = (
     ("scatter", "scatter"),
     ("reduce", "reduction"),
@@ -75,7 +75,7 @@ _HEROES: tuple[tuple[str, LaunchKind], ...] = (
 
 
 def opcode_counts(module: Module, instruction: Instruction) -> tuple[tuple[str, int], ...]:
-    """Opcodes inside, most frequent first; what only names or reshapes a value is left out."""
+    """Counts the opcodes in a launch, most frequent first, without those that only name or reshape a value."""
     counts: dict[str, int] = {}
 
     def count(inner: Instruction) -> None:
@@ -90,7 +90,7 @@ def opcode_counts(module: Module, instruction: Instruction) -> tuple[tuple[str, 
 
 
 def kind_of(module: Module, instruction: Instruction | None, thunk_kind: str) -> LaunchKind:
-    """The kind of a launch, from its thunk ('' where there is none) and its instruction."""
+    """Returns the kind of a launch, from its thunk ('' where there is none) and its instruction."""
     if thunk_kind in _BY_THUNK:
         return _BY_THUNK[thunk_kind]
     if thunk_kind in _COLLECTIVE_THUNKS:
@@ -131,11 +131,17 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
         case "kLoop":
             return "loop"
         case "kCustom" if isinstance(config, dict) and "native_emitter_backend_config" in config:
-            # A product that the config assigner took away from Triton: one thread an element of the result.
+            # A matrix product that the config assigner took away from Triton: one thread computes one element of the
+            # result.
             return "loop"
         case "kCustom":
-            # A library's or a kernel's call that reads or writes a slice in its place: the call is what is launched.
+            # A library or kernel call that reads or writes a slice in place: the launch is the call.
             body = module.computations[instruction.called[0]].instructions.values()
             calls = [inner for inner in body if inner.opcode == "custom-call"]
             return kind_of(module, calls[0], "") if len(calls) == 1 else "other"
     return "other"
+
+
+def is_attention(instruction: Instruction, kernel: str | None) -> bool:
+    """Whether a launch is one fused attention kernel: cuDNN's, or a custom kernel with such a name."""
+    return custom_call_target(instruction).startswith("__cudnn$fmha") or "attention" in (kernel or "")

@@ -1,4 +1,4 @@
-"""One launch site to one row of the launch table, with the buffers that it reads and writes."""
+"""Builds one row of the launch table from a launch site, with the buffers that it reads and writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from hlo_analysis.costs.coalescing import cache_bytes
+from hlo_analysis.costs.estimate import estimate
 from hlo_analysis.costs.flops import Flops, flops_of
+from hlo_analysis.costs.link import link_bytes
+from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
 from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
@@ -17,28 +21,31 @@ from hlo_analysis.program.facts import LaunchFacts, LaunchRow, facts_of
 from hlo_analysis.program.host_memory import without_host
 from hlo_analysis.program.inplace_updates import updated_operand
 from hlo_analysis.program.intermediates import Access
-from hlo_analysis.program.launch_kinds import EMITTERS, kind_of, opcode_counts
+from hlo_analysis.program.launch_kinds import EMITTERS, is_attention, kind_of, opcode_counts
 from hlo_analysis.program.launch_sites import Site
-from hlo_analysis.records import Device, LaunchKind, Phase, Value
+from hlo_analysis.program.thunks import Thunk
+from hlo_analysis.records import Device, LaunchKind, OccupancyLimiter, Phase, Value
 
-# A Mosaic kernel's backend_config holds its whole module, some 75 KB: nothing that a reader of the HLO needs.
+# A Mosaic kernel's backend_config holds its whole module, about 75 KB, which a reader of the HLO does not need.
 _LONGEST_ATTRIBUTE = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every row of one program needs."""
+    """The data of a program that every row is built from."""
 
     module: Module
     flow: Dataflow
     launch_of: Mapping[str, int]
-    """Instruction → the last launch that it needs."""
+    """Instruction → index of the last launch that it needs."""
     device: Device
     compiler_options: Mapping[str, str]
     library_packages: frozenset[str] = frozenset()
-    """Packages whose source lines are not the user's, beside the installed ones."""
+    """Packages, beside the installed ones, whose source lines are not the user's."""
     resources: Mapping[int, Resources]
-    """By index of the launch."""
+    """Resources by index of the launch."""
+    limits: MultiprocessorLimits | None = None
+    """Limits of the GPU's multiprocessors, None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,7 @@ class Row:
 
 
 def launch_row(index: int, site: Site, context: Context) -> Row:
-    """The row of one launch site."""
+    """Builds the row of one launch site."""
     module, thunk, instruction = context.module, site.thunk, site.instruction
     kind = kind_of(module, instruction, thunk.kind)
     if instruction is None:
@@ -61,24 +68,27 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     reads, writes = _reads(index, site, usage, context), _writes(index, site, instruction, usage, context)
     bytes_read = sum(access.bytes for access in reads)
     flops = _arithmetic(site, instruction, kind, context)
-    limit = bound(bytes_read + usage.bytes_written, flops, context.device)
-    estimate = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
+    sent = link_bytes(module, instruction, bytes_read) if kind == "collective" else 0
+    limit = bound(bytes_read + usage.bytes_written, flops, context.device, sent)
+    xla = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
     resources = context.resources.get(index, Resources())
-    shared = thunk.shared_memory_bytes
+    grid, kernel = thunk.grid or resources.grid, kernel_name(site)
+    block, shared = thunk.block or resources.block, _shared_memory(thunk, resources)
+    filled, limiter = _occupancy(block, resources.registers, shared, context.limits)
     op_name, frame = _origin(module, instruction, context.library_packages)
     scope, phase = scope_of(op_name)
-    facts = facts_of(module, instruction)
+    facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
     launch = LaunchRow(
         index=index,
         thunk_id=thunk.id,
         name=instruction.name,
-        kernel=kernel_name(site),
+        kernel=kernel,
         kind=kind,
         computation=context.flow.home(site.computation.name),
         repeat=site.repeat,
-        grid=thunk.grid or resources.grid,
-        block=thunk.block or resources.block,
-        shared_memory_bytes=resources.shared_memory_bytes if shared is None else shared,
+        grid=grid,
+        block=block,
+        shared_memory_bytes=shared,
         scope=scope,
         phase=phase,
         source=f"{PurePosixPath(frame.file).name}:{frame.line}" if frame else None,
@@ -92,12 +102,26 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         flops=flops.total,
         unfused_bytes=usage.unfused_bytes,
         host_bytes=host_bytes,
+        link_bytes=sent,
         roofline_us=limit.time_us,
         limiter=limit.limiter,
-        xla_estimate_us=estimate[0] if estimate else None,
-        xla_estimate_model=estimate[1] if estimate else None,
+        estimated_us=estimate(
+            bytes_read + usage.bytes_written,
+            flops,
+            context.device,
+            kind=kind,
+            attention=is_attention(instruction, kernel),
+            grid=grid,
+            cache_bytes=cache_bytes(module, instruction, kind),
+            link_bytes=sent,
+            xla_us=xla[0] if xla else None,
+        ),
+        xla_estimate_us=xla[0] if xla else None,
+        xla_estimate_model=xla[1] if xla else None,
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
+        occupancy=filled,
+        occupancy_limiter=limiter,
         hlo=_snippet(module, instruction),
         facts=facts,
     )
@@ -105,7 +129,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
 
 
 def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) -> Row:
-    """The row of a thunk whose instruction the module does not have: what the thunk itself says, and no traffic."""
+    """Builds the row of a thunk whose instruction is missing from the module: without traffic."""
     thunk = site.thunk
     launch = LaunchRow(
         index=index,
@@ -120,12 +144,27 @@ def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) ->
         shared_memory_bytes=thunk.shared_memory_bytes,
         roofline_us=context.device.launch_overhead_us,
         limiter="overhead",
+        estimated_us=context.device.efficiency.kernel_us,
     )
     return Row(launch=launch)
 
 
+def _shared_memory(thunk: Thunk, resources: Resources) -> int | None:
+    """Shared memory of a block: of XLA's kernels the thunk has the dynamic part and ptxas the static one."""
+    known = [size for size in (thunk.shared_memory_bytes, resources.shared_memory_bytes) if size is not None]
+    return sum(known) if known else None
+
+
+def _occupancy(
+    block: tuple[int, int, int] | None, registers: int | None, shared: int | None, limits: MultiprocessorLimits | None
+) -> tuple[float | None, OccupancyLimiter | None]:
+    if block is None or registers is None or shared is None or limits is None:
+        return None, None
+    return occupancy(limits, block=block, registers=registers, shared_memory_bytes=shared)
+
+
 def _arithmetic(site: Site, instruction: Instruction, kind: LaunchKind, context: Context) -> Flops:
-    """What a launch computes. The passes of one instruction share its arithmetic: it is counted on the last."""
+    """Counts the FLOPs of a launch. The passes of one instruction share its FLOPs, which count on the last pass."""
     if site.step < site.steps - 1:
         return Flops()
     flops = flops_of(context.module, site.computation, instruction)
@@ -133,7 +172,7 @@ def _arithmetic(site: Site, instruction: Instruction, kind: LaunchKind, context:
 
 
 def _writes(index: int, site: Site, instruction: Instruction, usage: Usage, context: Context) -> tuple[Access, ...]:
-    """What a launch writes, leaf by leaf of its result."""
+    """Returns the writes of a launch, one for each leaf of its result."""
     return tuple(
         Access(
             launch=index,
@@ -149,10 +188,10 @@ def _writes(index: int, site: Site, instruction: Instruction, usage: Usage, cont
 
 
 def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Access, ...]:
-    """What a launch reads, buffer by buffer: two operands that show one buffer read it once.
+    """Returns the reads of a launch, one for each buffer: two operands that are views of one buffer read it once.
 
-    Where a value may come from several places (a loop's first iteration, branches) the usual one has the bytes, and the
-    others are listed with none.
+    Where a value may come from several sources (a loop's first iteration, branches), the usual source has the bytes and
+    the others are listed with 0 bytes.
     """
     instruction, computation = site.instruction, site.computation
     assert instruction is not None
@@ -187,13 +226,19 @@ def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Acce
     return tuple(accesses)
 
 
+def _sources(computation: str, instruction: Instruction, context: Context) -> dict[str, str]:
+    """Maps each operand of a fusion to the value it usually is, followed through views and out of loops."""
+    operands = instruction.operands if instruction.opcode == "fusion" else ()
+    return {name: context.flow.sources(computation, name)[0].name for name in operands}
+
+
 def _updates_argument(site: Site, instruction: Instruction, path: Path, context: Context) -> bool:
-    """Whether a result is an argument's buffer that the launch updates in place."""
+    """Whether a result is the buffer of a program argument that the launch updates in place."""
     operand = updated_operand(context.module, instruction, path)
     if operand is None:
         return False
     sources = context.flow.sources(site.computation.name, instruction.operands[operand])
-    # In a loop the buffer comes from the iteration before, too: from this very launch.
+    # In a loop, the buffer also comes from the previous iteration, that is from this launch itself.
     others = [source for source in sources if source.instruction != instruction.name]
     return bool(others) and not any(source.instruction in context.launch_of for source in others)
 
@@ -208,7 +253,7 @@ def _value(access: Access, context: Context) -> Value:
 
 
 def _origin(module: Module, instruction: Instruction, libraries: frozenset[str]) -> tuple[str, SourceFrame | None]:
-    """JAX's name for a launch and the innermost user frame: the instruction's own, else those of what it computes."""
+    """Returns JAX's name and the innermost user frame of a launch, taken from the instruction or those it computes."""
     candidates = [instruction]
     if instruction.opcode == "fusion":
         body = module.computations[instruction.called[0]]
@@ -219,8 +264,8 @@ def _origin(module: Module, instruction: Instruction, libraries: frozenset[str])
     return op_name, user
 
 
-# Instructions that compute nothing: XLA makes and names them as it likes, so that they say nothing about whose work a
-# launch does. (Merged products get a concatenate of their weights that carries the name of the norm before them.)
+# Opcodes that compute nothing. XLA creates and names them freely, so their names do not say whose work a launch does.
+# (Merged products get a concatenate of their weights that carries the name of the norm before them.)
 _SILENT_OPCODES = frozenset(
     ("parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element", "copy", "concatenate",
      "slice", "dynamic-slice", "pad", "reshape", "transpose")
@@ -228,7 +273,7 @@ _SILENT_OPCODES = frozenset(
 
 
 def scopes_of(facts: LaunchFacts, own: tuple[str, Phase]) -> tuple[tuple[str, Phase], ...]:
-    """Scope and phase of every instruction of a fusion, in order; those that enclose the launch's own add nothing."""
+    """Returns the scopes and phases of a fusion's instructions in order, without scopes that enclose the launch's."""
     found: dict[tuple[str, Phase], None] = {}
     for instruction in facts.instructions.values() if facts.parameters else ():
         if instruction.op_name and instruction.opcode not in _SILENT_OPCODES:
@@ -239,13 +284,12 @@ def scopes_of(facts: LaunchFacts, own: tuple[str, Phase]) -> tuple[tuple[str, Ph
 
 
 def _is_library(file: str, libraries: frozenset[str]) -> bool:
-    """Whether a file belongs to an installed package or to one of the libraries."""
     parts = PurePosixPath(file.replace("\\", "/")).parts
     return not ({"site-packages", "dist-packages"} | libraries).isdisjoint(parts)
 
 
 def _snippet(module: Module, instruction: Instruction) -> str:
-    """The instruction's text, and its fused computation's after it."""
+    """Returns the instruction's text, followed by that of its fused computation."""
     config = instruction.attributes.get("backend_config", "")
     text = instruction.text
     if len(config) > _LONGEST_ATTRIBUTE:

@@ -1,6 +1,6 @@
-"""XLA:GPU's thunk list: what the executable does, step by step, as the dump writes it.
+"""Reads XLA:GPU's thunk list: the steps of the executable, as the dump writes them.
 
-`*.thunk_sequence.txt` holds one line a thunk, nested under loops, branches and asynchronous regions:
+`*.thunk_sequence.txt` holds one line per thunk, nested under loops, branches and asynchronous regions:
 
     003: kWhile [prev=002 (1) | sink        ]
     condition:
@@ -8,8 +8,8 @@
       body:
         005: kCopy [source | sink] kCopy
 
-`*.thunk_metadata.txt` (a text proto) gives each thunk id the HLO instruction that it came from. This module reads the
-two texts and knows nothing of HLO.
+`*.thunk_metadata.txt` (a text proto) maps each thunk id to the HLO instruction that it came from. This module reads
+only these two texts, not HLO.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KERNEL = re.compile(
     r"\s+shared_memory: (?P<shared>\d+) bytes"
 )
 _NONE = "No thunks."
-"""The whole list of a program that only hands its arguments back, or returns nothing."""
+"""The whole list of a program that only returns its arguments, or returns nothing."""
 _LABEL = re.compile(r"\s*(condition|body|true_branch|false_branch|branch_\d+):\s*$")
 
 
@@ -49,8 +49,8 @@ _LABEL = re.compile(r"\s*(condition|body|true_branch|false_branch|branch_\d+):\s
 class Thunk:
     """One step of the executable.
 
-    `region` is '' or the part of the enclosing loop or conditional that holds it: 'condition', 'body', 'branch_0', ….
-    `grid` and `block` count thread blocks and threads; `shared_memory_bytes` is dynamic plus static as XLA prints it.
+    `region` is '' or the part of the enclosing loop or conditional that contains it: 'condition', 'body', 'branch_0',
+    …. `grid` and `block` count thread blocks and threads. `shared_memory_bytes` is the dynamic part alone.
     """
 
     id: int
@@ -64,14 +64,14 @@ class Thunk:
 
     @property
     def launches(self) -> bool:
-        """Whether running it enqueues work of its own on the device."""
+        """Whether the thunk itself enqueues work on the device."""
         if self.kind in CONTAINERS:
-            # A container that XLA printed without its content still does something.
+            # A container that XLA printed without its content still launches something.
             return not self.children and self.kind == "kDynamicSliceFusion"
         return self.kind not in WAITS
 
     def walk(self) -> Iterator[Thunk]:
-        """The thunk and everything under it, in the order of the dump."""
+        """Yields the thunk and all thunks under it, in the order of the dump."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -96,10 +96,10 @@ def _triple(text: str) -> tuple[int, int, int]:
 
 
 def parse_thunk_sequence(text: str) -> tuple[Thunk, ...]:
-    """Read `*.thunk_sequence.txt` into a forest of thunks, in execution order.
+    """Reads `*.thunk_sequence.txt` into a forest of thunks, in execution order.
 
     Raises:
-        DumpError: A line is neither a thunk, a region label nor blank: the file is cut off or of another XLA.
+        DumpError: a line is not a thunk, a region label or blank: the file was cut off, or another XLA wrote it.
     """
     root = _Open(indent=-1, fields={})
     stack = [root]
@@ -145,7 +145,10 @@ def parse_thunk_sequence(text: str) -> tuple[Thunk, ...]:
 
 
 def parse_thunk_metadata(text: str) -> dict[int, str]:
-    """Read `*.thunk_metadata.txt`: thunk id → name of the HLO instruction, where a thunk has both."""
+    """Reads `*.thunk_metadata.txt` into a map from thunk id to the name of the HLO instruction.
+
+    Thunks without an id or a name are left out.
+    """
     names: dict[int, str] = {}
     identifier, name = 0, ""
     for line in [*text.splitlines(), "thunk_metadata {"]:

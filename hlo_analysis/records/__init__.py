@@ -1,17 +1,26 @@
-"""The records that an analysis is made of, and their JSON form.
+"""Defines the records of an analysis, and their JSON form.
 
-Every view (terminal, HTML, JSON, notebook) is made from these records and from nothing else. They are frozen
-dataclasses; `to_json` and `from_json` round-trip them, and `hlo_analysis.schema` keeps their JSON schema.
+Every view (terminal, HTML, JSON, notebook) is built from these records alone. They are frozen dataclasses. `to_json`
+and `from_json` round-trip them, and `hlo_analysis.schema` keeps their JSON schema.
 
-Three words are kept apart everywhere. *Counted* is read off the compiled program (launches, bytes, FLOPs).
-*Estimated* comes from a model: our roofline (`roofline_us`) or XLA's own cost model (`xla_estimate_us`, `gain_us`).
-*Measured* means that a GPU ran it (`measured`, `measured_us`). Bytes are bytes, times are microseconds.
+Three words have one meaning everywhere. *Counted* numbers are read off the compiled program (launches, bytes, FLOPs).
+*Estimated* numbers come from a model: ours (`roofline_us`, `estimated_us`) or XLA's own (`xla_estimate_us`, `gain_us`).
+*Measured* numbers come from a run on a GPU (`measured`, `measured_us`). Bytes are bytes, times are microseconds.
 """
 
-from hlo_analysis.records.analysis import SCHEMA_VERSION, Analysis, Device, GemmChoice, Memory, Provenance, Traffic
-from hlo_analysis.records.comparison import Comparison, Numerics, ScopeCell, ScopeRow, StrategyResult
-from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion, Verdict
-from hlo_analysis.records.launches import OPAQUE_KINDS, Launch, LaunchKind, Phase, Value
+from hlo_analysis.records.analysis import (
+    SCHEMA_VERSION,
+    Analysis,
+    Device,
+    Efficiency,
+    GemmChoice,
+    Memory,
+    Provenance,
+    Traffic,
+)
+from hlo_analysis.records.comparison import Comparison, Numerics, ScopeCell, ScopeRow, SiteRecord, StrategyResult
+from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion, Trial, Verdict
+from hlo_analysis.records.launches import OPAQUE_KINDS, Launch, LaunchKind, OccupancyLimiter, Phase, Value
 from hlo_analysis.records.measured import LaunchTime, Measured
 
 __all__ = [
@@ -21,6 +30,7 @@ __all__ = [
     "Comparison",
     "Decision",
     "Device",
+    "Efficiency",
     "GemmChoice",
     "Intermediate",
     "Launch",
@@ -30,12 +40,15 @@ __all__ = [
     "Memory",
     "MissedFusion",
     "Numerics",
+    "OccupancyLimiter",
     "Phase",
     "Provenance",
     "ScopeCell",
     "ScopeRow",
+    "SiteRecord",
     "StrategyResult",
     "Traffic",
+    "Trial",
     "Value",
     "Verdict",
 ]

@@ -1,50 +1,54 @@
-"""The analysis of one program: its launches, the edges between them, and its sources."""
+"""Defines the analysis of one program: its launches, the edges between them, and how it was made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch
 from hlo_analysis.records.measured import Measured
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+Table = Literal["launches", "decisions", "missed"]
+"""The tables of an analysis that have a DataFrame."""
 
 GemmChoice = Literal["attached", "replayed", "default", "none"]
-"""Where matrix-product kernels came from: autotuned on a GPU, a recorded autotuning, XLA's default, or no choice."""
+"""How XLA chose matrix-product kernels: by autotuning on a GPU, from a recording of it, by default, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Totals of the program, counted; loops count as often as they run."""
+    """Counted totals of the program; launches in loops count once per iteration."""
 
     bytes_read: int
     bytes_written: int
     flops: int
     unfused_bytes: int
     intermediate_bytes: int
-    """Traffic of values that one launch hands another through HBM."""
+    """Traffic of the values that one launch writes to HBM and another reads."""
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written."""
+        """Returns the bytes read and written."""
         return self.bytes_read + self.bytes_written
 
     @property
     def saved_bytes(self) -> int:
-        """What fusion saved: the traffic with nothing fused, less today's."""
+        """Returns the bytes that fusion saved: the unfused traffic minus the actual traffic."""
         return self.unfused_bytes - self.bytes
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte of HBM traffic."""
+        """Returns the FLOPs per byte of HBM traffic."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Counted from the buffer assignment."""
+    """The program's memory use, counted from the buffer assignment."""
 
     argument_bytes: int = 0
     output_bytes: int = 0
@@ -53,23 +57,59 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The shares of the peaks that kernels typically reach. The defaults are for a device without measurements."""
+
+    memory: float = 1.0
+    """Share of the memory bandwidth that kernels reach."""
+    power: float = 1.0
+    """Share of the matrix peak that the power limit allows for sustained work."""
+    matrix: float = 1.0
+    """Share of the power-limited peak that matrix products reach."""
+    attention: float = 1.0
+    """Share of the power-limited peak that attention kernels reach."""
+    kernel_us: float = 0.0
+    """GPU time of a kernel that does almost nothing."""
+    cache_bytes_per_clock: float = 0.0
+    """L2 cache bandwidth of strided reads, in bytes per core and clock; 0 if not known."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
-    """The peaks that the roofline uses, and where they come from."""
+    """The peaks that the roofline uses, the shares of them that kernels reach, and the source of both."""
 
     name: str
     description: str
     memory_bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     matrix_flops: tuple[tuple[str, float], ...]
     """Dense peak FLOP/s of the matrix units by element type, e.g. ('bf16', 989e12)."""
     vector_flops: float
     launch_overhead_us: float
+    """Time that one more kernel costs in a row of kernels: its own least time and the gap to the next."""
+    core_count: int = 0
+    """0 if not known."""
+    link_bandwidth: float = 0.0
+    """Bytes per second that one GPU can send to the others of its host while it receives as many; 0 if not known."""
+    clock_hz: float = 0.0
+    """The highest clock of the cores; 0 if not known."""
+    efficiency: Efficiency = Efficiency()
     source: str
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in self.matrix_flops[:3])
+        return f"Device({self.name!r}, {self.memory_bandwidth / 1e12:.2f} TB/s, {peaks or 'no matrix'} TFLOP/s)"
+
+    @property
+    def gap_us(self) -> float:
+        """Returns the estimated idle time between one kernel and the next."""
+        return max(0.0, self.launch_overhead_us - self.efficiency.kernel_us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """How the capture was made: enough to make it again."""
+    """How the capture was made, in enough detail to make it again."""
 
     function: str
     mode: str
@@ -82,14 +122,23 @@ class Provenance:
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
     """ISO 8601, UTC."""
+    lower_seconds: float = 0.0
+    """Time to trace the program and lower it to StableHLO."""
     compile_seconds: float = 0.0
+    """Time of XLA's compilation, including writing all its dumps."""
     notes: tuple[str, ...] = ()
-    """What this capture could not know, in sentences."""
+    """Limits of this capture, in sentences."""
+
+    def __repr__(self) -> str:
+        versions = dict(self.versions)
+        jax = f", jax {versions['jax']}" if "jax" in versions else ""
+        options = f", {len(self.compiler_options)} options" if self.compiler_options else ""
+        return f"Provenance({self.function!r}, {self.mode}, {self.target}, GEMM {self.gemm_choice}{jax}{options})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What the compiler did with one program, and why."""
+    """An explanation of what the compiler did with one program."""
 
     schema_version: int = SCHEMA_VERSION
     label: str
@@ -104,7 +153,7 @@ class Analysis:
     silent: tuple[tuple[str, str], ...] = ()
     """Entry instructions that launch nothing, with the reason (parameter, constant, bitcast, tuple, ...)."""
     measured: Measured | None = None
-    """What a GPU took to run it; None where none did."""
+    """Times of the program on a GPU; None if it did not run."""
 
     def __repr__(self) -> str:
         return (
@@ -113,24 +162,72 @@ class Analysis:
             f"{len(self.decisions)} decisions, {len(self.missed)} missed fusions)"
         )
 
+    def _repr_html_(self) -> str:
+        """Returns the verdict and a table of one row, which a notebook shows for an Analysis."""
+        from hlo_analysis.records.comparison import Comparison, StrategyResult
+
+        only = StrategyResult(name=self.label, description="", analysis=self)
+        return Comparison(title=repr(self.provenance), baseline=self.label, strategies=(only,))._repr_html_()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the analysis as JSON, compressed if the name ends in .json.gz, and returns the path.
+
+        Raises:
+            DumpError: the name ends in neither .json nor .json.gz, or the file cannot be written.
+        """
+        from hlo_analysis.saved import save
+
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Analysis:
+        """Reads an analysis that `save` wrote.
+
+        Raises:
+            DumpError: the file does not exist, holds no analysis, or has another schema version.
+        """
+        from hlo_analysis.saved import load_analysis
+
+        return load_analysis(path)
+
+    def to_dataframe(self, table: Table = "launches") -> Any:
+        """Returns one table of the analysis as a pandas DataFrame, with one row per record.
+
+        Args:
+            table: "launches", "decisions" or "missed".
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: no such table.
+        """
+        from hlo_analysis.report.tables import to_dataframe
+
+        return to_dataframe(self, table)
+
     @property
     def launch_count(self) -> int:
-        """Launches of one run, loops counted as often as they run."""
+        """Returns the launches of one run; those in loops count once per iteration."""
         return sum(launch.repeat for launch in self.launches)
 
     @property
     def roofline_us(self) -> float:
-        """Estimated time of one run: the launches' rooflines, one after another."""
+        """Returns the roofline time of one run: the sum over its launches."""
         return sum(launch.roofline_us * launch.repeat for launch in self.launches)
 
     @property
+    def estimated_us(self) -> float:
+        """Returns the estimated time of one run: all launches in sequence, and the gaps between them."""
+        busy = sum(launch.estimated_us * launch.repeat for launch in self.launches)
+        return busy + max(0, self.launch_count - 1) * self.device.gap_us
+
+    @property
     def has_opaque_kernels(self) -> bool:
-        """Whether there are kernels that are not XLA's and of whose work nothing is known."""
+        """Whether any kernel is not XLA's and states no FLOPs."""
         return any(launch.kind in OPAQUE_KINDS and not launch.flops for launch in self.launches)
 
     @property
     def launches_by_kind(self) -> dict[str, int]:
-        """Launches of one run by kind, most frequent first."""
+        """Returns the launches of one run by kind, most frequent first."""
         counts: dict[str, int] = {}
         for launch in self.launches:
             counts[launch.kind] = counts.get(launch.kind, 0) + launch.repeat

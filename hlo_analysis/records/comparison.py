@@ -1,8 +1,10 @@
-"""Strategies for one program, side by side."""
+"""Defines the comparison of several strategies for one program."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from textwrap import shorten
+from typing import Literal
 
 from hlo_analysis.records.analysis import SCHEMA_VERSION, Analysis
 from hlo_analysis.records.launches import Phase
@@ -10,7 +12,7 @@ from hlo_analysis.records.launches import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Largest error against a float64 reference, beside the baseline's in the same dtype, at a small size."""
+    """The largest error against a float64 reference at a small size, and the baseline's error in the same dtype."""
 
     shape: str
     dtype: str
@@ -19,42 +21,61 @@ class Numerics:
     passed: bool
     """error <= 2 * baseline_error + one ulp."""
     note: str = ""
-    """What was run to find this out, in a sentence."""
+    """What was run to find the errors, in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteRecord:
+    """A site in the program that computes, or almost computes, what a fused operation does."""
+
+    operation: str
+    source: str
+    """'file.py:line' in the user's program, where known."""
+    outcome: Literal["taken", "refused"]
+    implementation: str = ""
+    """The implementation that the operation runs; '' for a refused site."""
+    reason: str = ""
+    """Why the site was refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """One strategy's analysis, or the error that kept it from one."""
+    """One strategy's analysis, or the error that prevented one."""
 
     name: str
     description: str
     analysis: Analysis | None
     error: str | None = None
     numerics: Numerics | None = None
+    sites: tuple[SiteRecord, ...] = ()
+    """For a strategy that rewrites the program: the sites where it put fused operations, and those it refused."""
+
+    def __repr__(self) -> str:
+        return f"StrategyResult({self.name!r}, {self.analysis or shorten(f'no analysis: {self.error}', 80)})"
 
     @property
     def measured_us(self) -> float | None:
-        """Measured: GPU time of all kernels of one call; None where no GPU ran it."""
+        """Returns the measured GPU time of all kernels of one call, or None if no GPU ran it."""
         measured = None if self.analysis is None else self.analysis.measured
         return None if measured is None else measured.kernel_us
 
     @property
     def wall_us(self) -> float | None:
-        """Measured: wall clock of one call; None where no GPU ran it, or nobody looked at the clock."""
+        """Returns the measured wall-clock time of one call, or None if it was not measured."""
         measured = None if self.analysis is None else self.analysis.measured
         return None if measured is None else measured.wall_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScopeCell:
-    """What one strategy launches for one scope and phase."""
+    """The launches of one strategy for one scope and phase."""
 
     strategy: str
     launches: tuple[int, ...]
     bytes: int
     roofline_us: float
     fused_into: tuple[int, ...] = ()
-    """Launches counted under another scope that hold instructions of this one: their bytes are not in this cell."""
+    """Launches of other scopes that also contain instructions of this scope; this cell does not count their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +83,18 @@ class ScopeRow:
     """One scope of the model across strategies."""
 
     scope: str
+    """The source line of launches that have no scope; '' where that is unknown too."""
     phase: Phase
     cells: tuple[ScopeCell, ...]
+
+    def __repr__(self) -> str:
+        launches = ", ".join(f"{cell.strategy} {len(cell.launches)}" for cell in self.cells[:6])
+        return f"ScopeRow({self.scope!r}, {self.phase}, launches: {launches}{', …' if len(self.cells) > 6 else ''})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Strategies on one program, aligned by the model's named scopes."""
+    """Several strategies for one program, aligned by the model's named scopes."""
 
     schema_version: int = SCHEMA_VERSION
     title: str
@@ -76,16 +102,16 @@ class Comparison:
     strategies: tuple[StrategyResult, ...]
     rows: tuple[ScopeRow, ...] = field(default=())
     unfused: str | None = None
-    """The strategy that fuses nothing, where it has an analysis. What fusion saves is counted against its traffic."""
+    """The strategy that fuses nothing, if it has an analysis. Savings are counted against its traffic."""
 
     def saved_bytes(self, name: str) -> int | None:
-        """HBM traffic of `unfused` less that of a strategy; None where one of them has no analysis."""
+        """Returns the HBM traffic of `unfused` minus that of a strategy; None if one of them has no analysis."""
         ours = self[name].analysis
         unfused = None if self.unfused is None else self[self.unfused].analysis
         return None if ours is None or unfused is None else unfused.traffic.bytes - ours.traffic.bytes
 
     def saved_share(self, name: str) -> float | None:
-        """`saved_bytes` over the traffic of `unfused`."""
+        """Returns `saved_bytes` divided by the traffic of `unfused`."""
         saved = self.saved_bytes(name)
         ours = self[name].analysis
         return None if saved is None or ours is None else saved / max(1, saved + ours.traffic.bytes)
@@ -93,6 +119,12 @@ class Comparison:
     def __repr__(self) -> str:
         names = ", ".join(s.name if s.analysis else f"{s.name} (no analysis)" for s in self.strategies)
         return f"Comparison({self.title!r}, baseline {self.baseline}: {names}; {len(self.rows)} scopes)"
+
+    def _repr_html_(self) -> str:
+        """Returns the verdict and the strategy table, which a notebook shows for a Comparison."""
+        from hlo_analysis.report.notebook import render_notebook
+
+        return render_notebook(self)
 
     def __getitem__(self, name: str) -> StrategyResult:
         for strategy in self.strategies:

@@ -30,6 +30,8 @@ LaunchKind = Literal[
 OPAQUE_KINDS: tuple[LaunchKind, ...] = ("mosaic", "jax_triton", "custom_call")
 """Kernels that show their operands and results alone."""
 
+OccupancyLimiter = Literal["registers", "shared memory", "threads", "blocks"]
+
 Phase = Literal["forward", "backward"]
 """Backward is everything whose op name holds JAX's `transpose(`; recomputation under it counts as backward."""
 
@@ -45,6 +47,10 @@ class Value:
     shape: str
     bytes: int
     producer: int | None = None
+
+    def __repr__(self) -> str:
+        source = "" if self.producer is None else f" of #{self.producer}"
+        return f"Value({self.name!r}{source}, {self.shape}, {self.bytes:,} bytes)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,7 @@ class Launch:
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
     shared_memory_bytes: int | None = None
+    """Of a block, static and dynamic."""
     scope: str = ""
     """The model's named scopes, joined by '/', without jit(), jvp() and transpose(); '' where unknown."""
     phase: Phase = "forward"
@@ -87,20 +94,37 @@ class Launch:
     """Counted: what the same instructions would read and write if each were a launch of its own."""
     host_bytes: int = 0
     """Counted: what it reads or writes in the host's memory (offloading), beside the bytes above."""
+    link_bytes: int = 0
+    """Counted: what a collective sends to other GPUs, of one GPU; it receives as much."""
     roofline_us: float = 0.0
-    """Estimated: max(bytes / bandwidth, FLOPs / peak) + launch overhead, for one launch, on the target."""
-    limiter: Literal["memory", "compute", "overhead"] = "memory"
+    """Estimated: max(bytes / bandwidth, FLOPs / peak, link bytes / link rate) + launch overhead, for one launch, on the
+    target."""
+    limiter: Literal["memory", "compute", "link", "overhead"] = "memory"
+    estimated_us: float = 0.0
+    """Estimated: GPU time of one launch, by what kernels reach of the target's peaks. The gap to the next is not in it;
+    see `Analysis.estimated_us`."""
     xla_estimate_us: float | None = None
     xla_estimate_model: str | None = None
     measured_us: float | None = None
     """Measured: the median GPU time of one launch, all kernels of a library call together. See `Analysis.measured`."""
     registers: int | None = None
+    """Of a thread, as ptxas gives them."""
     spill_bytes: int | None = None
+    """Bytes of registers that a thread stores to memory and loads again, for want of registers."""
+    occupancy: float | None = None
+    """Counted: the share of a multiprocessor's warps that blocks of this kernel can fill, from 0 to 1."""
+    occupancy_limiter: OccupancyLimiter | None = None
+    """What keeps the occupancy below 1."""
     hlo: str = ""
     """The instruction's text, and its fused computation's."""
 
+    @property
+    def group(self) -> str:
+        """The name under which views group it: its scope, else its source line, else ''."""
+        return self.scope or self.source or ""
+
     def __repr__(self) -> str:
-        where = self.scope or self.source or "no scope"
+        where = self.group or "no scope"
         times = f", {self.repeat} times" if self.repeat > 1 else ""
         return (
             f"Launch(#{self.index} {self.name!r}, {self.kind}, {where}{times}: {self.bytes_read:,} bytes read, "

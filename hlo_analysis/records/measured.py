@@ -1,4 +1,4 @@
-"""What a GPU took to run one program: the whole, and launch by launch."""
+"""Defines the measured times of one program on a GPU: in total, and for each launch."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchTime:
-    """The GPU time of one launch of the launch table; of one of its runs where a loop runs it several times."""
+    """The GPU time of one launch; if a loop runs it several times, of one of these runs."""
 
     launch: int
-    """Its index in the analysis that the profile was joined to."""
+    """Index of the launch in the analysis that the profile was joined to."""
     name: str
     """The HLO instruction."""
     kernels: tuple[str, ...]
-    """What the profile shows for it: one kernel, and for a call of a library all that it ran."""
+    """The kernels that the profile shows for it: one, or all that a library call ran."""
     median_us: float | None
-    """None for library calls in a row that the profile cannot tell apart: their time is in the total alone."""
+    """None for consecutive library calls that the profile cannot tell apart; their time counts only in the total."""
     samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One program's times on a GPU. Medians over `calls` calls; None where the source does not know."""
+    """Measured times of one program on a GPU: medians over `calls` calls, or None if the source does not know."""
 
     device: str
-    """As JAX names it: 'NVIDIA H200'."""
+    """The device's name in JAX: 'NVIDIA H200'."""
     source: str
-    """What measured it, in a few words."""
+    """How it was measured, in a few words."""
     created: str = ""
     """ISO 8601, UTC."""
     calls: int
-    """Of which `kernel_us` and the launches' times are medians."""
+    """Number of calls over which `kernel_us` and the launches' times are medians."""
     kernel_us: float | None
-    """GPU time of all kernels of one call; None where a clock was looked at, and no profile."""
+    """GPU time of all kernels of one call; None if only a clock was read, without a profile."""
     gap_us: float | None = None
-    """GPU idle between the first kernel of a call and its last."""
+    """Idle time of the GPU between the first and the last kernel of a call."""
     wall_us: float | None = None
-    """Time between calls of which several are in flight, without a profiler: what a user waits for."""
+    """Time per call with several calls in flight, without a profiler: the time that a user waits."""
     compile_seconds: float | None = None
-    """XLA's, autotuning included."""
+    """XLA's compile time, including autotuning."""
     peak_bytes: int | None = None
-    """The most memory the program had, arguments included."""
+    """The program's peak memory, including arguments."""
     launches: tuple[LaunchTime, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     """Driver, clocks, power limit, versions."""
     notes: tuple[str, ...] = ()
-    """What makes the numbers doubtful, in sentences."""
+    """Reasons to doubt the numbers, in sentences."""
 
     def __repr__(self) -> str:
         wall = "" if self.wall_us is None else f", wall clock {self.wall_us:.1f} us"

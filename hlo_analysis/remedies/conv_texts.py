@@ -5,34 +5,38 @@ from __future__ import annotations
 from hlo_analysis.remedies.texts import Remedy
 
 NUMBERS = "('NHWC', 'OHWI', 'NHWC')"
-"""Where a launch does not say how its own lie."""
+"""Dimension numbers for a launch whose own are not known."""
 
 FILTER_LAYOUT = Remedy(
     kind="rewrite",
-    text=f"keep images and filters as cuDNN takes them (dimension_numbers={NUMBERS} of lax.conv_general_dilated), so "
-    "that none is transposed",
+    text=f"keep images and filters in the order that cuDNN reads (dimension_numbers={NUMBERS} of "
+    "lax.conv_general_dilated), so that XLA transposes neither",
 )
 PADDED = Remedy(
     kind="rewrite",
-    text="pad both sides alike, as padding=((1, 1), (1, 1)), where the model may be so: cuDNN then pads as it reads. "
-    "'SAME' with a stride pads one side more, in an array of its own, and a causal convolution one side alone: without "
-    "a gradient it may be padded on both, and cut ([:, :length]) by its reader",
+    text="pad both sides equally, e.g. padding=((1, 1), (1, 1)), if the model allows it: cuDNN then pads while it "
+    "reads. XLA writes a padded copy if the sides differ, as with 'SAME' and a stride, or in a causal convolution. "
+    "Where no gradient is taken, pad a causal convolution on both sides and cut its result ([:, :length])",
 )
 CONVOLVED_PARTS = Remedy(
     kind="rewrite",
-    text="convolve what is joined part by part and add, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]): cuDNN adds the "
-    "one result as it writes the other, and nothing is joined",
+    text="convolve the parts and add the results, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]), instead of joining a "
+    "and b first: cuDNN adds the first result while it writes the second, and no joined array is written",
 )
 SPREAD = Remedy(
     kind="rewrite",
-    text="give a transposed convolution the filter of the convolution whose gradient it is: "
-    "lax.conv_transpose(x, jnp.flip(w, (0, 1)).swapaxes(2, 3), ..., transpose_kernel=True) makes the same of a filter "
-    "w, best kept so. cuDNN then takes x as it is; else XLA writes zeros between its elements, and cuDNN multiplies by "
-    "them",
+    code="w = jnp.flip(w, (0, 1)).swapaxes(2, 3)  # best stored this way\n"
+    "y = jax.lax.conv_transpose(x, w, strides, padding, transpose_kernel=True)",
+    text="give a transposed convolution the filter in the layout of the forward convolution: "
+    "lax.conv_transpose(x, jnp.flip(w, (0, 1)).swapaxes(2, 3), ..., transpose_kernel=True) gives the same result, and "
+    "w is best stored this way. cuDNN then reads x as it is. Otherwise XLA writes an array with zeros between the "
+    "elements of x, and cuDNN multiplies by the zeros",
 )
 SHIFTED = Remedy(
     kind="rewrite",
-    text="write a short convolution of each feature alone as a sum of shifted products, "
-    "sum(padded[:, i : i + length] * w[i] for i in range(taps)), in float32 as cuDNN sums: XLA fuses it with what is "
-    "around it, and pads as it reads",
+    code="padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))\n"
+    "y = sum(padded[:, i : i + x.shape[1]] * w[i] for i in range(taps))",
+    text="write a short depthwise convolution as a sum of shifted products, "
+    "sum(padded[:, i : i + length] * w[i] for i in range(taps)), in float32 (cuDNN, too, sums in float32): XLA fuses "
+    "this with the work around it, and pads while it reads",
 )

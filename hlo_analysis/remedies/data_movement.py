@@ -16,7 +16,14 @@ from hlo_analysis.patterns.launch_patterns import (
     spreads,
     takes_every_other,
 )
-from hlo_analysis.patterns.pair_patterns import adds_parts, knows_all_steps, numbers_updates, sets_values, takes_part
+from hlo_analysis.patterns.pair_patterns import (
+    adds_parts,
+    knows_all_steps,
+    numbers_updates,
+    scatters_rows,
+    sets_values,
+    takes_part,
+)
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import filter_layout
@@ -27,9 +34,7 @@ _OF_INDEX = 8
 """FLOPs of an index that is counted down, as in a backward pass, and kept within bounds: no more than these."""
 
 
-def of_places(
-    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, feeds_attention: bool
-) -> Remedy | None:
+def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, is_projected: bool) -> Remedy | None:
     """The remedy where one end changes no value, None where each does."""
     ends = (producer, *readers)
     if any(map(only_casts, ends)) and any(end.kind in LIBRARIES for end in ends):
@@ -41,9 +46,9 @@ def of_places(
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
         return _of_stack(producer, readers)
-    if takes_every_other(producer) and any(map(takes_every_other, readers)):
+    if takes_every_other(producer) and any(map(takes_every_other, (*readers, *table.makers(producer)))):
         return texts.SCAN
-    if feeds_attention and has(producer, "transpose"):
+    if is_projected:
         return texts.AS_PROJECTED
     stacks = [reader for reader in readers if _stacks(table, reader)]
     if len(stacks) == len(readers):
@@ -68,7 +73,10 @@ def _of_scatters(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]
         return None
     near = [reader for reader in scatters if reader in readers]
     if not near:
-        return texts.OTHER_ZEROS
+        # An optimizer reads what was scattered, too.
+        of_tables = all(any(maker in scatters for maker in table.makers(reader)) for reader in readers)
+        of_tables = of_tables and all(scatter.phase == "backward" and scatters_rows(scatter) for scatter in scatters)
+        return texts.ROWS_UPDATED if of_tables else texts.OTHER_ZEROS
     return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
 
 
@@ -81,8 +89,10 @@ def _of_moves(
         return filter_layout(convolutions) if convolutions else texts.LAYOUT
     if not moves:
         return None
-    if has(moves[0], "concatenate"):  # parts of a gradient came from one array
-        return texts.JOINED if moves[0].phase == "forward" else None
+    if has(moves[0], "concatenate"):
+        # Only arguments can be one array from the start; parts of a gradient came from one array.
+        is_given = all(value.producer is None for value in moves[0].inputs)
+        return texts.JOINED if is_given and moves[0].phase == "forward" else None
     return texts.CUT_APART if all(_cuts_product(table, move) for move in moves) else texts.PARTS
 
 

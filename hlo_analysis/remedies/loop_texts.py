@@ -19,6 +19,7 @@ STACKED = Remedy(
 )
 BY_CUBLAS = Remedy(
     kind="option",
+    options=(("xla_gpu_enable_triton_gemm", "False"),),
     text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "
     "Triton products have it copied; measure both",
 )
@@ -31,6 +32,23 @@ HOISTED = Remedy(
     kind="rewrite",
     text="take the product out of the loop: one product of all steps (of the whole stacked array) before it, of which "
     "the loop reads its part",
+)
+INVARIANT = Remedy(
+    kind="rewrite",
+    text="compute it before the loop, whose runs all compute the same of the same arguments",
+)
+DRAWN = Remedy(
+    kind="rewrite",
+    code="random = jax.vmap(draw)(jax.random.split(key, steps))\njax.lax.scan(body, state, random)",
+    text="draw the random numbers of all steps before the loop, where memory allows, and have lax.scan hand each step "
+    "its own: a step's launches then only compute its state",
+)
+RECOMPUTED = Remedy(
+    kind="rewrite",
+    code="jax.lax.scan(jax.checkpoint(body), state, xs)",
+    text="compute again what a step leaves for the backward pass, jax.lax.scan(jax.checkpoint(body), ...), or keep "
+    "products alone (policy=jax.checkpoint_policies.dots_saveable): XLA writes each kept value to its stack in a "
+    "launch of its own, and each of these reads the same inputs",
 )
 SUMMED_AFTER = Remedy(
     kind="rewrite",
@@ -49,29 +67,36 @@ ACCUMULATED = replace(
 )
 STATE = Remedy(
     kind="rewrite",
+    portion=0.5,
+    code="jax.lax.scan(body, state, xs, unroll=2)",
     text="unroll the loop by two (unroll= of lax.scan and lax.fori_loop): what makes its next state reads the old one, "
     "so that XLA writes it elsewhere and copies it back; of two iterations the second can write in its place",
 )
 CARRIED = Remedy(
     kind="rewrite",
-    text="unroll the loop (unroll= of lax.scan and lax.fori_loop, as which lax.while_loop may be written), so that XLA "
-    "sees several iterations at once; one kernel for the whole loop keeps on the chip what one iteration hands the "
-    "next",
+    portion=0.5,
+    code="jax.lax.scan(body, state, xs, unroll=2)",
+    text="unroll the loop by two or more (unroll= of lax.scan and lax.fori_loop, as which lax.while_loop may be "
+    "written), so that XLA sees several iterations at once; one kernel for the whole loop keeps on the chip what one "
+    "iteration hands the next",
 )
 # Where how often a loop runs is not known before it does, JAX unrolls none.
 _MASKED_STEPS = "in the loop's body, those after the first masked by the loop's condition (unroll= wants a known count)"
 STATE_OPEN = Remedy(
     kind="rewrite",
+    portion=0.5,
     text=f"take two steps {_MASKED_STEPS}: what makes its next state reads the old one, so that XLA writes it "
     "elsewhere and copies it back; of two steps the second can write in its place",
 )
 CARRIED_OPEN = Remedy(
     kind="rewrite",
+    portion=0.5,
     text=f"take several steps {_MASKED_STEPS}, so that XLA sees them at once; one kernel for the whole loop keeps on "
     "the chip what one step hands the next",
 )
 SEARCHED = Remedy(
     kind="rewrite",
+    code='jnp.searchsorted(sorted_values, x, method="scan_unrolled")',
     text="jnp.searchsorted(..., method='scan_unrolled'): by default it is a loop, whose launches hand each other where "
     "they have come to; without it one launch takes all steps of the search",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.dot_merger import can_merge
 from hlo_analysis.patterns.launch_patterns import (
@@ -21,6 +22,8 @@ from hlo_analysis.patterns.pair_patterns import (
     adds_gradients,
     adds_parts,
     expands_groups,
+    gathers,
+    is_known_before,
     is_one_hot,
     normalizes_sum,
     sets_values,
@@ -46,6 +49,16 @@ def of_products(
     return texts.ATTENTION if remedy is texts.LINEAR_EPILOGUE and of_attention else remedy
 
 
+def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
+    """The remedy for a value of element-wise work that is kept though it could be computed again."""
+    for product in filter(is_product, table.makers(producer)):
+        if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
+            remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))
+            if remedy.kernel:
+                return remedy
+    return texts.CHECKPOINTED
+
+
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if expands_groups(producer, readers):
         return texts.GROUPED
@@ -55,7 +68,7 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
         return texts.QUANTIZED
     if has(producer, "scatter") and not sets_values(producer):
         return texts.SUMMED_ROWS
-    if repeats_rows(producer) and not any(map(is_batched, readers)):
+    if repeats_rows(producer) and not any(map(is_batched, readers)) and not table.has_backward:
         return texts.GATHERED_AFTER
     # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.
     of_rows = rows_remedy(table, table.with_sums([producer], [producer])) not in (texts.GROUP_NORM, texts.BATCH_NORM)
@@ -68,6 +81,8 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.WHOLE_SUM
     if remedy := summed_in_a_loop(table, product, readers):
         return remedy
+    if is_known_before(product, table.makers(product)):
+        return loop_texts.HOISTED
     if all(map(only_casts, readers)):
         return texts.TYPED
     if corrects(table, product, readers):
@@ -77,12 +92,12 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
     if all(map(is_product, readers)):
         return texts.CHAINED
     is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
-    is_loss = is_softmax and product.phase == "forward" and takes_logarithms(table, readers)
-    if is_loss and not _hands_on_all(table, product, readers):
+    is_loss = is_softmax and (takes_logarithms(table, readers) or _is_for_gradients(table, product, readers))
+    if is_loss and product.phase == "forward" and not _hands_on_all(table, product, readers):
         return texts.LINEAR_CROSS_ENTROPY
-    if all(has(reader, "scatter") for reader in readers):
+    if 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers):
         return texts.SCATTERED
-    if any(has(reader, "gather") for reader in readers):
+    if any(gathers(reader, product) for reader in readers):
         return texts.TAKEN
     if any(normalizes_sum(product, reader) for reader in readers):
         return texts.RESIDUAL_NORM
@@ -116,6 +131,15 @@ def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[Launch
     return None
 
 
+def _is_for_gradients(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
+    """Whether the forward pass takes nothing but sums of a product that the backward pass reads, too.
+
+    So is a loss where gradients alone are wanted, and nobody reads the logarithm.
+    """
+    sums = all(2 * reader.bytes_written < product.bytes_written for reader in readers)
+    return sums and any(reader.phase == "backward" for reader in table.readers.get(product.index, ()))
+
+
 def _hands_on_all(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
     """Whether what is made of every logit is wanted: it is returned, or the largest are taken of it."""
     large = [reader for reader in readers if 2 * reader.bytes_written >= product.bytes_written]
@@ -128,7 +152,8 @@ def shared_input_remedy(readers: Sequence[LaunchRow], shared: str) -> Remedy | N
     if shared.startswith("constant") and all(reader.kind == "copy" for reader in readers):
         return texts.UNCHANGED
     if not all(map(is_product, readers)):
-        return texts.MERGE_LOOPS
+        stacks = [reader for reader in readers if reader.repeat > 1 and has(reader, "dynamic-update-slice")]
+        return loop_texts.RECOMPUTED if stacks and 2 * len(stacks) >= len(readers) else texts.MERGE_LOOPS
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
 
 

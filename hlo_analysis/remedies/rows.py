@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hlo_analysis.decisions import categories
+from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.patterns.attention_scores import elements, last_size
-from hlo_analysis.patterns.launch_patterns import has, is_closed, is_softmax, normalizes, shifts, sums_columns
+from hlo_analysis.patterns.launch_patterns import (
+    has,
+    is_closed,
+    is_norm,
+    is_residual_sum,
+    is_softmax,
+    normalizes,
+    shifts,
+    sums_columns,
+)
 from hlo_analysis.patterns.pair_patterns import continues_reduction, scatters_all
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import texts
@@ -16,21 +26,48 @@ from hlo_analysis.remedies.texts import Remedy
 
 def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
     """The remedy where both ends are element-wise work and reductions."""
-    if producer.phase == "backward" and all(reader.phase == "forward" for reader in readers):
+    if producer.phase == "backward" and all(reader.phase == "forward" and reader.op_name for reader in readers):
         return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
-    is_small = producer.bytes_written * SUMS <= max(reader.bytes_read for reader in readers)
-    ends = table.with_sums((producer, *readers), [producer] if is_small else readers)
+    largest = max(value.bytes for value in producer.outputs)
+    is_small = largest * SUMS <= max(reader.bytes_read for reader in readers)
+    # The gradient of a norm's scale is a sum of what is scaled by the norm's root.
+    is_scaled = producer.phase == "backward" and any(has(reader, "reduce") for reader in readers)
+    near = [producer] if is_small else [producer, *readers] if is_scaled else readers
+    ends = table.with_sums((producer, *readers), near)
+    if not is_small and not any(_sums_up(end, producer) for end in ends):
+        return _elementwise(producer, readers, category)  # what is normalized, if anything is, is another array
     if has(producer, "reduce") and not is_small and _keeps_sums(producer, ends):
         ends.remove(producer)
     rows = rows_remedy(table, ends)
+    if rows is texts.BATCH_NORM and is_scaled and not is_small:
+        return _elementwise(producer, readers, category)  # no kernel keeps the rows of a batch on the chip
+    reducing = [end for end in (producer, *readers) if has(end, "reduce")]
     if rows in (texts.RMS_NORM, texts.LAYER_NORM) and producer.phase == "forward" and _drops(producer):
         return texts.DROPOUT_NORM
-    return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL else rows
+    if rows in (texts.RMS_NORM, texts.LAYER_NORM) and is_residual_sum(producer):
+        return rows
+    is_done = rows.keeps_input and len(reducing) == 1 and is_norm(reducing[0])
+    is_other = rows.keeps_input and len(readers) == 1 and not takes_part(table, producer)
+    return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL or is_done or is_other else rows
+
+
+def takes_part(table: Table, launch: LaunchRow) -> bool:
+    """Whether a launch does part of a normalization or softmax of rows, or of its gradient."""
+    near = (launch, *table.makers(launch, launch.bytes_read / SUMS))
+    is_scaled = any(has(found, opcode) for found in near for opcode in ("rsqrt", "exponential"))
+    gives_sums = SUMS * launch.bytes_written <= launch.bytes_read
+    return is_scaled or (has(launch, "reduce") and (gives_sums or not sums_columns(launch)))
+
+
+def _sums_up(launch: LaunchRow, producer: LaunchRow) -> bool:
+    """Whether a launch reduces, and reads what the producer writes or is the producer."""
+    reads = launch is producer or any(value.producer == producer.index for value in launch.inputs)
+    return reads and has(launch, "reduce")
 
 
 def _drops(launch: LaunchRow) -> bool:
-    """Whether it keeps or drops elements of an array by random bits, and adds what is left to another array.
+    """Whether it drops elements of an array by random bits, and adds the result to another array.
 
     Normally distributed numbers are made of random bits, too, by a logarithm.
     """
@@ -41,7 +78,7 @@ def _drops(launch: LaunchRow) -> bool:
 
 
 def _keeps_sums(producer: LaunchRow, ends: Sequence[LaunchRow]) -> bool:
-    """Whether a launch gives sums beside a large array, as those of a loss, that none of the others reads."""
+    """Whether a launch writes sums beside a large array (as of a loss), and no other end reads these sums."""
     largest = max(value.bytes for value in producer.outputs)
     sums = {value.name for value in producer.outputs if value.bytes * SUMS <= largest}
     return bool(sums) and not any(value.name in sums for end in ends for value in end.inputs)
@@ -63,7 +100,7 @@ def rows_remedy(table: Table, ends: Sequence[LaunchRow]) -> Remedy:
             centred = any(has(end, "subtract") for end in ends)
             if _sums_groups(table, sums):
                 return texts.GROUP_NORM
-            if all(map(sums_columns, sums)):
+            if all(map(sums_columns, sums)) and not _scales_sums(table, ends, sums):
                 if _sums_instances(ends):
                     return texts.GROUP_NORM
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
@@ -73,6 +110,21 @@ def rows_remedy(table: Table, ends: Sequence[LaunchRow]) -> Remedy:
         if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
+
+
+def _scales_sums(table: Table, ends: Sequence[LaunchRow], sums: Sequence[LaunchRow]) -> bool:
+    """Whether a weight vector has the length of the summed axis: then rows are normalized that lie as columns."""
+    lengths, left = set[int](), set[int]()
+    for launch in sums:
+        for reduction in launch.facts.of("reduce"):
+            whole = launch.facts.operand(reduction, 0)
+            if whole is not None and len(axes := integers(reduction, "dimensions")) == 1:
+                lengths.add(whole.shape.dimensions[axes[0]])
+                left |= {size for axis, size in enumerate(whole.shape.dimensions) if axis not in axes}
+    around = [*ends, *(maker for end in ends for maker in table.makers(end))]
+    given = {value for launch in around for value in launch.inputs if value.producer is None}
+    weights = {elements(value) for value in given if elements(value) == last_size(value)}
+    return not weights.isdisjoint(lengths - left)
 
 
 def _sums_instances(ends: Sequence[LaunchRow]) -> bool:
@@ -85,7 +137,7 @@ def _sums_instances(ends: Sequence[LaunchRow]) -> bool:
 
 
 def _clips(ends: Sequence[LaunchRow]) -> bool:
-    """Whether the smaller of a norm's inverse and one is taken, as where gradients are clipped: that is no norm."""
+    """Whether it takes the minimum of a norm's inverse and one, as gradient clipping does."""
     largest = max(end.bytes_read for end in ends)
     return any(has(end, "minimum") and end.bytes_written * SUMS <= largest for end in ends)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hlo_analysis.patterns.launch_patterns import is_product
 from hlo_analysis.program.facts import LaunchRow
 
 SUMS = 8
@@ -31,6 +32,11 @@ class Table:
                 found[producer].append(launch)
         return found
 
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether the program takes a gradient."""
+        return any(launch.phase == "backward" for launch in self.launches)
+
     def makers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
         """The launches that make its inputs of at most so many bytes."""
         indices = {value.producer for value in launch.inputs if value.producer is not None and value.bytes <= largest}
@@ -42,6 +48,8 @@ class Table:
         found, new = {launch.index: launch for launch in ends}, list(near)
         for _ in range(_FAR):
             new = [maker for launch in new for maker in self.makers(launch, largest)]
-            new = [maker for maker in new if maker.index not in found and maker.kind != "copy"]  # a copy counts indices
+            new = [maker for maker in new if maker.index not in found]
+            # A copy counts indices; a product puts together other sums than those of its reader's rows.
+            new = [maker for maker in new if maker.kind != "copy" and not is_product(maker)]
             found |= {launch.index: launch for launch in new}
         return list(found.values())

@@ -12,36 +12,72 @@ from hlo_analysis.program.facts import LaunchRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """What removes a missed fusion: `remedy_kind` and `remedy` of `records.MissedFusion`.
+    """What removes a missed fusion; see `remedy_kind`, `remedy`, `options`, `kernel` and `code` of `MissedFusion`.
 
+    code: of a kernel: calls one that everyone has; '' where one must be written, unless the catalogue names one.
     pattern: of `catalogue.PATTERNS`, where a kernel of the catalogue can be named.
+    keeps_input: whether the kernel reads rows that another launch writes, once, and takes none of that launch's work.
+    otherwise: what a kernel of the catalogue may serve for where none serves for this.
+    portion: how much of the value's traffic and of the launch it removes; half of it where a loop is unrolled by two.
     """
 
     kind: Literal["option", "rewrite", "kernel"]
     text: str
     pattern: str | None = None
+    options: tuple[tuple[str, str], ...] = ()
+    kernel: str | None = None
+    code: str = ""
+    portion: float = 1.0
+    keeps_input: bool = False
+    otherwise: Remedy | None = None
+
+    def __post_init__(self) -> None:
+        if self.options and not self.code:
+            given = ", ".join(f'"{name}": "{value}"' for name, value in self.options)
+            object.__setattr__(self, "code", f"jax.jit(fn, compiler_options={{{given}}})")
 
     def named(self, catalogue: Catalogue, launches: Sequence[LaunchRow]) -> Remedy:
-        """Names the first kernel of the catalogue that covers the pattern, and what it asks of the launches."""
-        kernel = next((kernel for kernel in catalogue if kernel.pattern == self.pattern), None)
-        if kernel is None:
+        """Names the first kernel of the catalogue that covers the pattern and takes what the launches show.
+
+        Where there is none, the text says that a kernel must be written, and why the catalogue's own does not serve.
+        """
+        refusal = "no XLA option and no kernel of the catalogue does this"
+        for kernel in catalogue:
+            if kernel.pattern == self.pattern:
+                reason = kernel.unsupported(launches)
+                if reason is None:
+                    code = kernel.code or self.code
+                    return replace(self, text=f"{kernel.name}: {self.text}", kernel=kernel.name, code=code)
+                refusal = f"{kernel.name} does not take this: {reason}"
+        if self.otherwise and (other := self.otherwise.named(catalogue, launches)).kernel:
+            return replace(other, text=f"{other.text}; {refusal}")
+        if self.kind != "kernel" or self.code:
             return self
-        limit = kernel.limit(launches)
-        return replace(self, text=f"{kernel.name}: {self.text}{f'; {limit}' if limit else ''}")
+        return replace(self, text=f"write a kernel, e.g. in Pallas ({refusal}): {self.text}")
 
 
 ATTENTION = Remedy(
     kind="kernel",
     pattern="attention",
     text="one kernel that keeps the scores on the chip, e.g. cuDNN's through "
-    "jax.nn.dot_product_attention(implementation='cudnn') for bfloat16 and float16; few queries against a long cache "
-    "want a kernel for decoding",
+    "jax.nn.dot_product_attention(implementation='cudnn') for bfloat16 and float16, which takes no soft cap; few "
+    "queries against a long cache want a kernel for decoding",
+    code='out = jax.nn.dot_product_attention(query, key, value, implementation="cudnn")',
+)
+ATTENTION_CAST = Remedy(
+    kind="rewrite",
+    text="cast query, key and value to bfloat16 or float16 first, "
+    "jax.nn.dot_product_attention(*(x.astype(jnp.bfloat16) for x in (query, key, value)), implementation='cudnn'): "
+    "kernels that keep the scores on the chip take no other type",
+    code="half = [x.astype(jnp.bfloat16) for x in (query, key, value)]\n"
+    'out = jax.nn.dot_product_attention(*half, implementation="cudnn").astype(query.dtype)',
 )
 AS_PROJECTED = Remedy(
     kind="kernel",
     pattern="attention",
-    text="a kernel that takes query, key and value as their projections write them (batch, length, heads, "
-    "size), e.g. cuDNN's through jax.nn.dot_product_attention, so that none is transposed first",
+    text="a kernel that takes query, key and value as their projections write them (batch, length, heads, size), and "
+    "writes its result so, e.g. cuDNN's through jax.nn.dot_product_attention: then nothing is transposed",
+    code=ATTENTION.code,
 )
 GATED_LINEAR = Remedy(
     kind="kernel",
@@ -59,12 +95,24 @@ LINEAR_EPILOGUE = Remedy(
     pattern="linear",
     text="the work after the product done in its epilogue, before the result is written",
 )
+LINEAR_KEEPS_PRODUCT = Remedy(
+    kind="kernel",
+    pattern="linear",
+    text="product and activation in one kernel, which keeps the product alone for the gradient, and whose gradient "
+    "computes again what else it needs",
+)
+CHECKPOINTED = Remedy(
+    kind="rewrite",
+    code="activation = jax.checkpoint(activation)  # e.g. jax.checkpoint(jax.nn.gelu)",
+    text="compute it again in the backward pass: jax.checkpoint around the element-wise function, as in "
+    "jax.checkpoint(jax.nn.gelu)(x). The backward pass reads what it is made of anyway",
+)
 EPILOGUE = Remedy(
     kind="kernel", text="a product that does the work after it in its epilogue, before the result is written"
 )
 REDUCED = Remedy(
     kind="kernel",
-    text="one kernel for the product and what reduces it, as attention is: each block of the result is reduced on the "
+    text="one for the product and what reduces it, as attention is: each block of the result is reduced on the "
     "chip, and written only if something else reads it",
 )
 RESIDUAL_NORM = Remedy(
@@ -75,22 +123,24 @@ RESIDUAL_NORM = Remedy(
 )
 SCATTERED = Remedy(
     kind="kernel",
-    text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices",
+    text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices. What other "
+    "launches read of it is written as before",
 )
 TAKEN = Remedy(
     kind="kernel",
-    text="one kernel that makes rows of the product as their indices take them; it pays where few are taken twice",
+    text="one that makes rows of the product as their indices take them; it pays where few are taken twice",
 )
 QUANTIZED = Remedy(
     kind="kernel",
     pattern="quantized_linear",
     text="the product widens int8 or int4 weights as it loads them. Scales of whole columns may as "
     "well go behind the product, (x @ w.astype(x.dtype)) * scale: XLA then loads the integers, too",
+    code="y = (x @ w.astype(x.dtype)) * scale",
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
 SUMMED_ROWS = Remedy(
     kind="kernel",
-    text="one kernel that sums the rows of a block of results and multiplies the sums: sort the updates by index "
+    text="one that sums the rows of a block of results and multiplies the sums: sort the updates by index "
     "(once, where a graph stays as it is), so that those of a block lie together",
 )
 CHAINED = Remedy(
@@ -100,6 +150,9 @@ CHAINED = Remedy(
 )
 GROUPED = Remedy(
     kind="kernel",
+    code="from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # for Hopper\n\n"
+    "y = ragged_dot(x, w, group_sizes=group_sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, "
+    "grid_block_n=1)",
     text="a grouped product, each group's rows times that group's matrix alone (as ragged_dot of "
     "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu on Hopper): XLA writes the rows once for every group, all but one "
     "of them zeros, and multiplies all of it",
@@ -110,10 +163,16 @@ NORM_LINEAR = Remedy(
     text="the product normalises its rows as it loads them, or scales its result afterwards",
 )
 RMS_NORM = Remedy(
-    kind="kernel", pattern="rms_norm", text="the reduction and all that follows it in one kernel, the row read once"
+    kind="kernel",
+    pattern="rms_norm",
+    keeps_input=True,
+    text="the reduction and all that follows it in one kernel, the row read once",
 )
 LAYER_NORM = Remedy(
-    kind="kernel", pattern="layer_norm", text="mean, variance and all that follows in one kernel, the row read once"
+    kind="kernel",
+    pattern="layer_norm",
+    keeps_input=True,
+    text="mean, variance and all that follows in one kernel, the row read once",
 )
 DROPOUT_NORM = Remedy(
     kind="kernel",
@@ -124,18 +183,26 @@ DROPOUT_NORM = Remedy(
 BATCH_NORM = Remedy(
     kind="kernel",
     pattern="batch_norm",
+    keeps_input=True,
     text="mean and variance of a feature in one pass over the rows, and what follows in another",
 )
 GROUP_NORM = Remedy(
     kind="kernel",
-    text="one kernel a group: mean, variance and all that follows, what is normalized together read once and kept on "
+    text="one for each group: mean, variance and all that follows, what is normalized together read once and kept on "
     "the chip where it fits",
 )
-SOFTMAX = Remedy(kind="kernel", pattern="softmax", text="maximum, sum and quotient in one kernel, the row read once")
+SOFTMAX = Remedy(
+    kind="kernel",
+    pattern="softmax",
+    keeps_input=True,
+    text="maximum, sum and quotient in one kernel, the row read once",
+)
 LOG_SOFTMAX = Remedy(
     kind="kernel",
     pattern="cross_entropy",
-    text="maximum, sum and logarithm in one kernel, the row read once (where the result is a loss)",
+    keeps_input=True,
+    text="maximum, sum and logarithm in one kernel, the row read once (where the result is a loss); give it the logits "
+    "as the product writes them, not widened to float32",
 )
 LAYOUT = Remedy(
     kind="rewrite",
@@ -144,7 +211,7 @@ LAYOUT = Remedy(
 )
 FOURIER = Remedy(
     kind="kernel",
-    text="one kernel that pads, transforms, works on the result and transforms it back, a row on the chip where it "
+    text="one that pads, transforms, works on the result and transforms it back, a row on the chip where it "
     "fits (as FlashFFTConv does): XLA cannot fuse other work into cuFFT",
 )
 TURNED = Remedy(
@@ -165,12 +232,14 @@ JOINED = Remedy(
 )
 CUT_APART = Remedy(
     kind="option",
+    options=(("xla_gpu_dot_merger_threshold_mb", "0"),),
     text="xla_gpu_dot_merger_threshold_mb=0, and a product for each part, x @ w[:, a:b], where the program has one: a "
     "product writes its part where it stays; XLA else makes one of those that share an input, and cuts its result; "
     "measure both",
 )
 INDEXED = Remedy(
     kind="rewrite",
+    code="# before: jax.nn.one_hot(indices, len(table)) @ table\nrows = table[indices]",
     text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
     "it, and multiplies by its zeros",
 )
@@ -187,11 +256,14 @@ GATHERED = Remedy(
 PICKED = Remedy(
     kind="rewrite",
     text="pick by a mask, jnp.where(jnp.arange(n) == index[..., None], x, 0).sum(-1), in place of "
-    "jnp.take_along_axis: its gradient is an array of zeros that is written, updated and read again, the mask's "
-    "fuses into its readers",
+    "jnp.take_along_axis (and of optax.softmax_cross_entropy_with_integer_labels, which calls it): XLA updates the "
+    "whole array in place for its gradient and reads it again; the mask's gradient fuses into its readers",
+    code="# before: jnp.take_along_axis(x, index[..., None], -1)[..., 0]\n"
+    "picked = jnp.where(jnp.arange(x.shape[-1]) == index[..., None], x, 0).sum(-1)",
 )
 GATHERED_AFTER = Remedy(
     kind="rewrite",
+    code="# before: x[indices] @ w\nrows = (x @ w)[indices]",
     text="multiply first, and gather rows of the product: (x @ w)[indices] in place of x[indices] @ w, part by part of "
     "what is joined. Each row is taken several times, and so multiplied once in place of several times",
 )
@@ -202,42 +274,57 @@ PLACED = Remedy(
 )
 OTHER_ZEROS = Remedy(
     kind="rewrite",
-    text="let a scatter start from an array that exists anyway, or compare with jnp.maximum(x, -0.0): XLA takes the "
-    "zeros of both for one value, which it then writes and reads",
+    text="write -0.0 for every zero that the element-wise work compares with or selects, as in jnp.maximum(x, -0.0) "
+    "and jnp.where(x > -0.0, y, -0.0), or let the scatter start from an array that exists anyway: XLA takes this zero "
+    "and those that a scatter starts from for one value, which it writes and reads",
+)
+ROWS_UPDATED = Remedy(
+    kind="rewrite",
+    code="rows = table[indices]  # the loss takes these, and its gradient is of these\n"
+    "table = table.at[indices].add(-rate * jax.grad(loss)(rows))  # jax.jit(..., donate_argnums=...)",
+    text="update only the rows that were looked up: give the loss rows = table[indices] in place of the table, add to "
+    "table.at[indices] what the optimizer makes of the rows' gradient, and donate the table. XLA else fills a gradient "
+    "as large as the table with zeros, and the optimizer reads and writes all of it. Momentum and weight decay then "
+    "skip the other rows",
 )
 UNIQUE = Remedy(
     kind="rewrite",
+    code="x.at[indices].set(values, unique_indices=True)",
     text="say so where no index comes twice, .at[...].set(..., unique_indices=True): the gradient of .set else "
     "scatters the numbers of its updates first, to learn which of them stayed",
 )
 TOP_K = Remedy(
     kind="kernel",
-    text="a kernel that selects: XLA sorts everything, in passes over all of it, for the part that is taken. "
+    text="one that selects: XLA sorts everything, in passes over all of it, for the part that is taken. "
     "lax.top_k of at most 16 out of 1024 or more is such a kernel already",
 )
 SCAN = Remedy(
     kind="kernel",
-    text="one kernel that goes along the axis with its state on the chip: lax.associative_scan writes and reads arrays "
+    text="one that goes along the axis with its state on the chip: lax.associative_scan writes and reads arrays "
     "at each of its log2(n) levels, up and down",
 )
 LINEAR_CROSS_ENTROPY = Remedy(
     kind="kernel",
     pattern="linear_cross_entropy",
     text="product and loss in one kernel, which never writes an array of logits",
+    otherwise=LOG_SOFTMAX,
 )
 WHOLE_SUM = Remedy(
     kind="option",
+    options=(("xla_gpu_experimental_force_split_k", "1"),),
     text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
     "this launch adds up; measure both",
 )
 UNPADDED = Remedy(
     kind="option",
+    options=(("xla_gpu_experimental_force_split_k", "1"),),
     text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA pads what it sums over, so as to split it "
     "into parts of one length (split-K); measure both",
 )
 LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
 DONATE = Remedy(
     kind="rewrite",
+    code="step = jax.jit(step, donate_argnums=(0,))  # the numbers of the arguments that are not read again",
     text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
 )
 DONATED = Remedy(
@@ -257,6 +344,7 @@ UNCHANGED = Remedy(
 )
 TYPED = Remedy(
     kind="rewrite",
+    code="y = jnp.matmul(x, w, preferred_element_type=dtype)",
     text="have the product write this type (preferred_element_type= of jnp.matmul, jnp.einsum, lax.dot_general), so "
     "that nothing converts it afterwards",
 )
@@ -277,25 +365,28 @@ OVERLAP = Remedy(
 )
 SEPARATE_SUMS = Remedy(
     kind="option",
+    options=(("xla_gpu_all_reduce_combine_threshold_bytes", "0"),),
     text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
     "one and takes the result apart again; measure both",
 )
-ONE_KERNEL = Remedy(kind="kernel", text="one kernel for both ends, which keeps the value on the chip")
+ONE_KERNEL = Remedy(kind="kernel", text="one for both ends, which keeps the value on the chip")
 TWO_STEPS = Remedy(
     kind="kernel",
-    text="one kernel for the whole reduction, which the last of its blocks finishes: XLA makes a long one in two "
-    "launches",
+    text="one for the whole reduction, which the last of its blocks finishes: XLA makes a long one in two launches",
 )
 OWN_KERNEL = Remedy(
     kind="kernel",
-    text="a kernel of one's own in the library's place: XLA cannot fuse other work into a library's kernel",
+    text="one in the library's place, which does the work beside it, too: XLA cannot fuse other work into a library's "
+    "kernel",
 )
 KEEP_TRITON = Remedy(
     kind="option",
+    options=(("xla_gpu_cublas_fallback", "False"),),
     text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",
 )
 MERGE_PRODUCTS = Remedy(
     kind="option",
+    options=(("xla_gpu_dot_merger_threshold_mb", "1024"),),
     text="xla_gpu_dot_merger_threshold_mb=1024 makes one product of those that share an input",
 )
-MERGE_LOOPS = Remedy(kind="kernel", text="one kernel with several outputs, which reads the shared values once")
+MERGE_LOOPS = Remedy(kind="kernel", text="one with several outputs, which reads the shared values once")

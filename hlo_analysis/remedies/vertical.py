@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.patterns.launch_patterns import has, only_moves, relays
+from hlo_analysis.patterns.launch_patterns import (
+    draws_in_a_loop,
+    has,
+    is_invariant,
+    only_moves,
+    relays,
+    writes_one_value,
+)
 from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loop
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
@@ -24,7 +31,7 @@ def vertical_remedy(
     category: str,
     *,
     is_score: bool,
-    feeds_attention: bool = False,
+    is_projected: bool = False,
     of_attention: bool = False,
     donated: Collection[str] = (),
 ) -> Remedy:
@@ -36,17 +43,19 @@ def vertical_remedy(
         readers: those that read it and could be one kernel with the producer.
         category: why XLA left them apart.
         is_score: whether the value is one of attention scores, or made from them.
-        feeds_attention: whether all readers are products that make or read such scores.
-        of_attention: whether the producer is such a product.
+        is_projected: whether the value is transposed between attention's products and the projections around them.
+        of_attention: whether the producer is a product that makes or reads attention scores.
         donated: names of arguments whose buffers the program may overwrite.
     """
     ends = (producer, *readers)
     return (
         _by_category(table, producer, readers, category, donated)
         or (texts.ATTENTION if is_score else None)
+        or (loop_texts.INVARIANT if is_invariant(producer) else None)
+        or (loop_texts.DRAWN if draws_in_a_loop(producer) else None)
         or _of_devices(table, producer, readers)
         or of_convolutions(producer, readers)
-        or of_places(table, producer, readers, feeds_attention=feeds_attention)
+        or of_places(table, producer, readers, is_projected=is_projected)
         or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
         or of_products(table, producer, readers, of_attention=of_attention)
         or of_rows(table, producer, readers, category)
@@ -66,7 +75,7 @@ def _by_category(
         if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
             return texts.SEPARATE_SUMS
         if copies := [end for end in ends if has(end, "copy")]:
-            return _state(producer) if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
+            return _state(producer) if is_next_state(producer, copies[0]) else _copied(table, copies[0], donated)
     if category == categories.BOUNDARY:
         if remedy := summed_in_a_loop(table, producer, readers):
             return remedy
@@ -99,11 +108,14 @@ def _joins_sums(table: Table, move: LaunchRow) -> bool:
     return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 
-def _copied(copy: LaunchRow, donated: Collection[str]) -> Remedy:
+def _copied(table: Table, copy: LaunchRow, donated: Collection[str]) -> Remedy:
     """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
     source = copy.inputs[0] if copy.inputs else None
     if source is None or source.name.startswith("constant"):
         return texts.KEPT
+    if source.producer is not None and writes_one_value(table.launches[source.producer], source.name):
+        is_for_loop = any(user.computation != copy.computation for user in table.readers.get(copy.index, ()))
+        return loop_texts.APART if is_for_loop else texts.OTHER_ZEROS
     if source.producer is not None:  # made after the copy: a loop's state, which the iteration before left
         return _state(copy) if source.producer > copy.index else texts.KEPT
     return texts.DONATED if source.name in donated else texts.DONATE

@@ -1,4 +1,4 @@
-"""Numbers as text: with a unit of their own, or in the one unit of a table's column."""
+"""Formats numbers: each with its own unit, or all of a table's column in one unit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MICROSECONDS = (("s", 1e6), ("ms", 1e3))
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A unit, its size, and how many digits follow the point."""
+    """A unit: its name, its size, and the number of decimals."""
 
     name: str
     size: float
     digits: int = 2
 
     def show(self, value: float | None) -> str:
-        """The value in this unit, without its name; a dash for None."""
+        """Formats the value in this unit, without the unit's name; None becomes a dash."""
         return "–" if value is None else f"{value / self.size:.{self.digits}f}"
 
 
@@ -33,7 +33,7 @@ class Units:
 
 
 def units_of(comparison: Comparison) -> Units:
-    """Units in which the largest number of each column has one to three digits before the point."""
+    """Chooses units in which each column's largest number has one to three digits before the decimal point."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
     times = [analysis.roofline_us for _, analysis in done]
     times += [time for result in comparison.strategies for time in (result.measured_us, result.wall_us) if time]
@@ -52,7 +52,7 @@ def _fitting(values: list[float] | list[int], units: tuple[tuple[str, float], ..
 
 
 def format_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'; decimal units, as memory bandwidths are quoted."""
+    """Formats bytes as '1.2 MB', in decimal units as memory bandwidths are quoted."""
     sign, count = ("-" if count < 0 else ""), abs(count)
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_us(microseconds: float) -> str:
-    """A time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
+    """Formats a time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
     if abs(microseconds) >= 1e6:
         return f"{microseconds / 1e6:.2f} s"
     if abs(microseconds) >= 1e3:
@@ -71,7 +71,7 @@ def format_us(microseconds: float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """Floating-point operations: '1.1 TFLOP'."""
+    """Formats floating-point operations: '1.1 TFLOP'."""
     for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -79,7 +79,7 @@ def format_flops(count: float) -> str:
 
 
 def format_change(value: float, base: float) -> str:
-    """The difference in percent: '−12%', '+3%', '=' where equal, '' where there is nothing to divide by."""
+    """Formats the difference in percent: '−12%', '+3%'; '=' if equal, '' if the base is 0."""
     if value == base:
         return "="
     if not base:
@@ -91,7 +91,7 @@ def format_change(value: float, base: float) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """'1 launch', '2 launches'."""
+    """Formats a count: '1 launch', '2 launches'."""
     if count == 1:
         return f"1 {word}"
     return f"{count} {word}es" if word.endswith(("ch", "s", "sh")) else f"{count} {word}s"

@@ -1,7 +1,8 @@
-"""Layered layout of the launches, by scope and within each scope, for a script to draw.
+"""Lays out the launches as a layered graph, by scope and within each scope, for a script to draw.
 
-Two levels: scopes as boxes in layers, and inside each scope its launches. igraph's Sugiyama layout (Sugiyama, Tagawa,
-Toda 1981) places both; a scope opened or closed by the reader changes box sizes, never the order within a layer.
+The graph has two levels: scopes are boxes in layers, and each scope contains its launches. igraph's Sugiyama layout
+(Sugiyama, Tagawa, Toda 1981) places both. Opening or closing a scope changes the sizes of boxes, never the order in a
+layer.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import igraph
 from hlo_analysis.records import Analysis, Phase
 
 type Layer = tuple[int | None, ...]
-"""Left to right: the number of a cluster, or None for the passage of a line across the layer."""
+"""The slots of a layer from left to right: the number of a cluster, or None where a line crosses the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Launches of one scope and phase, and where each sits inside: (column, layer), both from 0."""
+    """The launches of one scope (or source line, if they have no scope) and phase.
+
+    `places` holds the place of each inside: (column, layer), both from 0.
+    """
 
     scope: str
     phase: Phase
@@ -30,7 +34,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Between two clusters: the slots (layer, slot) that the edge passes, ends left out."""
+    """The path of an edge between two clusters: the slots (layer, slot) that it passes, without its ends."""
 
     source: int
     target: int
@@ -48,7 +52,7 @@ class LaunchGraph:
 
 
 def launch_graph(analysis: Analysis) -> LaunchGraph:
-    """Lays the analysis out: the launches as nodes, values that one hands another as edges."""
+    """Lays out the analysis: launches are nodes, values between launches are edges."""
     edges = _edges(analysis)
     groups = _clusters(analysis, edges)
     home = {index: number for number, (_, group) in enumerate(groups) for index in group}
@@ -62,19 +66,19 @@ def launch_graph(analysis: Analysis) -> LaunchGraph:
 
 
 def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list[tuple[tuple[str, Phase], list[int]]]:
-    """Launches of one scope together, as long as no path leads out of the cluster and back in.
+    """Groups launches of one scope into clusters, such that no path leaves a cluster and returns.
 
-    Where one would (a scope that works both before and after another), the scope gets a further cluster, so that the
-    clusters can be drawn in layers with every line pointing down.
+    A scope that works both before and after another gets more than one cluster. Clusters can then be drawn in layers
+    with every line pointing down.
     """
     sources: dict[int, list[int]] = {}
     for source, target, _ in edges:
         sources.setdefault(target, []).append(source)
     clusters: list[tuple[tuple[str, Phase], list[int]]] = []
-    below: list[set[int]] = []  # for each cluster, those that a path from it reaches
+    below: list[set[int]] = []  # the clusters that a path from each cluster reaches
     home: dict[int, int] = {}
     for launch in analysis.launches:
-        key = (launch.scope, launch.phase)
+        key = (launch.group, launch.phase)
         above = {home[source] for source in sources.get(launch.index, ()) if source in home}
         own = [number for number, (scope, _) in enumerate(clusters) if scope == key]
         fitting = (number for number in reversed(own) if not above & below[number])
@@ -92,7 +96,7 @@ def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list
 
 
 def _edges(analysis: Analysis) -> tuple[tuple[int, int, int], ...]:
-    """Bytes from launch to launch, values between one pair added up."""
+    """Returns the bytes on each edge between two launches, summed over the values."""
     totals: dict[tuple[int, int], int] = {}
     for launch in analysis.launches:
         for value in launch.inputs:
@@ -107,10 +111,10 @@ type Place = tuple[float, int]
 
 
 def _sugiyama(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[Place], list[list[Place]]]:
-    """The place of each vertex, and of the bends of each edge from its first vertex to its second.
+    """Places each vertex, and the bends of each edge from its first vertex to its second.
 
-    Parts that hang together are laid out one by one, side by side: where there are several, igraph 1.0.0 gives the
-    bends to the wrong edges.
+    Connected components are laid out separately, side by side: for several components, igraph 1.0.0 gives the bends to
+    the wrong edges.
     """
     places: list[Place] = [(0.0, 0)] * count
     bends: list[list[Place]] = [[] for _ in edges]
@@ -150,7 +154,7 @@ def _layered(count: int, edges: Sequence[tuple[int, int]]) -> tuple[tuple[Layer,
 
 
 def _inside(group: Sequence[int], edges: Iterable[tuple[int, int, int]]) -> tuple[tuple[float, int], ...]:
-    """Where the launches of one cluster sit in it."""
+    """Places the launches of one cluster inside it."""
     local = {index: number for number, index in enumerate(group)}
     inner = [(local[a], local[b]) for a, b, _ in edges if a in local and b in local]
     places, _ = _sugiyama(len(group), inner)

@@ -1,14 +1,15 @@
-"""Renders a comparison as one HTML file, which needs no network and escapes every text of the program."""
+"""Renders a comparison as one HTML file, which needs no network and escapes all text of the program."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -18,27 +19,33 @@ from hlo_analysis.report import formats, launch_families, sentences
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.payload import embedded_json, payload, totals
 from hlo_analysis.report.similar_layers import fold_layers, without_numbers
-from hlo_analysis.report.times import measured_sentences
+from hlo_analysis.report.times import measured_sentences, rival
 
-STYLES = ("page.css", "tables.css", "sections.css")
+STYLES = ("page.css", "tables.css", "sections.css", "charts.css", "missed.css")
 SCRIPTS = (
     "data.js",
+    "links.js",
+    "tip.js",
+    "remedy.js",
     "card.js",
     "strategies.js",
+    "roofline.js",
     "launches.js",
     "missed.js",
     "decisions.js",
     "columns.js",
+    "zoom.js",
     "graph.js",
+    "search.js",
     "main.js",
 )
 
 
 def render_html(comparison: Comparison) -> str:
-    """The whole page as text.
+    """Returns the whole page.
 
     Raises:
-        KeyError: the comparison's baseline is none of its strategies.
+        KeyError: the comparison's baseline is not one of its strategies.
     """
     base = comparison[comparison.baseline]
     script = Markup(_static(SCRIPTS))
@@ -53,9 +60,13 @@ def render_html(comparison: Comparison) -> str:
             units=units,
             verdict=sentences.verdict_sentences(comparison),
             strategies=[_strategy(comparison, result, base.analysis, units) for result in comparison.strategies],
-            tiles=_tiles(comparison, base.analysis) if base.analysis else [],
+            rival=rival(comparison),
+            tiles=_tiles(comparison, base, base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
+            has_scopes=any(
+                launch.scope for each in comparison.strategies if each.analysis for launch in each.analysis.launches
+            ),
             provenance=_provenance(comparison),
             caveats=[note for names, note in sentences.caveats(comparison) if not names or base.name in names],
             measured_notes=[note for _, note in measured_sentences(comparison)],
@@ -92,7 +103,7 @@ def _environment() -> Environment:
 
 
 def _breakable(name: str) -> Markup:
-    """The name, escaped, with places where a line may break after each underscore."""
+    """Escapes the name and lets a line break after each underscore."""
     return Markup("_<wbr>").join(escape(part) for part in name.split("_"))
 
 
@@ -103,7 +114,7 @@ def _static(names: tuple[str, ...]) -> str:
 
 
 def _sha256(text: str) -> str:
-    """The script's hash for the content security policy: nothing else on the page may run."""
+    """Returns the script's hash for the content security policy; no other script may run on the page."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -113,6 +124,7 @@ def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | N
         "result": result,
         "analysis": analysis,
         "numerics": sentences.numerics_text(result.numerics),
+        "sites": result.sites,
     }
     if analysis is None:
         return made
@@ -121,6 +133,7 @@ def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | N
         "saved_bytes": comparison.saved_bytes(result.name),
         "saved_percent": sentences.saved_percent(comparison, result.name),
         "roofline": sentences.roofline_text(analysis, base, units.time),
+        "estimate": sentences.estimate_text(analysis, base, units.time),
         "is_lower_bound": sentences.is_lower_bound(analysis, base),
         "gemm": sentences.gemm_choice(analysis.provenance),
         "kinds": sorted(analysis.launches_by_kind.items(), key=lambda item: _family_place(item[0])),
@@ -131,36 +144,88 @@ def _family_place(kind: str) -> int:
     return list(launch_families.FAMILIES).index(launch_families.family_of(kind))
 
 
-def _tiles(comparison: Comparison, analysis: Analysis) -> list[tuple[str, str, str, str]]:
-    """The baseline's main numbers: (label, number, remark, "counted" or "estimated")."""
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One main number of the baseline, and the rival's number beside it."""
+
+    label: str
+    number: str
+    remark: str
+    how: Literal["counted", "estimated", "measured"]
+    beside: str = ""
+
+
+def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> list[Tile]:
     traffic, memory = analysis.traffic, analysis.memory
-    work, between = formats.format_flops(traffic.flops), formats.format_bytes(traffic.intermediate_bytes)
+    other = rival(comparison)
+    peak = sentences.peak_bytes(analysis)
+
+    def beside(of: Callable[[StrategyResult, Analysis], float | None], show: Callable[[float], str]) -> str:
+        """Formats the rival's number and its difference: 'pallas: 1.9 GB, −92%'."""
+        if other is None or other.analysis is None:
+            return ""
+        ours, theirs = of(base, analysis), of(other, other.analysis)
+        if ours is None or theirs is None:
+            return ""
+        return f"{other.name}: {show(theirs)}, {formats.format_change(theirs, ours)}"
+
+    saved_tile = []
     saved = comparison.saved_bytes(comparison.baseline)
-    saved_tile: list[tuple[str, str, str, str]] = []
     if saved is not None:
-        percent, unfused = (
-            sentences.saved_percent(comparison, comparison.baseline),
-            formats.format_bytes(saved + traffic.bytes),
-        )
-        saved_tile = [("Saved by fusion", percent, f"{formats.format_bytes(saved)} of {unfused} unfused", "counted")]
+        in_all = f"{formats.format_bytes(saved)} of {formats.format_bytes(saved + traffic.bytes)} unfused"
+        theirs = f"{other.name}: {sentences.saved_percent(comparison, other.name)}" if other else ""
+        percent = sentences.saved_percent(comparison, comparison.baseline)
+        saved_tile = [Tile(label="Saved by fusion", number=percent, remark=in_all, how="counted", beside=theirs)]
+    timed = base.measured_us
     return [
-        ("Launches", str(analysis.launch_count), _kinds_words(analysis), "counted"),
-        ("HBM traffic", formats.format_bytes(traffic.bytes), "read and written", "counted"),
-        *saved_tile,
-        ("Between launches", between, "written by one launch, read by others", "counted"),
-        (
-            "Roofline time",
-            formats.format_us(analysis.roofline_us),
-            f"{work}, {traffic.intensity:.0f} FLOP/B",
-            "estimated",
+        Tile(
+            label="Launches",
+            number=str(analysis.launch_count),
+            remark=_kinds_words(analysis),
+            how="counted",
+            beside=beside(lambda _, it: it.launch_count, lambda count: f"{count:,.0f}"),
         ),
-        (
-            "Peak memory",
-            "–" if sentences.peak_bytes(analysis) is None else formats.format_bytes(memory.peak_bytes),
-            "no buffer assignment to count from"
-            if sentences.peak_bytes(analysis) is None
+        Tile(
+            label="HBM traffic",
+            number=formats.format_bytes(traffic.bytes),
+            remark="read and written",
+            how="counted",
+            beside=beside(lambda _, it: it.traffic.bytes, formats.format_bytes),
+        ),
+        *saved_tile,
+        Tile(
+            label="Between launches",
+            number=formats.format_bytes(traffic.intermediate_bytes),
+            remark="written by one launch, read by others",
+            how="counted",
+            beside=beside(lambda _, it: it.traffic.intermediate_bytes, formats.format_bytes),
+        ),
+        Tile(
+            label="Roofline time",
+            number=formats.format_us(analysis.roofline_us),
+            remark=f"{formats.format_flops(traffic.flops)}, {traffic.intensity:.0f} FLOP/B",
+            how="estimated",
+            beside=beside(lambda _, it: it.roofline_us, formats.format_us),
+        ),
+        Tile(
+            label="Time",
+            number=formats.format_us(analysis.estimated_us if timed is None else timed),
+            remark="what kernels usually take"
+            if timed is None
+            else f"GPU time of all kernels; the estimate is {formats.format_us(analysis.estimated_us)}",
+            how="estimated" if timed is None else "measured",
+            beside=beside(
+                lambda result, it: it.estimated_us if timed is None else result.measured_us, formats.format_us
+            ),
+        ),
+        Tile(
+            label="Peak memory",
+            number="–" if peak is None else formats.format_bytes(peak),
+            remark="no buffer assignment to count from"
+            if peak is None
             else f"{formats.format_bytes(memory.temp_bytes)} temporary",
-            "counted",
+            how="counted",
+            beside=beside(lambda _, it: sentences.peak_bytes(it), formats.format_bytes),
         ),
     ]
 
@@ -173,7 +238,7 @@ def _kinds_words(analysis: Analysis) -> str:
 
 
 def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:
-    """Widths, in percent of the longest bar, of each strategy's HBM traffic: between launches, and the rest."""
+    """Returns each strategy's HBM traffic, between launches and the rest, in percent of the longest bar."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
     longest = max((analysis.traffic.bytes for _, analysis in done), default=0) or 1
     return [
@@ -189,7 +254,7 @@ def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Makes the rows of the scope table: each cell has its launches and its share of the largest cell's time."""
+    """Builds the rows of the scope table: each cell has its launches and its share of the largest cell's time."""
     analyses = {result.name: result.analysis for result in comparison.strategies if result.analysis is not None}
     largest = max((cell.roofline_us for row in comparison.rows for cell in row.cells), default=0) or 1
     rows = []
@@ -211,19 +276,21 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
                     "strategy": cell.strategy,
                     "launches": made,
                     "kinds": _launched(made),
-                    "hosts": list(reversed(hosts.values())),  # one for each scope that takes this one's work in
+                    "hosts": list(reversed(hosts.values())),  # one for each scope with launches that include this work
                     "bytes": cell.bytes,
                     "roofline_us": cell.roofline_us,
                     "heat": round(cell.roofline_us / largest, 3),
                 }
             )
         parent, _, name = row.scope.rpartition("/")
-        rows.append({"parent": parent, "name": name, "phase": row.phase, "cells": cells, "alike": ""})
+        rows.append(
+            {"scope": row.scope, "parent": parent, "name": name, "phase": row.phase, "cells": cells, "alike": ""}
+        )
     return rows
 
 
 def _launched(launches: Sequence[Launch]) -> list[tuple[str, int]]:
-    """Counts launches of one run by kind, most frequent first; those of a loop count as often as it runs."""
+    """Counts the launches of one run by kind, most frequent first; those in loops count once per iteration."""
     counts: Counter[str] = Counter()
     for launch in launches:
         counts[launch.kind] += launch.repeat
@@ -231,7 +298,7 @@ def _launched(launches: Sequence[Launch]) -> list[tuple[str, int]]:
 
 
 def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]:
-    """What a row of the table shows, without names and numbers of launches."""
+    """Returns what a row of the table shows, without names and numbers of launches."""
     return [
         (
             cell.strategy,
@@ -244,7 +311,7 @@ def _row_signature(row: ScopeRow, analyses: Mapping[str, Analysis]) -> list[Any]
 
 
 def _families_present(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """(family, label, meaning) of every kind of launch in the comparison, in the order of `FAMILIES`."""
+    """Returns (family, label, meaning) of every kind of launch in the comparison, in the order of `FAMILIES`."""
     present = {
         launch_families.family_of(kind)
         for result in comparison.strategies
@@ -255,7 +322,7 @@ def _families_present(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
-    """How the numbers were made: from the baseline, or else the first strategy that has an analysis."""
+    """Describes how the numbers were made, for the baseline or else the first strategy with an analysis."""
     done = [result.analysis for result in comparison.strategies if result.analysis is not None]
     analysis = comparison[comparison.baseline].analysis or (done[0] if done else None)
     if analysis is None:
@@ -270,7 +337,8 @@ def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
         ("Peaks of the roofline", f"{device.memory_bandwidth / 1e12:.2f} TB/s, {peaks} ({device.source})"),
         ("GEMM choice", sentences.gemm_choice(origin)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in origin.versions)),
-        ("Captured", f"{origin.created}, {sum(item.provenance.compile_seconds for item in done):.1f} s of compiling"),
+        ("Captured", origin.created),
+        ("Seconds to lower and compile", sentences.seconds_to_compile(comparison)),
     ]
     notes = [f"{', '.join(names)}: {note}" if names else note for names, note in sentences.caveats(comparison)]
     return [*((name, said) for name, said in facts if said), *(("Not known", note) for note in notes)]

@@ -1,4 +1,4 @@
-"""Groups launch kinds into families for display: each has a colour (a CSS class), a label and a sentence."""
+"""Groups launch kinds into families for display, each with a colour (a CSS class), a label and a description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "copy": ("copy", "A plain copy or fill of memory."),
     "other": ("other", "Collectives, Fourier transforms and custom calls."),
 }
-"""Family → (label, what it is)."""
+"""Family → (label, description)."""
 
 FAMILY_OF: dict[str, str] = {
     "cublas": "library",
@@ -40,9 +40,9 @@ FAMILY_OF: dict[str, str] = {
     "copy": "copy",
     "memset": "copy",
 }
-"""Kind → family; kinds that are not here are 'other'."""
+"""Kind → family; all other kinds belong to 'other'."""
 
 
 def family_of(kind: LaunchKind | str) -> str:
-    """The family that a kind is shown with."""
+    """Returns the family that a kind is shown in."""
     return FAMILY_OF.get(kind, "other")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def render_notebook(comparison: Comparison) -> str:
-    """A small piece of HTML: it takes the notebook's colours and font, and runs no script."""
+    """Returns a short HTML fragment that takes the notebook's colours and font, and runs no script."""
     environment = Environment(
         loader=PackageLoader("hlo_analysis.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -32,7 +32,7 @@ def render_notebook(comparison: Comparison) -> str:
 
 
 def show(comparison: Comparison) -> HTML:
-    """The comparison as the value of a notebook cell.
+    """Returns the comparison as the value of a notebook cell.
 
     Raises:
         ImportError: IPython is not installed.

@@ -1,7 +1,7 @@
 """Encodes a comparison as compact JSON for the page's script.
 
-Lists of records become tables of columns and rows. Texts that repeat (HLO, reasons, scopes) are stored once in a pool
-and named by their number. The JSON is compressed: the page of a model with 200 layers has 2 MB, and 12 MB without.
+Lists of records become tables of columns and rows. Repeated text (HLO, reasons, scopes) is stored once in a pool and
+referenced by number. The JSON is compressed: the page of a model with 200 layers has 2 MB, instead of 12 MB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hlo_analysis.records import Analysis, Comparison, Decision, Launch, MissedFusion, StrategyResult, Value
+from hlo_analysis.decisions.categories import CATEGORIES
+from hlo_analysis.records import (
+    Analysis,
+    Comparison,
+    Decision,
+    Device,
+    Launch,
+    MissedFusion,
+    StrategyResult,
+    Trial,
+    Value,
+)
 from hlo_analysis.report import sentences
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
 from hlo_analysis.report.launch_families import FAMILY_OF
@@ -22,26 +33,27 @@ from hlo_analysis.report.similar_layers import group_missed
 
 LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
-    "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter", "xla", "xlaModel",
-    "measured", "kernel", "registers", "spill", "computation", "hlo",
+    "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter",
+    "estimate", "xla", "xlaModel", "measured", "kernel", "registers", "spill", "occupancy", "occupancyLimiter",
+    "hlo",
 )  # fmt: skip
-LAUNCH_POOLED = ("kernel", "scope", "source", "opName", "xlaModel", "computation", "hlo")
+LAUNCH_POOLED = ("kernel", "scope", "source", "opName", "xlaModel", "hlo")
 DECISION_COLUMNS = (
     "producer", "consumer", "verdict", "reason", "category", "pass", "gain", "from", "to", "bytes", "shape", "scope",
 )  # fmt: skip
 DECISION_POOLED = ("verdict", "reason", "category", "pass", "shape", "scope")
 MISSED_COLUMNS = (
     "rank", "value", "shape", "from", "to", "bytes", "time", "share", "reason", "category", "remedyKind", "remedy",
-    "scope", "group",
+    "scope", "source", "code", "trial", "group",
 )  # fmt: skip
-MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope")
+MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code")
 
 
 class Pool:
     """Stores each text once, in sorted order.
 
-    A compressor looks back a few ten kilobytes. Sorting puts the text of a layer's launch next to that of the same
-    launch in the layer before, which it resembles most.
+    A compressor looks back a few ten kilobytes. Sorting puts the text of a layer's launch next to the most similar
+    text: that of the same launch in the layer before.
     """
 
     def __init__(self, texts: Iterable[str | None]) -> None:
@@ -49,56 +61,39 @@ class Pool:
         self._numbers = {text: number for number, text in enumerate(self.texts)}
 
     def number(self, text: str | None) -> int | None:
-        """The text's place in the pool; None stays None."""
+        """Returns the text's place in the pool, or None for None."""
         return None if text is None else self._numbers[text]
 
 
 def payload(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as plain JSON values."""
+    """Converts the comparison to plain JSON values."""
     tables = {result.name: _tables(result.analysis) for result in comparison.strategies if result.analysis is not None}
     pool = Pool(text for made in tables.values() for table in made.values() for text in table.long_texts())
     return {
-        "title": comparison.title,
         "baseline": comparison.baseline,
         "families": FAMILY_OF,
+        "categories": CATEGORIES,
         "strategies": [_strategy(result, tables.get(result.name, {}), pool) for result in comparison.strategies],
-        "rows": [
-            {
-                "scope": row.scope,
-                "phase": row.phase,
-                "cells": {
-                    cell.strategy: {
-                        "launches": cell.launches,
-                        "bytes": cell.bytes,
-                        "roofline": round(cell.roofline_us, 3),
-                        "fusedInto": cell.fused_into,
-                    }
-                    for cell in row.cells
-                },
-            }
-            for row in comparison.rows
-        ],
         "texts": pool.texts,
     }
 
 
 def embedded_json(value: object) -> str:
-    """JSON, compressed (gzip), in base64: it may stand inside a script element, which no text in it can close."""
+    """Returns compressed JSON (gzip) in base64, which no text in it can use to close a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # A name may hold half of a pair of UTF-16, which is no text; JSON can write it, UTF-8 cannot.
+    # A name may hold half of a UTF-16 surrogate pair, which is not text: JSON can write it, UTF-8 cannot.
     raw = text.encode("utf-8", "backslashreplace")
     return base64.b64encode(gzip.compress(raw, compresslevel=9, mtime=0)).decode()
 
 
 def _strategy(result: StrategyResult, tables: Mapping[str, _Table], pool: Pool) -> dict[str, Any]:
     analysis = result.analysis
-    plain: dict[str, Any] = {"name": result.name, "description": result.description, "error": result.error}
+    plain: dict[str, Any] = {"name": result.name}
     if analysis is None:
         return plain
     return plain | {
-        "gemm": sentences.gemm_choice(analysis.provenance),
         "totals": totals(result, analysis),
-        "kinds": analysis.launches_by_kind,
+        "device": _device(analysis.device),
         **{name: table.plain(pool) for name, table in tables.items()},
         "silent": Counter(reason for _, reason in analysis.silent).most_common(),
         "graph": _graph(launch_graph(analysis)),
@@ -106,12 +101,13 @@ def _strategy(result: StrategyResult, tables: Mapping[str, _Table], pool: Pool) 
 
 
 def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None]:
-    """The numbers that strategies are compared by: launches, bytes, microseconds."""
+    """Returns the numbers by which strategies are compared: launches, bytes, microseconds."""
     return {
         "launches": analysis.launch_count,
         "bytes": analysis.traffic.bytes,
         "between": analysis.traffic.intermediate_bytes,
         "roofline": round(analysis.roofline_us, 3),
+        "estimate": round(analysis.estimated_us, 3),
         "peak": sentences.peak_bytes(analysis),
         "measured": result.measured_us,
         "wall": result.wall_us,
@@ -120,7 +116,7 @@ def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Records as rows; the texts of the `pooled` columns go into the pool."""
+    """A table with one row per record; the texts of the `pooled` columns are in the pool."""
 
     columns: tuple[str, ...]
     pooled: tuple[str, ...]
@@ -172,9 +168,10 @@ def _launch(launch: Launch) -> tuple[Any, ...]:
         launch.op_name, launch.grid, launch.block, launch.shared_memory_bytes, launch.opcodes,
         [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
         launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.flops, launch.unfused_bytes,
-        round(launch.roofline_us, 3), launch.limiter, _rounded(launch.xla_estimate_us), launch.xla_estimate_model,
-        _rounded(launch.measured_us), launch.kernel, launch.registers, launch.spill_bytes, launch.computation,
-        launch.hlo,
+        round(launch.roofline_us, 3), launch.limiter, round(launch.estimated_us, 3),
+        _rounded(launch.xla_estimate_us), launch.xla_estimate_model, _rounded(launch.measured_us),
+        launch.kernel, launch.registers, launch.spill_bytes,
+        launch.occupancy, launch.occupancy_limiter, launch.hlo,
     )  # fmt: skip
 
 
@@ -189,9 +186,41 @@ def _decision(decision: Decision) -> tuple[Any, ...]:
 def _missed(missed: MissedFusion, group: int) -> tuple[Any, ...]:
     return (
         missed.rank, missed.value, missed.shape, missed.producer, missed.consumers, missed.bytes_at_stake,
-        round(missed.time_at_stake_us, 3), round(missed.share, 4), missed.reason, missed.category,
-        missed.remedy_kind, missed.remedy, missed.scope, group,
+        round(missed.remaining_us, 3), round(missed.share, 4), missed.reason, missed.category,
+        missed.remedy_kind, missed.remedy, missed.scope, missed.source, remedy_code(missed),
+        _trial(missed.trial), group,
     )  # fmt: skip
+
+
+def remedy_code(missed: MissedFusion) -> str:
+    """Returns Python code that applies the remedy: the record's own, or a `jax.jit` with its options; '' if neither."""
+    if missed.code or not missed.options:
+        return missed.code
+    options = ", ".join(f"{name!r}: {value!r}" for name, value in missed.options)
+    return f"jax.jit(f, compiler_options={{{options}}})"
+
+
+def _trial(trial: Trial | None) -> dict[str, Any] | None:
+    if trial is None:
+        return None
+    return {
+        "change": trial.change,
+        "launches": trial.saved_launches,
+        "bytes": trial.saved_bytes,
+        "time": round(trial.saved_us, 3),
+        "helps": trial.helps,
+        "error": trial.error,
+    }
+
+
+def _device(device: Device) -> dict[str, Any]:
+    """Returns the roofs of the roofline chart: bytes per second, and FLOP/s by element type."""
+    return {
+        "bandwidth": device.memory_bandwidth,
+        "matrix": device.matrix_flops,
+        "vector": device.vector_flops,
+        "overhead": device.launch_overhead_us,
+    }
 
 
 def _graph(graph: LaunchGraph) -> dict[str, Any]:

@@ -1,11 +1,22 @@
-"""The sentences and short texts that every view shares."""
+"""Writes the sentences and short texts that all views share."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from hlo_analysis.records import Analysis, Comparison, Memory, MissedFusion, Numerics, Provenance, StrategyResult
-from hlo_analysis.report.formats import Unit, format_bytes, format_change, plural
+from hlo_analysis.records import (
+    Analysis,
+    Comparison,
+    Memory,
+    MissedFusion,
+    Numerics,
+    Provenance,
+    SiteRecord,
+    StrategyResult,
+    Trial,
+)
+from hlo_analysis.report.formats import Unit, format_bytes, format_change, format_us, plural
 from hlo_analysis.report.similar_layers import without_numbers
 
 AT_LEAST = "≥\N{NO-BREAK SPACE}"
@@ -23,12 +34,22 @@ TARGET_NAMES = {
 
 
 def target_name(name: str) -> str:
-    """The target as it stands in a sentence."""
+    """Returns the target's name as used in a sentence."""
     return TARGET_NAMES.get(name, name)
 
 
+def seconds_to_compile(comparison: Comparison) -> str:
+    """Formats the seconds that each strategy took to lower and to compile; '' if none is known.
+
+    For example 'xla 0.1 + 2.3, best 2.0 + 1.5'.
+    """
+    done = [(result.name, result.analysis.provenance) for result in comparison.strategies if result.analysis]
+    known = [(name, origin.lower_seconds, origin.compile_seconds) for name, origin in done if origin.compile_seconds]
+    return ", ".join(f"{name} {lowering:.1f} + {compiling:.1f}" for name, lowering, compiling in known)
+
+
 def gemm_choice(provenance: Provenance) -> str:
-    """How matrix-product kernels were chosen: 'replayed 15 of 15', 'default (no autotuning)', ..."""
+    """Describes how matrix-product kernels were chosen: 'replayed 15 of 15', 'default (no autotuning)', ..."""
     match provenance.gemm_choice:
         case "replayed":
             return f"replayed {provenance.autotune_hits} of {provenance.autotune_lookups}"
@@ -37,13 +58,13 @@ def gemm_choice(provenance: Provenance) -> str:
         case "default":
             return "default (no autotuning)"
         case _ if provenance.mode == "unknown" and provenance.target != "cpu":
-            return "not known"  # a folder that somebody else dumped
+            return "not known"  # a dump that another tool made
         case _:
             return "none to choose"
 
 
 def numerics_text(numerics: Numerics | None) -> str:
-    """'1.1× baseline error', preceded by FAILED where it exceeds the bound; '' where nothing was checked."""
+    """Formats '1.1× baseline error', after FAILED if it exceeds the bound; '' if nothing was checked."""
     if numerics is None:
         return ""
     if not numerics.baseline_error:
@@ -54,36 +75,80 @@ def numerics_text(numerics: Numerics | None) -> str:
 
 
 def scope_name(scope: str) -> str:
-    """A scope for people: its last part, or words where the program named none."""
+    """Returns a readable scope: its last part, or a phrase if the program named none."""
     last = scope.rsplit("/", 1)[-1].replace("*", "").strip("_").replace("_", " ")
     return last if scope else "launches without a scope"
 
 
 def saved_percent(comparison: Comparison, name: str) -> str:
-    """The share of the unfused strategy's HBM traffic that a strategy saves, in percent."""
+    """Formats the share of the unfused strategy's HBM traffic that a strategy saves, in percent."""
     share = comparison.saved_share(name)
     return "–" if share is None else f"{share:.0%}"
 
 
 def peak_bytes(analysis: Analysis) -> int | None:
-    """Peak memory; None where there was no buffer assignment to count it from."""
+    """Returns the peak memory, or None without a buffer assignment."""
     return None if analysis.memory == Memory() else analysis.memory.peak_bytes
 
 
 def shared_argument(item: MissedFusion) -> str | None:
-    """'argument x.1' for a value that several launches read and none wrote; None where a launch wrote it.
+    """Returns 'argument x.1' for a value that several launches read and none wrote; None if a launch wrote it.
 
-    The record then names the first consumer in place of a producer.
+    The record of such a value has the first consumer in place of a producer.
     """
-    if len(item.consumers) < 2 or item.producer not in item.consumers:  # alone, a loop's launch that reads its own
+    if (
+        len(item.consumers) < 2 or item.producer not in item.consumers
+    ):  # a single consumer is a launch in a loop that reads its own value
         return None
     return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
 
 
 def location(analysis: Analysis, item: MissedFusion) -> str:
-    """The scope of a missed fusion, else its source line; a value that XLA inserted has its consumer's line."""
+    """Returns the scope of a missed fusion, or its source line; for a value that XLA inserted, its consumer's line."""
     sources = (analysis.launches[index].source for index in (item.producer, *item.consumers))
     return item.scope or next(filter(None, sources), "no scope")
+
+
+_SHOWN_US = 0.05
+"""Shorter times are shown as 0.0 µs."""
+
+
+def trial_text(trial: Trial) -> str:
+    """Describes a trial, or why it gained nothing.
+
+    For example 'rms_norm by xlafuse.fuse: 2 launches and 67 MB fewer, 18 µs less (estimated)'.
+    """
+    if trial.error:
+        return f"{trial.change}: {trial.error}"
+    amounts = [
+        (trial.saved_launches, plural(abs(trial.saved_launches), "launch")),
+        (trial.saved_bytes, format_bytes(abs(trial.saved_bytes))),
+    ]
+    fewer = " and ".join(text for saved, text in amounts if saved > 0)
+    more = " and ".join(text for saved, text in amounts if saved < 0)
+    time = f"{format_us(abs(trial.saved_us))} {'less' if trial.saved_us > 0 else 'more'} (estimated)"
+    parts = [fewer and f"{fewer} fewer", more and f"{more} more", time if abs(trial.saved_us) >= _SHOWN_US else ""]
+    effect = ", ".join(filter(None, parts)) or "the program stays the same"
+    return f"{trial.change}: {effect if trial.helps else f'no gain ({effect})'}"
+
+
+def is_advice(item: MissedFusion) -> bool:
+    """Whether to show the remedy as advice: not if it was tried and does not help."""
+    return item.trial is None or item.trial.helps or bool(item.trial.error)
+
+
+def site_texts(sites: Sequence[SiteRecord]) -> tuple[list[str], list[str]]:
+    """Returns the taken sites ('model.py:12: rms_norm by mosaic') and the refused ones; equal ones once, counted."""
+    counts = Counter(sites)
+
+    def text(site: SiteRecord) -> str:
+        times = f" ({counts[site]} times)" if counts[site] > 1 else ""
+        if site.outcome == "taken":
+            return f"{site.source}: {site.operation} by {site.implementation}{times}"
+        return f"{site.source}: no {site.operation}: {site.reason}{times}"
+
+    taken = [text(site) for site in counts if site.outcome == "taken"]
+    return taken, [text(site) for site in counts if site.outcome == "refused"]
 
 
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
@@ -95,13 +160,13 @@ def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
         plain = without_numbers(scope)
         layers.setdefault(plain, set()).add(scope)
         totals[plain] = totals.get(plain, 0) + value.bytes_moved
-    # The number of a layer is left out where the sum is of several layers.
+    # The layer's number is left out if several layers contribute to the sum.
     names = {plain: next(iter(found)) if len(found) == 1 else plain for plain, found in layers.items()}
     return {names[plain]: size for plain, size in sorted(totals.items(), key=lambda item: -item[1])}
 
 
 def caveats(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
-    """What the captures could not know: each sentence once, with the strategies that it is about, or () for all."""
+    """Lists the limits of the captures: each sentence once, with the strategies that it concerns, or () for all."""
     about: dict[str, list[str]] = {}
     done = [(result.name, result.analysis) for result in comparison.strategies if result.analysis is not None]
     for name, analysis in done:
@@ -111,12 +176,12 @@ def caveats(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """One or two sentences about the baseline and the strategy with the lowest roofline time."""
+    """Returns one or two sentences about the baseline and the strategy with the lowest roofline time."""
     return " ".join(verdict_sentences(comparison))
 
 
 def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
-    """The sentences of the verdict: first the baseline's."""
+    """Returns the sentences of the verdict, the baseline's first."""
     base = comparison[comparison.baseline]
     if base.analysis is None:
         return (f"{base.name} could not be analysed: {base.error}",)
@@ -139,7 +204,7 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     else:
         where = ""
         scopes = intermediates_by_scope(analysis)
-        if any(scopes):  # else the program names no scope
+        if any(scopes):  # otherwise the program names no scope
             scope, largest = next(iter(scopes.items()))
             share = largest / sum(scopes.values())
             amount = "most of it" if share > 0.5 else f"{share:.0%} of it"
@@ -148,19 +213,28 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     return "; ".join(parts) + "."
 
 
+_PRODUCT_KINDS = ("cublas", "cublaslt", "cudnn", "triton_gemm")
+
+
 def is_lower_bound(analysis: Analysis, base: Analysis | None) -> bool:
     """Whether a roofline time omits matrix products that the baseline counts, those inside opaque kernels."""
-    counted = 0 if base is None else base.traffic.flops
+    products = () if base is None else (launch for launch in base.launches if launch.kind in _PRODUCT_KINDS)
+    counted = sum(launch.flops * launch.repeat for launch in products)
     return analysis.has_opaque_kernels and analysis.traffic.flops < counted / 2
 
 
 def roofline_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
-    """The roofline time in `unit`, with "≥" where it omits some of the work."""
+    """Formats the roofline time in `unit`, with "≥" if it omits some of the work."""
     return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
 
 
+def estimate_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
+    """Formats the estimated time in `unit`, with "≥" if it omits some of the work."""
+    return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.estimated_us)
+
+
 def _best_sentence(comparison: Comparison) -> str:
-    """The strategy with the lowest roofline time, where that is another than the baseline."""
+    """Describes the strategy with the lowest roofline time, if it is not the baseline."""
     base = comparison[comparison.baseline]
     done: list[tuple[StrategyResult, Analysis]] = [
         (result, result.analysis) for result in comparison.strategies if result.analysis is not None

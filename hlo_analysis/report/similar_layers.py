@@ -1,4 +1,4 @@
-"""Groups what a deep model repeats: missed fusions of similar layers, and similar layers in the table of scopes."""
+"""Groups the repetitions in a deep model: missed fusions of similar layers, and similar layers in the scope table."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 from hlo_analysis.records import Analysis, MissedFusion
 
 _NUMBER = re.compile(r"\d+")
-# Two similar layers take no more room than the line that would stand for the second.
+# Two similar layers take no more space than the line that would replace the second.
 _FEWEST = 3
 
 
 def without_numbers(name: str) -> str:
-    """The name with '*' for each number in it: 'layer_12/mlp' -> 'layer_*/mlp'."""
+    """Replaces each number in the name by '*': 'layer_12/mlp' → 'layer_*/mlp'."""
     return _NUMBER.sub("*", name)
 
 
 def group_missed(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:
-    """Groups missed fusions that differ only in names and numbers; the group that costs most comes first."""
+    """Groups missed fusions that differ only in names and numbers, the costliest group first."""
     groups: dict[Hashable, list[MissedFusion]] = {}
     for item in analysis.missed:
         ends = [analysis.launches[index] for index in (item.producer, *item.consumers)]
         where = tuple((end.kind, end.source, without_numbers(end.scope), end.repeat) for end in ends)
         key = (item.shape, item.bytes_at_stake, item.remedy, without_numbers(item.reason), where)
         groups.setdefault(key, []).append(item)
-    return sorted(map(tuple, groups.values()), key=lambda group: -sum(item.time_at_stake_us for item in group))
+    return sorted(map(tuple, groups.values()), key=lambda group: -sum(item.remaining_us for item in group))
 
 
 def fold_layers[Row](
     rows: Iterable[Row], scope_of: Callable[[Row], tuple[str, str]], signature_of: Callable[[Row], Any]
 ) -> list[Row | tuple[str, str, int]]:
-    """Replaces the rows of layers that equal the one before by (first name, last name, how many).
+    """Replaces the rows of layers that equal the layer before by (first name, last name, count).
 
     Args:
         rows: in program order.
-        scope_of: a row's scope and phase. A layer is what stands under one numbered name, as 'model/layer_3'.
-        signature_of: what two rows of equal layers have in common.
+        scope_of: returns a row's scope and phase. A layer is everything under one numbered name, as 'model/layer_3'.
+        signature_of: returns a value that is equal for the rows of equal layers.
     """
     layers = [(key, list(found)) for key, found in groupby(rows, key=lambda row: _layer(*scope_of(row)))]
 
@@ -61,7 +61,10 @@ def fold_layers[Row](
 
 
 def _layer(scope: str, phase: str) -> tuple[str, str]:
-    """The scope up to its first part that ends in a number, '' where there is none, and the phase."""
+    """Returns the scope up to its first part that ends in a number ('' if there is none), and the phase.
+
+    A source line, such as 'model.py:12', is no layer.
+    """
     parts: Sequence[str] = scope.split("/")
-    place = next((place for place, part in enumerate(parts, start=1) if re.search(r"\d$", part)), 0)
+    place = next((place for place, part in enumerate(parts, start=1) if re.fullmatch(r"[^:]*\d", part)), 0)
     return "/".join(parts[:place]), phase

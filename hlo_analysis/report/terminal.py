@@ -1,4 +1,4 @@
-"""Prints a comparison on a terminal: verdict, strategy table, top missed fusions."""
+"""Prints a comparison on a terminal: verdict, strategy table, sites of fused operations, top missed fusions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hlo_analysis.report.times import measured_sentences
 
 
 def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
-    """Prints the comparison on `console`: verdict, strategy table, and the `missed` costliest missed fusions."""
+    """Prints the comparison on `console`: verdict, strategy table, sites, and the `missed` costliest missed fusions."""
     console.print()
     console.print(Text(comparison.title, style="bold"))
     console.print(Text(sentences.verdict(comparison)))
@@ -30,6 +30,10 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
         console.print(kinds_table(comparison))
     for line in _footnotes(comparison):
         console.print(Text(line, style="dim"))
+    for result in comparison.strategies:
+        if result.sites:
+            console.print()
+            console.print(_sites(result))
     base = comparison[comparison.baseline]
     if base.analysis is not None and base.analysis.missed:
         console.print()
@@ -44,15 +48,18 @@ WIDE = 116
 """Terminal width from which the launch kinds fit beside the numbers."""
 
 NARROW = 80
-"""Terminal width below which a number may wrap: cut off, it would be another number."""
+"""Terminal width below which a number may wrap, because a number that is cut off reads as another number."""
 
+
+_MAX_REFUSED = 5
+"""Most refused sites listed; the JSON has all of them."""
 
 _MAX_CONSUMERS = 4
-"""Consumers of a value that are listed by name; the page lists all of them."""
+"""Most consumers of a value listed by name; the page lists all of them."""
 
 
 def kinds_table(comparison: Comparison) -> Table:
-    """How many launches of each kind every strategy makes."""
+    """Returns a table of the launches of each kind, by strategy."""
     table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("launches by kind, counted")
@@ -63,7 +70,7 @@ def kinds_table(comparison: Comparison) -> Table:
 
 
 def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool = False) -> Table:
-    """One row a strategy; differences in percent are against the comparison's baseline. `narrow` breaks its cells."""
+    """Returns a table with one row per strategy; percentages compare with the baseline. `narrow` lets cells wrap."""
     units = units_of(comparison)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=not narrow, overflow="fold")
@@ -76,6 +83,7 @@ def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool =
         f"HBM {units.traffic.name}\ncounted",
         *(["saved\ncounted"] if comparison.unfused else []),
         f"roofline {units.time.name}\nestimated",
+        f"estimate {units.time.name}\nestimated",
         f"peak {units.memory.name}\ncounted",
         *([f"time {units.time.name}\nmeasured"] if has_time else []),
         *([f"wall {units.time.name}\nmeasured"] if has_wall else []),
@@ -98,7 +106,7 @@ def _cells(
 ) -> list[str]:
     analysis, has_saved = result.analysis, comparison.unfused is not None
     if analysis is None:
-        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * (3 + has_saved)]
+        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * (4 + has_saved)]
     against = base if base is not None and base is not analysis else None
     bytes_moved, roofline = analysis.traffic.bytes, analysis.roofline_us
     return [
@@ -109,6 +117,7 @@ def _cells(
         sentences.roofline_text(analysis, base, units.time)
         if sentences.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
+        sentences.estimate_text(analysis, base, units.time),
         units.memory.show(sentences.peak_bytes(analysis)),
     ]
 
@@ -126,7 +135,7 @@ def _with_change(text: str, value: float, base: float | None) -> str:
 
 
 def _footnotes(comparison: Comparison) -> list[str]:
-    """Explains the table: the baseline, GEMM choices, numerics, failures, and what the captures could not know."""
+    """Explains the table: the baseline, GEMM choices, numerics, failures, and limits of the captures."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
     saved = f" Saved: of the HBM traffic of {comparison.unfused}." if comparison.unfused else ""
     lines = [f"* baseline of the differences. HBM: bytes read and written.{saved}"]
@@ -137,6 +146,8 @@ def _footnotes(comparison: Comparison) -> list[str]:
         lines.append(f"GEMM choice: {next(iter(choices))}.")
     elif choices:
         lines.append("GEMM choice: " + "; ".join(f"{words} ({', '.join(who)})" for words, who in choices.items()) + ".")
+    if seconds := sentences.seconds_to_compile(comparison):
+        lines.append(f"Seconds to lower and compile, on this machine and with dumps: {seconds}.")
     checked = [result for result, _ in done if result.numerics is not None]
     if checked:
         failed = [result.name for result in checked if result.numerics is not None and not result.numerics.passed]
@@ -150,7 +161,7 @@ def _footnotes(comparison: Comparison) -> list[str]:
         for result in comparison.strategies
         if result.analysis is None
     )
-    # Caveats of other strategies are on the page.
+    # The page shows the caveats of other strategies.
     notes = [*measured_sentences(comparison), *sentences.caveats(comparison)]
     lines.extend(note for names, note in notes if not names or comparison.baseline in names)
     return lines
@@ -159,6 +170,17 @@ def _footnotes(comparison: Comparison) -> list[str]:
 def _first_sentence(text: str) -> str:
     head, stop, _ = text.splitlines()[0].partition(". ")
     return head + stop.rstrip()
+
+
+def _sites(result: StrategyResult) -> Group:
+    taken, refused = sentences.site_texts(result.sites)
+    count = sum(site.outcome == "taken" for site in result.sites)
+    head = f"Sites of {result.name}: {count} taken, {len(result.sites) - count} refused"
+    lines = [Text.assemble(("+ ", "green"), text) for text in taken]
+    lines += [Text.assemble(("- ", "red"), text) for text in refused[:_MAX_REFUSED]]
+    if len(refused) > _MAX_REFUSED:
+        lines.append(Text(f"- and {len(refused) - _MAX_REFUSED} more refused", "dim"))
+    return Group(Text(head, "bold"), *lines)
 
 
 def _missed(analysis: Analysis, place: int, similar: Sequence[MissedFusion]) -> Padding:
@@ -172,13 +194,16 @@ def _missed(analysis: Analysis, place: int, similar: Sequence[MissedFusion]) -> 
     head = Text.assemble(
         (f"{place}. ", "bold"),
         (formats.format_bytes(sum(item.bytes_at_stake for item in similar)), "bold yellow"),
-        f"  {formats.format_us(sum(item.time_at_stake_us for item in similar))} estimated  ",
+        f"  {formats.format_us(sum(item.remaining_us for item in similar))} estimated  ",
         (sentences.location(analysis, item), "cyan"),
         f"  {item.shape}",
     )
-    body = Text.assemble(
-        (ends + more, "dim"), "\n", "why     ", item.reason, "\n", (f"{item.remedy_kind:<8}", "green"), item.remedy
-    )
+    body = Text.assemble((ends + more, "dim"), "\n", "why     ", item.reason)
+    if sentences.is_advice(item):
+        body.append("\n").append(f"{item.remedy_kind:<8}", "green").append(item.remedy)
+    if item.trial is not None:
+        style = "green" if item.trial.helps else "dim"
+        body.append("\n").append("tried   ", style).append(sentences.trial_text(item.trial))
     return Padding(Group(head, Padding(body, (0, 0, 0, 3))), (0, 0, 1, 0))
 
 

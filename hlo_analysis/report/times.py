@@ -1,18 +1,35 @@
-"""What the views say of measured times: where they come from, and where a model of time is far off."""
+"""Describes measured times: their source, and models of time that are far off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hlo_analysis.records import Analysis, Comparison, Launch
+from hlo_analysis.records import Analysis, Comparison, Launch, StrategyResult
 from hlo_analysis.report.formats import format_bytes, format_us
+from hlo_analysis.report.sentences import is_lower_bound
 
 FAR_OFF = 2.0
-"""A model's time that is so many times too small or too large is named."""
+"""A model's time is reported if it is too small or too large by this factor."""
+
+
+def rival(comparison: Comparison) -> StrategyResult | None:
+    """Returns the fastest strategy other than the baseline: by measured GPU time if available, else by the estimate.
+
+    Returns None if no other strategy has an analysis. An estimate that omits work (`is_lower_bound`) ranks last.
+    """
+    base = comparison[comparison.baseline].analysis
+    others = [each for each in comparison.strategies if each.analysis is not None and each.name != comparison.baseline]
+
+    def rank(result: StrategyResult) -> tuple[bool, float, bool, float]:
+        assert result.analysis is not None
+        is_partial = is_lower_bound(result.analysis, base)
+        return result.measured_us is None, result.measured_us or 0.0, is_partial, result.analysis.estimated_us
+
+    return min(others, key=rank, default=None)
 
 
 def measured_sentences(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
-    """Sentences on the measured times, each with the strategies that it is about, or () for all."""
+    """Returns sentences on the measured times, each with the strategies that it concerns, or () for all."""
     done = [(each.name, each.analysis) for each in comparison.strategies if each.analysis is not None]
     found: dict[str, list[str]] = {}
     for name, analysis in done:
@@ -33,7 +50,7 @@ def _origin(analysis: Analysis) -> str:
 
 
 def _beside(analysis: Analysis) -> list[str]:
-    """What was measured beside the times: gaps, compile time and memory."""
+    """Describes the other measurements: gaps, compile time and memory."""
     measured = analysis.measured
     if measured is None:
         return []
@@ -50,7 +67,7 @@ def _beside(analysis: Analysis) -> list[str]:
 
 def _far_off(analysis: Analysis) -> list[str]:
     models: Sequence[tuple[str, Callable[[Launch], float | None]]] = (
-        ("the roofline", lambda launch: launch.roofline_us),
+        ("the estimate", lambda launch: launch.estimated_us),
         ("XLA's estimate", lambda launch: launch.xla_estimate_us),
     )
     timed = [(launch, launch.measured_us) for launch in analysis.launches if launch.measured_us]

@@ -1,4 +1,4 @@
-"""GPUs to compile for, present or not: `load_target("h200")` gives XLA's description and the roofline's peaks."""
+"""Loads the GPU to compile for, present or not: XLA's description and the roofline's peaks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 from hlo_analysis.errors import DumpError, UnknownTargetError, nearest_names
 from hlo_analysis.records import Device
+from hlo_analysis.targets.efficiency import EFFICIENCY
 from hlo_analysis.targets.peaks import LAUNCH_OVERHEAD_SOURCE, LAUNCH_OVERHEAD_US, peaks_of
 from hlo_analysis.targets.textproto import Message, parse_textproto
 
@@ -29,10 +30,10 @@ CPU_DEVICE = Device(
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to compile for.
+    """A GPU (or CPU) to compile for.
 
-    `config_text` is XLA's GpuTargetConfigProto in text form, '' for "cpu" and for "attached" before the GPU is asked.
-    `autotune` is the recorded autotuning shipped for this target, if there is one.
+    `config_text` is XLA's GpuTargetConfigProto in text form. It is '' for "cpu", and for "attached" until the GPU is
+    queried. `autotune` is the recorded autotuning shipped for this target, if there is one.
     """
 
     name: str
@@ -40,26 +41,26 @@ class Target:
     config_text: str
     device: Device
     device_kind: str = ""
-    """The name that the GPU gives itself."""
+    """The GPU's own name for itself."""
     core_count: int = 0
     memory_bytes: int = 0
-    """Of the device; 0 where not known."""
+    """Memory of the device; 0 if not known."""
     compute_capability: tuple[int, int] = (0, 0)
     cudnn_version: tuple[int, int, int] = (9, 10, 0)
     autotune: Path | None = None
 
 
 def target_names() -> tuple[str, ...]:
-    """Names that `load_target` knows: the shipped GPUs, then "attached" and "cpu"."""
+    """Returns the names that `load_target` accepts: the shipped GPUs, then "attached" and "cpu"."""
     return (*sorted(path.stem for path in _FOLDER.glob("*.txtpb")), *_SPECIAL)
 
 
 def load_target(name: str | Path | Target) -> Target:
-    """The target of that name, or the one that a recorded target config describes.
+    """Returns the target of that name, or the one that a recorded target config describes.
 
     Args:
       name: a name of `target_names()`, or a path to a GpuTargetConfigProto in text form, such as the
-        `*.gpu_target_config.pbtxt` that XLA writes into an `xla_dump_to` folder. A `Target` is given back as it is.
+        `*.gpu_target_config.pbtxt` that XLA writes into an `xla_dump_to` folder. A `Target` is returned unchanged.
 
     Raises:
       UnknownTargetError: no such name or file, not a target config, or a GPU that this XLA cannot compile for
@@ -100,11 +101,11 @@ def load_target(name: str | Path | Target) -> Target:
 
 
 def target_from_config(name: str | None, config_text: str, *, autotune: Path | None = None) -> Target:
-    """The target that a GpuTargetConfigProto in text form describes; its own name where none is given.
+    """Builds the target that a GpuTargetConfigProto in text form describes. `name` defaults to the config's own.
 
     Raises:
-      DumpError: not a text proto.
-      UnknownTargetError: a text proto of something else, or of a GPU that this XLA cannot compile for.
+      DumpError: the text is not a text proto.
+      UnknownTargetError: the text proto describes something else, or a GPU that this XLA cannot compile for.
     """
     config = parse_textproto(config_text)
     info = config.message("gpu_device_info")
@@ -183,6 +184,10 @@ def _device(name: str, device_name: str, info: Message) -> Device:
         matrix_flops=matrix,
         vector_flops=vector,
         launch_overhead_us=LAUNCH_OVERHEAD_US,
+        core_count=int(info.scalar("core_count")),
+        link_bandwidth=peaks.link_bandwidth if peaks is not None else 0.0,
+        clock_hz=float(info.scalar("clock_rate_ghz", "0")) * 1e9,
+        efficiency=EFFICIENCY,
         source=f"{source}; memory bandwidth from XLA's target config; {LAUNCH_OVERHEAD_SOURCE}",
     )
 
@@ -199,6 +204,6 @@ def _matrix_flops(info: Message) -> tuple[tuple[str, float], ...]:
         rate = entry.message("value")
         if element_type is not None:
             units, clock = float(rate.scalar("units_per_core", "0")), float(rate.scalar("clock_rate_ghz", "0")) * 1e9
-            # One operation of the description is one fused multiply-add.
+            # The description counts one fused multiply-add as one operation.
             rates.append((element_type, 2.0 * cores * units * float(rate.scalar("ops_per_clock", "0")) * clock))
     return tuple(rates)

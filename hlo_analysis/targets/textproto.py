@@ -1,4 +1,4 @@
-"""A reader for protobuf's text format, schema-free: enough for XLA's target configs and thunk metadata."""
+"""Reads protobuf's text format without a schema, as far as XLA's target configs and dumps need it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hlo_analysis.errors import DumpError
 
-# Eighteen megabytes of a fusion dump are read by this: what stands between tokens is a part of the next one's match.
+# A fusion dump may have eighteen megabytes. Text between tokens is therefore part of the next token's match.
 _TOKEN = re.compile(
     r"""(?:\s+|\#[^\n]*)*
       (?:(?P<string>"[^"\\\n]*(?:\\.[^"\\\n]*)*"|'[^'\\\n]*(?:\\.[^'\\\n]*)*')
@@ -23,32 +23,32 @@ _NAMED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f":
 
 
 class Quoted(str):
-    """A scalar that was written in quotes, with quotes and escapes undone."""
+    """A scalar written in quotes, with quotes and escapes removed."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Fields in text order. A value is a `Message` or a scalar's text; a scalar that had quotes is a `Quoted`."""
+    """Fields in text order. A value is a `Message` or a scalar's text; a quoted scalar is a `Quoted`."""
 
     fields: tuple[tuple[str, str | Message], ...]
 
     def all(self, name: str) -> tuple[str | Message, ...]:
-        """Every value of a repeated field."""
+        """Returns all values of a repeated field."""
         return tuple(value for key, value in self.fields if key == name)
 
     def messages(self, name: str) -> tuple[Message, ...]:
-        """Every sub-message of a repeated field."""
+        """Returns all sub-messages of a repeated field."""
         return tuple(value for value in self.all(name) if isinstance(value, Message))
 
     def message(self, name: str) -> Message:
-        """The last sub-message of that name; an empty one where there is none."""
+        """Returns the last sub-message of that name, or an empty one."""
         found = self.messages(name)
         return found[-1] if found else Message(())
 
     def scalar(self, name: str, default: str = "") -> str:
-        """The last scalar of that name."""
+        """Returns the last scalar of that name."""
         found = [value for value in self.all(name) if isinstance(value, str)]
         return found[-1] if found else default
 
@@ -60,7 +60,11 @@ class _MalformedError(Exception):
 
 
 def parse_textproto(text: str) -> Message:
-    """Reads text format. Raises `DumpError` with the line number when it is not well formed."""
+    """Parses text format.
+
+    Raises:
+        DumpError: the text is not well formed; the message has the line number.
+    """
     try:
         return Message(_message(_tokens(text), None))
     except _MalformedError as error:
@@ -69,7 +73,7 @@ def parse_textproto(text: str) -> Message:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    """Kind, text and position of each; the last is the end."""
+    """Yields the kind, text and position of each token; the last marks the end."""
     position, kind, match = 0, "", _TOKEN.match
     while kind != "end":
         found = match(text, position)
@@ -85,7 +89,7 @@ _Fields = tuple[tuple[str, "str | Message"], ...]
 
 
 def _message(tokens: Iterator[_Token], closer: str | None) -> _Fields:
-    """Fields up to `closer`, or up to the end of text."""
+    """Reads fields up to `closer`, or to the end of the text."""
     fields: list[tuple[str, str | Message]] = []
     pending: _Token | None = None
     while True:
@@ -113,7 +117,7 @@ def _message(tokens: Iterator[_Token], closer: str | None) -> _Fields:
             fields.extend((name, value) for value in _list(tokens))
         elif kind == "string":
             value = ""
-            while kind == "string":  # adjacent literals are one string
+            while kind == "string":  # adjacent literals form one string
                 value += _unquote(token)
                 kind, token, position = next(tokens)
             fields.append((name, Quoted(value)))
@@ -140,7 +144,7 @@ def _list(tokens: Iterator[_Token]) -> Iterator[str | Message]:
 
 
 def _unquote(literal: str) -> Quoted:
-    """A string literal's text. Escapes stand for bytes, and the bytes for UTF-8, as protobuf has it."""
+    """Returns a string literal's text. Escapes stand for bytes, and the bytes for UTF-8, as in protobuf."""
 
     def replace(match: re.Match[bytes]) -> bytes:
         escape = match.group(1)
@@ -157,7 +161,7 @@ def _unquote(literal: str) -> Quoted:
 
 
 def format_textproto(message: Message, depth: int = 0) -> str:
-    """Text format of a message, in its own order of fields, two spaces deeper for each level."""
+    """Formats a message as text, in its own order of fields, indented by two spaces for each level."""
     indent = "  " * depth
     lines: list[str] = []
     for name, value in message.fields:

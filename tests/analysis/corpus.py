@@ -1,7 +1,7 @@
 """Small programs that make XLA:GPU emit every sort of launch, compiled for an H200 with no GPU in the machine.
 
-`python corpus.py FOLDER` writes XLA's dump of each program to FOLDER/<name>. All compile in one process (some eight
-seconds), since starting one for each would take most of the time.
+`python corpus.py FOLDER` writes XLA's dump of each program to FOLDER/<name>. All compile in one process (some
+twenty seconds), since starting one for each would take most of the time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def programs() -> dict[str, Program]:
     import jax.numpy as jnp
     from jax import lax
     from jax.experimental.pallas import mosaic_gpu as plgpu
+    from model_parts import model_parts
 
     bf16, f32, s32 = jnp.bfloat16, jnp.float32, jnp.int32
     made: dict[str, Program] = {}
@@ -186,7 +187,8 @@ def programs() -> dict[str, Program]:
         out, pullback = jax.vjp(mlp, x, scale, up, down)
         return pullback(out)
 
-    return made
+    parts = {name: Program(function=part, arguments=given) for name, (part, given) in model_parts().items()}
+    return made | parts
 
 
 def write_dumps(folder: Path) -> None:

@@ -15,6 +15,7 @@ from capture_programs import FLOATS, INTEGERS, LAYER_ARGUMENTS, layer
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hlo_analysis import analyze
 from hlo_analysis.capture import Capture, capture
 from hlo_analysis.capture.lowering import Lowered, describe_arguments, gradient, lower
 from hlo_analysis.hlo import parse_module
@@ -212,22 +213,30 @@ def test_resources_of_kernels(compiler: None) -> None:
             out_type=jax.ShapeDtypeStruct((128, 128), jnp.float32),
             grid=(7,),
             grid_names=("i",),
-            scratch_types=(plgpu.SMEM((128, 64), jnp.float32),),
+            scratch_types=(plgpu.SMEM((128, 256), jnp.float32),),
         )
         return jnp.sin(kernel(x)).sum()
 
-    made = capture(program, jax.ShapeDtypeStruct((128, 128), jnp.float32), emit_ptx=True)
+    made = capture(program, jax.ShapeDtypeStruct((128, 128), jnp.float32))
     (mosaic,) = json.loads(made.require("mosaic_resources"))
     assert mosaic["kernel"] == "body_mosaic_gpu_kernel"
     assert (mosaic["grid"], mosaic["block"]) == ([7, 1, 1], [128, 1, 1])
-    assert mosaic["dynamic_shared_bytes"] == 128 * 64 * 4
+    assert mosaic["dynamic_shared_bytes"] == 128 * 256 * 4
     assert 32 < mosaic["registers"] <= 255
     assert mosaic["spill_store_bytes"] == mosaic["spill_load_bytes"] == 0
     assert made.require("thunk_sequence").count(": kCustomCall ") == 1
     xla = {kernel["kernel"]: kernel for kernel in json.loads(made.require("ptx_resources"))}
     assert set(xla) == {"wrapped_sine", "input_reduce_fusion"}
     assert all(8 <= kernel["registers"] <= 255 for kernel in xla.values())
-    assert xla["input_reduce_fusion"]["static_shared_bytes"] > 0
+    static = xla["input_reduce_fusion"]["static_shared_bytes"]
+    assert static > 0
+
+    launches = {launch.kernel: launch for launch in analyze(made).launches}
+    reduction, own = launches["input_reduce_fusion"], launches["body_mosaic_gpu_kernel"]
+    assert reduction.shared_memory_bytes == static
+    assert own.shared_memory_bytes == 128 * 256 * 4
+    # Of an H200's 228 KiB a block takes 129 KiB: there is one block of four warps, of 64 warps.
+    assert (own.occupancy, own.occupancy_limiter) == (4 / 64, "shared memory")
 
 
 def test_temporary_files_go_with_the_capture(temporary_folders) -> None:

@@ -47,6 +47,34 @@ def test_collectives_are_compiled_for_all_devices_of_the_mesh(compiler: None) ->
     assert any("takes no fusion" in decision.reason for decision in analysis.decisions)
 
 
+def test_eight_devices_send_over_their_links(compiler: None) -> None:
+    """Rows over eight GPUs in groups of four: what each sends, and the time at NVLink's 450 GB/s in one direction."""
+    mesh = AbstractMesh((2, 4), ("host", "rows"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+    def on_each(rows: jax.Array) -> tuple[jax.Array, ...]:
+        total = jax.lax.psum(rows, ("host", "rows"))
+        return total, jax.lax.all_gather(jnp.sin(rows), "rows", tiled=True)
+
+    split = PartitionSpec(("host", "rows"))
+    mapped = jax.shard_map(
+        on_each, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), PartitionSpec("host")), check_vma=False
+    )
+    analysis = analyze(capture(mapped, jax.ShapeDtypeStruct((32768, 4096), jnp.float32)))
+    assert analysis.device.link_bandwidth == 450e9
+    one = 4096 * 4096 * 4  # bytes of one GPU's rows
+    collectives = {launch.op_name.rpartition("/")[2]: launch for launch in analysis.launches if launch.link_bytes}
+    assert {name: launch.link_bytes for name, launch in collectives.items()} == {
+        "psum": 2 * one * 7 // 8,
+        "all_gather": 3 * one,
+    }
+    for launch in collectives.values():
+        assert launch.limiter == "link"
+        assert launch.roofline_us == pytest.approx(launch.link_bytes / 450e9 * 1e6 + 2.4)
+        assert launch.estimated_us >= launch.link_bytes / 450e9 * 1e6
+    assert all(launch.limiter != "link" for launch in analysis.launches if launch.kind != "collective")
+    assert any("at the peak rate of the links" in note for note in analysis.provenance.notes)
+
+
 def test_a_mesh_of_one_device_says_nothing() -> None:
     lowered = lower(gathered(1), (ROWS,), target=load_target("h200"))
     assert (lowered.devices, lowered.notes) == (1, ())

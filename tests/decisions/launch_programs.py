@@ -42,6 +42,19 @@ def facts_of(body: str, **passed: str) -> LaunchFacts:
     return LaunchFacts(instructions=instructions, launched=module.entry.root_instruction, parameters=passed)
 
 
+def softmax(scores: str) -> dict[str, Any]:
+    """Opcodes and instructions of a launch that makes a softmax of the rows of `scores`."""
+    hlo = """%s = f32[8,8] parameter(0)
+    %m = f32[8] reduce(%s, %lowest), dimensions={1}, to_apply=%add
+    %rows = f32[8,8] broadcast(%m), dimensions={0}
+    %d = f32[8,8] subtract(%s, %rows)
+    %e = f32[8,8] exponential(%d)
+    %sum = f32[8] reduce(%e, %zero), dimensions={1}, to_apply=%add
+    %sums = f32[8,8] broadcast(%sum), dimensions={0}
+    ROOT %p = f32[8,8] divide(%e, %sums)"""
+    return {"opcodes": ("exponential", "reduce", "divide"), "hlo": hlo, "passed": {"s": scores}}
+
+
 CATALOGUE = [Kernel(name=name, pattern=name, package="kernels", compute_capabilities=(9,)) for name in PATTERNS]
 
 

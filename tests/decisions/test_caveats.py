@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from launch_programs import CATALOGUE, Program
+from launch_programs import Program
 
-from hlo_analysis.caveats import kernels_elsewhere, notes_of
+from hlo_analysis.caveats import notes_of
 
 
 def optimizer(count: int, **fields: str) -> Program:
@@ -54,10 +54,13 @@ def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
     assert program.rank() == ()
 
 
-@pytest.mark.parametrize(("capability", "is_told"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((0, 0), False)])
-def test_kernels_of_another_gpu_are_told(capability: tuple[int, int], is_told: bool) -> None:
-    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",)).launch("y", {"d": 100}, 9)
-    assert program.rank()[0].remedy.startswith("linear: ")
-    assert len(list(kernels_elsewhere(program.rank(), capability, CATALOGUE))) == is_told
-    unnamed = Program().launch("a", {"x": 100}, 100).launch("b", {"a": 100}, 100).rank()
-    assert not list(kernels_elsewhere(unnamed, capability, CATALOGUE))
+def test_kernels_that_spill_are_named_once_those_that_spill_most_first() -> None:
+    program = Program().launch("a", {"x": 1}, 1).launch("b", {"a": 1}, 1, kernel="k", spill_bytes=8)
+    program.launch("c", {"b": 1}, 1, kernel="k", spill_bytes=8).launch("d", {"c": 1}, 1, spill_bytes=1044)
+    program.launch("e", {"d": 1}, 1, spill_bytes=0)
+    (note,) = notes_of(program.launches, ())
+    assert note.endswith("load them again: d (1044 bytes a thread), k (8 bytes a thread).")
+    for number in range(4):
+        program.launch(f"f{number}", {"e": 1}, 1, spill_bytes=4)
+    (note,) = notes_of(program.launches, ())
+    assert note.endswith("f1 (4 bytes a thread), f2 (4 bytes a thread) and 1 more.")

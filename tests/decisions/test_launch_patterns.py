@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from launch_programs import Program
+from launch_programs import Program, softmax, text_of
 
 from hlo_analysis.patterns.launch_patterns import fills, only_moves, takes_every_other
+from hlo_analysis.remedies import texts
 
 EVERY_OTHER = "%s = f32[8] slice(%x), slice={[0:4:1], [1:2048:2]}"
 
@@ -17,19 +16,25 @@ def test_attention_of_short_sequences_has_scores_hardly_larger_than_what_they_ar
     program = (
         Program()
         .launch("s", {"q": 26, "k": 26}, 79, "triton_gemm", opcodes=("dot",))
-        .launch("p", {"s": 79}, 79, "triton", opcodes=("exponential", "reduce", "divide"))
+        .launch("p", {"s": 79}, 79, "triton", **softmax("s"))
         .launch("o", {"p": 79, "v": 26}, 26, "triton_gemm", opcodes=("dot",))
     )
     assert all(missed.remedy.startswith("attention:") for missed in program.rank())
 
 
+SUM = "%r = f32[8] reduce(%e, %zero), dimensions={1}, to_apply=%add"
+
+
 def test_a_single_query_makes_its_scores_in_reductions() -> None:
+    shifted = "%s = f32[8,8] parameter(0)\n%m = f32[8] parameter(1)\n%b = f32[8,8] broadcast(%m), dimensions={0}\n"
+    shifted += "%d = f32[8,8] subtract(%s, %b)\n%e = f32[8,8] exponential(%d)"
+    passed = {"s": "s", "m": "max"}
     program = (
         Program()
         .launch("s", {"q": 1, "keys": 500}, 8, "reduction", opcodes=("multiply", "reduce"))
         .launch("max", {"s": 8}, 1, "reduction", opcodes=("multiply", "reduce"))
-        .launch("e", {"s": 8, "max": 1}, 8, opcodes=("exponential", "subtract"))
-        .launch("sum", {"e": 8}, 1, "reduction", opcodes=("reduce",))
+        .launch("e", {"s": 8, "max": 1}, 8, opcodes=("exponential", "subtract"), hlo=shifted, passed=passed)
+        .launch("sum", {"e": 8}, 1, "reduction", opcodes=("reduce",), hlo=SUM)
         .launch("p", {"e": 8, "sum": 1}, 8, opcodes=("divide",))
         .launch("o", {"p": 8, "values": 500}, 1, "reduction", opcodes=("multiply", "reduce"))
     )
@@ -43,7 +48,7 @@ def test_the_weights_of_a_router_are_no_scores() -> None:
     program = (
         Program()
         .launch("r", {"x": 400, "w": 1}, 10, "triton_gemm", opcodes=("dot",), hlo=dot)
-        .launch("p", {"r": 10}, 10, "triton", opcodes=("exponential", "reduce", "divide"))
+        .launch("p", {"r": 10}, 10, "triton", **softmax("r"))
         .launch("y", {"p": 10, "e": 400}, 400, "triton_gemm", opcodes=("dot",))
     )
     assert not any(missed.remedy.startswith("attention:") for missed in program.rank())
@@ -58,8 +63,8 @@ def test_the_weights_of_a_router_are_no_scores() -> None:
             "%e = f32[8] exponential(%d)",
             "softmax:",
         ),
-        ("%d = f32[8] subtract(%x, %y)\n%e = f32[8] exponential(%d)", "one kernel"),
-        ("%d = f32[8] negate(%x)\n%e = f32[8] exponential(%d)", "one kernel"),
+        ("%d = f32[8] subtract(%x, %y)\n%e = f32[8] exponential(%d)", "write a kernel"),
+        ("%d = f32[8] negate(%x)\n%e = f32[8] exponential(%d)", "write a kernel"),
     ],
     ids=["softmax", "cast", "softplus", "sigmoid"],
 )
@@ -101,7 +106,7 @@ def test_zeros_to_add_to_are_no_move_and_could_be_an_array_that_is_there() -> No
 def test_a_part_of_what_was_sorted_wants_a_selection() -> None:
     program = Program().launch("s", {"x": 100}, 100, "sort", opcodes=("iota", "sort"))
     (missed,) = program.launch("top", {"s": 100}, 1, "copy", opcodes=("slice",)).rank()
-    assert missed.remedy.startswith("a kernel that selects")
+    assert missed.remedy == text_of(texts.TOP_K)
 
 
 def test_a_loops_product_of_a_part_and_of_what_does_not_change_leaves_the_loop() -> None:
@@ -127,7 +132,7 @@ def test_groups_of_rows_want_a_grouped_product() -> None:
 def test_two_products_in_a_row_are_no_epilogue() -> None:
     program = Program().launch("o", {"p": 10, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("y", {"o": 10, "w": 10}, 10, "loop", opcodes=("dot",)).rank()
-    assert missed.remedy.startswith("both products in one kernel")
+    assert missed.remedy == text_of(texts.CHAINED)
 
 
 def test_the_gates_of_a_recurrent_cell_are_no_gated_product() -> None:
@@ -149,7 +154,7 @@ def test_sums_of_columns_that_are_summed_again_are_those_of_groups() -> None:
         program.launch("n", {"y": 100, "m": 1}, 100, opcodes=("subtract", "multiply"))
         return next(missed.remedy for missed in program.rank() if missed.value == "y")
 
-    assert remedy(rows).startswith("one kernel a group")
+    assert remedy(rows) == text_of(texts.GROUP_NORM)
     assert remedy(columns).startswith("batch_norm:")
 
 
@@ -157,10 +162,49 @@ def test_parts_of_a_split_sum_are_not_those_of_a_softmax() -> None:
     """The gates of a recurrent cell: parts of a product are added up, a sigmoid follows, then a product."""
     dot = '%d = f32[4,64,64] dot(%a, %b), lhs_batch_dims={0}, metadata={op_name="f/dot"}'
     add = '%r = f32[64,64] reduce(%d, %z), dimensions={0}, metadata={op_name="f/dot"}'
-    for reduces, is_score in ((1, False), (2, True)):
-        program = Program().launch("g", {"h": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), hlo=dot)
-        program.launch("c", {"g": 100}, 90, opcodes=("exponential", "reduce"), hlo=add)
-        program.launches[1] = replace(program.launches[1], opcodes=(("exponential", 1), ("reduce", reduces)))
-        program.launch("y", {"c": 90, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
-        remedies = {missed.value: missed.remedy for missed in program.rank()}
-        assert remedies["g"].startswith("attention:") == is_score
+    program = Program().launch("g", {"h": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",), hlo=dot)
+    program.launch("c", {"g": 100}, 90, opcodes=("exponential", "reduce"), hlo=add)
+    program.launch("y", {"c": 90, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+    assert not any(missed.remedy.startswith("attention:") for missed in program.rank())
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_score"),
+    [
+        ("%k = f32[8,8] multiply(%p, %keep)\n%y = bf16[8,8] convert(%k)", True),  # dropout
+        ("%y = f32[8,8] subtract(%p, %labels)", False),  # the gradient of a loss that is computed again
+        ("%one = f32[8,8] subtract(%p, %ones)\n%y = f32[8,8] select(%is_label, %one, %p)", False),
+    ],
+)
+def test_probabilities_are_scaled_and_not_added_to_anything(steps: str, is_score: bool) -> None:
+    program = Program().launch("s", {"q": 10, "k": 10}, 100, "triton_gemm", opcodes=("dot",))
+    hlo = softmax("s")["hlo"].replace("ROOT ", "") + f"\n{steps}"
+    program.launch("p", {"s": 100, "other": 100}, 100, **{**softmax("s"), "hlo": hlo})
+    program.launch("y", {"p": 100, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+    assert program.rank()[0].remedy.startswith("attention:") == is_score
+
+
+@pytest.mark.parametrize(
+    "exponential",
+    [
+        "%n = f32[8,8] negate(%d)\n%e = f32[8,8] exponential(%n)",  # a sigmoid of what is normalized
+        "%x = f32[8,8] add(%d, %bias)\n%e = f32[8,8] exponential(%x)",
+        "%e = f32[8,8] exponential(%s)",  # the decay of a state
+    ],
+)
+def test_other_exponentials_are_no_softmax(exponential: str) -> None:
+    program = Program().launch("s", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
+    hlo = softmax("s")["hlo"].replace("%e = f32[8,8] exponential(%d)", exponential)
+    program.launch("p", {"s": 100, "other": 100}, 100, **{**softmax("s"), "hlo": hlo})
+    program.launch("y", {"p": 100, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
+    assert not any(missed.remedy.startswith("attention:") for missed in program.rank())
+
+
+def test_what_a_scan_in_levels_hands_on_is_its_last_level() -> None:
+    levels = {"hlo": EVERY_OTHER, "opcodes": ("slice", "add")}
+    program = Program().launch("first", {"x": 100}, 100, **levels).launch("last", {"first": 100}, 100, **levels)
+    program.launch("cut", {"x": 100}, 50, **levels)  # no level: nothing that takes every other stands before it
+    program.launch("y", {"last": 100, "cut": 50}, 100, opcodes=("multiply",))
+    found = {missed.value: missed.remedy for missed in program.rank()}
+    assert found["first"] == found["last"] == text_of(texts.SCAN)
+    assert found["cut"] != text_of(texts.SCAN)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import MIB, Program
+from launch_programs import MIB, Program, text_of
+
+from hlo_analysis.remedies import texts
 
 
 def norm(size: int, sums: str, mib: int = 1) -> Program:
@@ -124,4 +126,17 @@ def test_the_variances_of_each_image_are_no_batch_normalizations(roots: str, is_
     program.launch("root", {"var": 1}, 1, opcodes=("rsqrt",), shape=roots)
     program.launch("y", {"x": 30, "root": 1}, 30, opcodes=("multiply", "subtract"))
     (remedy,) = {missed.remedy for missed in program.rank() if missed.value == "root"}
-    assert remedy.startswith("batch_norm:" if is_batch else "one kernel a group")
+    assert remedy == text_of(texts.BATCH_NORM if is_batch else texts.GROUP_NORM)
+
+
+@pytest.mark.parametrize(("weights", "remedy"), [(384, texts.LAYER_NORM), (32, texts.GROUP_NORM)])
+def test_rows_that_lie_as_columns_are_known_by_their_weights(weights: int, remedy: texts.Remedy) -> None:
+    """XLA keeps the tokens of a vision transformer with the images last in memory."""
+    sums = "%x = f32[197,384,32]{2,1,0} parameter(0)\n%s = f32[197,32]{1,0} reduce(%x, %z), dimensions={1}"
+    program = Program().launch("var", {"x": 30}, 1, "reduction", opcodes=("reduce", "subtract"), hlo=sums)
+    program.launch("root", {"var": 1}, 1, opcodes=("rsqrt",), shape="f32[197,32]")
+    program.launch("y", {"x": 30, "root": 1, "scale": 1}, 30, opcodes=("multiply", "subtract"))
+    *others, scale = program.launches[2].inputs
+    program.launches[2] = replace(program.launches[2], inputs=(*others, replace(scale, shape=f"f32[{weights}]")))
+    (found,) = {missed.remedy for missed in program.rank() if missed.value == "root"}
+    assert found == text_of(remedy)

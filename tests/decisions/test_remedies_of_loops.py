@@ -111,3 +111,32 @@ def test_a_stack_beside_the_product_s_reader_changes_no_remedy() -> None:
     missed = next(missed for missed in program.rank() if missed.category != categories.SHARED_INPUT)
     assert missed.consumers == (1, 2)
     assert missed.remedy.startswith("linear:")
+
+
+@pytest.mark.parametrize(
+    ("repeat", "limiter", "is_told"),
+    [(9, "overhead", True), (1, "overhead", False), (9, "memory", False)],  # a mask as large as that is drawn in place
+)
+def test_a_loops_random_numbers_are_drawn_before_it(repeat: int, limiter: Any, is_told: bool) -> None:
+    program = Program().launch("bits", {"key": 1}, 1, opcodes=("xor",), repeat=repeat, limiter=limiter)
+    program.launches[0] = replace(program.launches[0], opcodes=(("xor", 20),))
+    (missed,) = program.launch("state", {"bits": 1}, 1, repeat=repeat).rank()
+    assert (missed.remedy == loop_texts.DRAWN.text) == is_told
+
+
+@pytest.mark.parametrize(("stacked", "remedy"), [(2, loop_texts.RECOMPUTED), (1, texts.MERGE_LOOPS)])
+def test_what_a_loop_keeps_in_many_stacks_is_computed_again(stacked: int, remedy: texts.Remedy) -> None:
+    program = Program().launch("h", {"x": 1}, 50, repeat=9)
+    for number, opcode in enumerate(["dynamic-update-slice"] * stacked + ["tanh"] * (4 - stacked)):
+        program.launch(f"s{number}", {"h": 50}, 50, opcodes=(opcode,), repeat=9)
+    assert text_of(remedy) in {missed.remedy for missed in program.rank()}
+
+
+@pytest.mark.parametrize(("weight", "is_known"), [("w", True), ("h", False)])
+def test_a_loops_product_of_its_input_goes_before_it(weight: str, is_known: bool) -> None:
+    """Not the product of a state that the loop changes."""
+    program = Program().launch("h", {"x": 1}, 9, repeat=9)
+    program.launch("part", {"stack": 9}, 9, opcodes=("dynamic-slice",), repeat=9)
+    program.launch("p", {"part": 9, weight: 9}, 50, "triton_gemm", opcodes=("dot",), repeat=9)
+    found = {missed.value: missed.remedy for missed in program.launch("y", {"p": 50}, 50, repeat=9).rank()}
+    assert (found["p"] == loop_texts.HOISTED.text) == is_known

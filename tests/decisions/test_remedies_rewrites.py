@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import MIB, Program, text_of
+from launch_programs import MIB, Program, softmax, text_of
 
+from hlo_analysis.catalogue import Kernel
 from hlo_analysis.decisions import categories
-from hlo_analysis.patterns.launch_patterns import dequantizes, is_batched, repeats_rows, spreads, takes_sixteen_bits
+from hlo_analysis.patterns.launch_patterns import dequantizes, repeats_rows, spreads
 from hlo_analysis.remedies import conv_texts, loop_texts, texts
 from xlafuse.catalogue import KERNELS
 
@@ -67,6 +68,23 @@ def test_zeros_that_a_scatter_starts_from(op_name: str, reader: str, remedy: Any
     else:
         program.launch("s", {"zeros": 100, "u": 100}, 100, "scatter", opcodes=("scatter",), op_name=op_name)
     assert program.rank()[0].remedy == text_of(remedy)
+
+
+@pytest.mark.parametrize(("update", "remedy"), [("f32[4,8]", texts.ROWS_UPDATED), ("f32[4,1]", texts.OTHER_ZEROS)])
+def test_zeros_of_tables_are_not_needed_where_rows_are_updated(update: str, remedy: texts.Remedy) -> None:
+    """An optimizer selects zeros, too, and reads those that the gradients of embeddings are added to."""
+    hlo = f"""%z = f32[100,8] parameter(0)
+    %i = s32[4,1] parameter(1)
+    %u = {update} parameter(2)
+    ROOT %s = f32[100,8] scatter(%z, %i, %u), update_window_dims={{1}}, to_apply=%add"""
+    program = Program().launch("zeros", {}, 100, opcodes=("broadcast",))
+    reads = {"zeros": 100, "i": 1, "u": 1}
+    program.launch("s", reads, 1, "scatter", opcodes=("scatter",), hlo=hlo, phase="backward")
+    program.launch("y", {"zeros": 100, "s": 100, "x": 100}, 100, opcodes=("select",))
+    missed = next(missed for missed in program.rank() if missed.value == "zeros")
+    assert missed.remedy == remedy.text
+    if remedy is texts.ROWS_UPDATED:  # neither the zeros nor the whole update is needed
+        assert missed.bytes_at_stake == (100 + 400) * MIB
 
 
 def test_the_gradient_of_set_numbers_its_updates_unless_they_are_unique() -> None:
@@ -138,23 +156,25 @@ def test_integers_are_widened_as_a_product_loads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hlo", "is_taken"),
+    ("given", "made", "is_taken"),
     [
-        ("%a = bf16[8,8]{1,0} parameter(0)\n%b = bf16[8,8]{1,0} parameter(1)\n%d = f32[8,8] dot(%a, %b), x={1}", True),
-        ("%a = s8[8,8]{1,0} parameter(0)\n%b = s8[8,8]{1,0} parameter(1)\n%d = s32[8,8] dot(%a, %b), x={1}", False),
+        ("bf16[128,128]{1,0}", "f32[128,128] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", True),
+        ("bf16[128,100]{1,0}", "f32[128,128] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}", False),
+        ("s8[128,128]{1,0}", "s32[128,128] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", False),
         (
-            "%a = bf16[8,8,8]{2,1,0} parameter(0)\n%b = bf16[8,8,8]{2,1,0} parameter(1)\n"
-            "%d = bf16[8,8,8] dot(%a, %b), lhs_batch_dims={0}, rhs_batch_dims={0}",
+            "bf16[8,128,128]{2,1,0}",
+            "bf16[8,128,128] dot(%a, %b), lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims={2}, "
+            "rhs_contracting_dims={1}",
             False,
         ),
     ],
 )
-def test_a_product_of_ours_takes_a_single_matrix_of_sixteen_bits(hlo: str, is_taken: bool) -> None:
+def test_a_product_of_ours_takes_a_single_matrix_of_sixteen_bits(given: str, made: str, is_taken: bool) -> None:
+    hlo = f"%a = {given} parameter(0)\n%b = {given} parameter(1)\n%d = {made}"
     program = Program().launch("d", {"x": 100, "w": 100}, 100, "triton_gemm", opcodes=("dot",), hlo=hlo)
     (missed,) = program.launch("y", {"d": 100}, 100, opcodes=("tanh",)).rank(catalogue=KERNELS)
-    assert (takes_sixteen_bits(program.launches[0]) and not is_batched(program.launches[0])) == is_taken
-    assert missed.remedy.startswith(text_of(texts.LINEAR_EPILOGUE))
-    assert ("multiplies by a single matrix" in missed.remedy) != is_taken
+    assert missed.remedy.startswith("linear: " if is_taken else "write a kernel, e.g. in Pallas (linear does not take")
+    assert missed.remedy.endswith(texts.LINEAR_EPILOGUE.text)
 
 
 def test_what_is_reduced_of_a_product_is_no_epilogue() -> None:
@@ -212,6 +232,41 @@ def test_rows_of_a_product_that_are_added_elsewhere_are_no_plain_epilogue() -> N
     assert missed.remedy == text_of(texts.SCATTERED)
 
 
+def test_a_product_of_which_most_readers_scatter_adds_where_rows_belong() -> None:
+    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
+    program.launch("s", {"d": 100, "zeros": 10}, 10, "scatter", opcodes=("scatter",))
+    (missed,) = program.launch("y", {"d": 100}, 100).rank()
+    assert missed.remedy == text_of(texts.SCATTERED)
+
+
+@pytest.mark.parametrize(("rows", "is_taken"), [("%d", True), ("%other", False)])
+def test_rows_of_another_array_are_not_taken_of_the_product(rows: str, is_taken: bool) -> None:
+    program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
+    hlo = f"%g = f32[8] gather({rows}, %indices)\n%e = f32[8] add(%g, %d)"
+    (missed,) = program.launch("e", {"d": 100, "other": 100}, 100, opcodes=("gather", "add"), hlo=hlo).rank()
+    assert (missed.remedy == text_of(texts.TAKEN)) == is_taken
+
+
+def test_where_no_kernel_serves_the_text_says_why() -> None:
+    refusing = Kernel(name="gate", pattern="gated_linear", package="p", unsupported=lambda launches: "too large")
+    for catalogue, why in (([refusing], "gate does not take this: too large"), ([], "no kernel of the catalogue does")):
+        named = texts.GATED_LINEAR.named(catalogue, ())
+        assert named.text.startswith("write a kernel, e.g. in Pallas")
+        assert why in named.text
+        assert named.kernel is None
+        assert texts.ATTENTION.named(catalogue, ()) is texts.ATTENTION  # everyone has one
+
+
+def test_a_loss_whose_product_no_kernel_takes_has_the_kernel_of_the_loss_alone() -> None:
+    whole = Kernel(name="whole", pattern="linear_cross_entropy", package="p", unsupported=lambda launches: "odd")
+    named = texts.LINEAR_CROSS_ENTROPY.named([whole, Kernel(name="loss", pattern="cross_entropy", package="p")], ())
+    assert named.kernel == "loss"
+    assert named.text == f"loss: {texts.LOG_SOFTMAX.text}; whole does not take this: odd"
+    assert texts.LINEAR_CROSS_ENTROPY.named([whole], ()).text.startswith(
+        "write a kernel, e.g. in Pallas (whole does not"
+    )
+
+
 def test_rows_of_a_product_that_are_taken_by_index_are_no_epilogue() -> None:
     program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("e", {"d": 100}, 200, "concatenate", opcodes=("gather", "concatenate")).rank()
@@ -220,7 +275,7 @@ def test_rows_of_a_product_that_are_taken_by_index_are_no_epilogue() -> None:
 
 def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
     program = Program().launch("s", {"q": 10, "k": 10}, 800, "triton_gemm", shape="f32[8,64,64]")
-    program.launch("p", {"s": 800}, 400, "triton", opcodes=("exponential", "reduce", "divide"))
+    program.launch("p", {"s": 800}, 400, "triton", **softmax("s"))
     program.launch("o", {"p": 400, "v": 10}, 100, "triton_gemm").launch("sum", {"o": 100}, 100, opcodes=("multiply",))
     assert next(missed for missed in program.rank() if missed.value == "o").remedy == text_of(texts.ATTENTION)
 
@@ -271,8 +326,8 @@ def test_no_product_adds_up_rows_as_it_loads_them(op_name: str, remedy: texts.Re
     ("reads", "more", "remedy"),
     [
         ({"x": 100, "residual": 100}, (), texts.DROPOUT_NORM),
-        ({"x": 100}, (), texts.RMS_NORM),  # no residual
-        ({"mean": 100, "scale": 100}, ("log-plus-one",), texts.RMS_NORM),  # numbers of a normal distribution
+        ({"x": 100}, (), texts.ONE_KERNEL),  # no residual
+        ({"mean": 100, "scale": 100}, ("log-plus-one",), texts.ONE_KERNEL),  # numbers of a normal distribution
     ],
 )
 def test_a_dropout_before_a_norm_is_one_kernel_with_it(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 """Debian's package `chromium`; None where no browser is installed."""
 
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
-          "--no-first-run", "--disable-dev-shm-usage")  # fmt: skip
+          "--no-first-run", "--disable-dev-shm-usage", "--disable-quic", "--disable-background-networking",
+          "--disable-component-update", "--disable-sync")  # fmt: skip
 # Chromium reads commands from file descriptor 3 and answers on 4.
 _LAUNCH = (
     "import os, sys; r, w = map(int, sys.argv[1:3]); os.dup2(r, 3); os.dup2(w, 4); os.execv(sys.argv[3], sys.argv[3:])"
@@ -101,14 +103,16 @@ def _high(fd: int) -> int:
 class Page:
     """One tab."""
 
-    def __init__(self, browser: Browser, path: Path, *, width: int = 1400, height: int = 900) -> None:
+    def __init__(
+        self, browser: Browser, path: Path, *, width: int = 1400, height: int = 900, fragment: str = ""
+    ) -> None:
         self._browser = browser
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
         self.resize(width, height)
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self._call("Page.navigate", url=path.resolve().as_uri() + fragment)
         self.wait("document.documentElement?.dataset.ready === 'yes'")
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -132,7 +136,7 @@ class Page:
     def wait(self, condition: str, seconds: float = 20) -> None:
         """Until the expression is true."""
         deadline = time.monotonic() + seconds
-        while not self.run(condition):
+        while not self.run(f"Boolean({condition})"):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still false after {seconds} s: {condition}; said: {self.complaints()}")
             time.sleep(0.03)
@@ -144,13 +148,33 @@ class Page:
             "it.scrollIntoView({block: 'center', behavior: 'instant'}); const b = it.getBoundingClientRect();"
             "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+        self.drag(place, place)
+
+    def point(self, x: float, y: float) -> None:
+        """Moves the mouse there, in CSS pixels from the window's corner."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def drag(self, start: Sequence[float], end: Sequence[float]) -> None:
+        """Presses the mouse at one point and lets go at another; at the same point it is a click."""
+        mouse = {"button": "left", "clickCount": 1}
+        self._call("Input.dispatchMouseEvent", type="mousePressed", x=start[0], y=start[1], **mouse)
+        if tuple(start) != tuple(end):
+            for part in (0.5, 1.0):
+                x, y = (a + (b - a) * part for a, b in zip(start, end, strict=True))
+                self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, buttons=1, **mouse)
+        self._call("Input.dispatchMouseEvent", type="mouseReleased", x=end[0], y=end[1], **mouse)
+
+    def place(self, selector: str) -> list[float]:
+        """Left, top, width and height of the element, in CSS pixels from the window's corner."""
+        return self.run(
+            f"(({{x, y, width, height}}) => [x, y, width, height])"
+            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+        )
 
     def press(self, key: str) -> None:
-        """A key of that name ('Escape', 'Enter', 'Tab')."""
-        codes = {"Escape": 27, "Enter": 13, "Tab": 9}
-        text = {"Enter": {"text": "\r"}}.get(key, {})
+        """A key of that name ('Escape', 'Enter', 'Tab', 'ArrowDown', '+', ...)."""
+        codes = {"Escape": 27, "Enter": 13, "Tab": 9, "ArrowDown": 40, "ArrowUp": 38, "+": 187, "/": 191}
+        text = {"text": "\r" if key == "Enter" else key} if key in ("Enter", "+", "/") else {}
         self._call(
             "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=codes[key], **text
         )

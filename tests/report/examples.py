@@ -20,8 +20,10 @@ from hlo_analysis.records import (
     MissedFusion,
     Numerics,
     Provenance,
+    SiteRecord,
     StrategyResult,
     Traffic,
+    Trial,
     Value,
 )
 
@@ -293,6 +295,7 @@ def launches_of(steps: tuple[Step, ...]) -> tuple[Launch, ...]:
                 unfused_bytes=round(moved * step.unfused),
                 roofline_us=max(memory_us, compute_us) + 2.0,
                 limiter="memory" if memory_us > compute_us else "compute",
+                estimated_us=max(memory_us, compute_us) * 1.2 + 1.5,
                 xla_estimate_us=memory_us * 1.2 if step.kind == "loop" else None,
                 hlo="\n".join((f"{step.name} = {step.shape} fusion({', '.join(step.reads)}), kind=kLoop", step.hlo)),
             )
@@ -397,6 +400,7 @@ def missed_of(launches: tuple[Launch, ...], intermediates: tuple[Intermediate, .
                 consumers=value.consumers,
                 bytes_at_stake=value.bytes_moved,
                 time_at_stake_us=value.bytes_moved / 4.8e12 * 1e6 + 2,
+                remaining_us=value.bytes_moved / 4.8e12 * 1e6 + 2,
                 share=value.bytes_moved / around,
                 reason="Triton GEMM fusions take elementwise prologues only; a softmax between two products is not one",
                 category="no such fusion in XLA" if attention else "library call",
@@ -405,9 +409,78 @@ def missed_of(launches: tuple[Launch, ...], intermediates: tuple[Intermediate, .
                 if attention
                 else "A product with a fused epilogue keeps this value in registers",
                 scope=ends[0].scope,
+                source=f"block.py:{100 + value.producer}",
+                options=(("xla_gpu_experimental_fuse", "true"),) if attention else (),
             )
         )
     return tuple(found)
+
+
+TRIAL = Trial(
+    change="attention by xlafuse.fuse",
+    saved_launches=2,
+    saved_bytes=3 * SCORES_BYTES,
+    saved_us=1725.5,
+    helps=True,
+)
+CODE = "from xlafuse.kernels import attention\n\nout = attention(query, key, value, is_causal=True)"
+
+
+def with_trials(comparison: Comparison) -> Comparison:
+    """The comparison whose baseline's remedies were tried: the first helps, the second does not, the third failed."""
+    result = comparison[comparison.baseline]
+    assert result.analysis is not None
+    helps, useless, failed, *others = result.analysis.missed
+    missed = (
+        replace(helps, code=CODE, kernel="attention", remedy_kind="kernel", trial=TRIAL),
+        replace(useless, trial=Trial(change="compiler option xla_gpu_experimental_fuse=true")),
+        replace(failed, trial=Trial(change="rms_norm by xlafuse.fuse", error="the program has a custom_jvp here")),
+        *others,
+    )
+    tried = replace(result, analysis=replace(result.analysis, missed=missed))
+    return replace(comparison, strategies=tuple(tried if each is result else each for each in comparison.strategies))
+
+
+def with_resources(comparison: Comparison) -> Comparison:
+    """The comparison with registers, spills and occupancy of the baseline's launches that XLA compiled itself."""
+    result = comparison[comparison.baseline]
+    assert result.analysis is not None
+    launches = tuple(
+        launch
+        if launch.kernel is None
+        else replace(
+            launch,
+            registers=40 + launch.index,
+            spill_bytes=8 * launch.index,
+            occupancy=0.375,
+            occupancy_limiter="registers",
+        )
+        for launch in result.analysis.launches
+    )
+    known = replace(result, analysis=replace(result.analysis, launches=launches))
+    return replace(comparison, strategies=tuple(known if each is result else each for each in comparison.strategies))
+
+
+def with_sites(comparison: Comparison) -> Comparison:
+    """The comparison with two fused sites of its last strategy that has an analysis."""
+    sites = (
+        SiteRecord(operation="rms_norm", source="block.py:22", outcome="taken", implementation="mosaic", reason=""),
+        SiteRecord(
+            operation="attention",
+            source="block.py:56",
+            outcome="refused",
+            implementation="",
+            reason="the mask is neither causal nor a row of key lengths",
+        ),
+    )
+    result = comparison["pallas"]
+    extended = replace(result, sites=sites)
+    return replace(comparison, strategies=tuple(extended if each is result else each for each in comparison.strategies))
+
+
+def full_comparison() -> Comparison:
+    """Everything that a page can show at once."""
+    return with_sites(with_resources(with_trials(with_times(llama_comparison()))))
 
 
 def analysis_of(
@@ -429,6 +502,7 @@ def analysis_of(
             compiler_options=options,
             versions=(("jax", "0.11.2"), ("jaxlib", "0.11.2"), ("jax-cuda13-plugin", "0.11.2")),
             created="2026-11-20T10:00:00Z",
+            lower_seconds=0.4,
             compile_seconds=2.1,
             notes=("Registers and spills are unknown: ptxas was not asked.",),
         ),
@@ -518,7 +592,14 @@ def hostile_comparison() -> Comparison:
     decisions = tuple(
         replace(decision, reason=HOSTILE, category=HOSTILE, pass_name=HOSTILE) for decision in analysis.decisions
     )
-    missed = tuple(replace(miss, reason=HOSTILE, remedy=HOSTILE, category=HOSTILE) for miss in analysis.missed)
+    trial = Trial(change=HOSTILE, helps=True)
+    missed = tuple(
+        replace(
+            miss, reason=HOSTILE, remedy=HOSTILE, category=HOSTILE, source=HOSTILE, code=HOSTILE, kernel=HOSTILE,
+            options=((HOSTILE, HOSTILE),), trial=trial,
+        )
+        for miss in analysis.missed
+    )  # fmt: skip
     launches = tuple(replace(launch, source=HOSTILE, op_name=HOSTILE) for launch in analysis.launches)
     analysis = replace(analysis, provenance=provenance, decisions=decisions, missed=missed, launches=launches)
     results = [

@@ -74,3 +74,20 @@ def test_bad_input_is_named():
 def test_no_strategies_analysed_gives_no_rows():
     failed = StrategyResult(name="a", description="", analysis=None, error="no")
     assert compare_analyses("t", [failed], "a").rows == ()
+
+
+def test_launches_without_a_scope_are_aligned_by_source_line():
+    def result(name: str, *lines: str | None) -> StrategyResult:
+        analysis = analysis_of((_step(""),) * len(lines), name)
+        launches = tuple(replace(launch, source=line) for launch, line in zip(analysis.launches, lines, strict=True))
+        return StrategyResult(name=name, description="", analysis=replace(analysis, launches=launches))
+
+    first, second = result("first", "f.py:1", "f.py:2", "f.py:2", None), result("second", "f.py:1", "f.py:3")
+    rows = compare_analyses("t", [first, second], "first").rows
+    assert {row.scope: tuple(cell.launches for cell in row.cells) for row in rows} == {
+        "f.py:1": ((0,), (0,)),
+        "f.py:2": ((1, 2), ()),
+        "f.py:3": ((), (1,)),
+        "": ((3,), ()),
+    }
+    assert rows[-1].scope == ""

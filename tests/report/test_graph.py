@@ -51,7 +51,8 @@ def test_every_launch_is_placed_once_and_every_line_leads_down(analysis: Analysi
     layer = _layer_of(graph)
     assert sorted(layer) == list(range(len(graph.clusters)))
     for cluster in graph.clusters:
-        assert {analysis.launches[index].scope for index in cluster.launches} == {cluster.scope}
+        launches = [analysis.launches[index] for index in cluster.launches]
+        assert {launch.scope or launch.source for launch in launches} == {cluster.scope}
         assert len(cluster.places) == len(cluster.launches)
         assert len(set(cluster.places)) == len(cluster.places)
     home = {index: number for number, cluster in enumerate(graph.clusters) for index in cluster.launches}
@@ -91,3 +92,16 @@ def test_edges_add_up_what_one_launch_hands_another():
     for launch in analysis.launches:
         read = sum(value.bytes for value in launch.inputs if value.producer is not None)
         assert sum(size for _, target, size in graph.edges if target == launch.index) == read
+
+
+def test_launches_without_a_scope_are_grouped_by_source_line():
+    analysis = _analysis(["", "", "", "a", ""], [(0, 1), (1, 2), (2, 3)])
+    lines = ("model.py:3", "model.py:3", "model.py:4", "model.py:5", None)
+    launches = tuple(replace(launch, source=line) for launch, line in zip(analysis.launches, lines, strict=True))
+    graph = launch_graph(replace(analysis, launches=launches))
+    assert {cluster.scope: cluster.launches for cluster in graph.clusters} == {
+        "model.py:3": (0, 1),
+        "model.py:4": (2,),
+        "a": (3,),
+        "": (4,),
+    }

@@ -42,14 +42,17 @@ def test_hostile_names_are_only_text(browser: Browser, hostile_file: Path):
     page = Page(browser, hostile_file)
     page.run("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
     page.click("#unfold-all")
+    page.write("#search", HOSTILE[:9])
+    assert page.count("#found a") > 3
+    page.press("Escape")
     page.click("#launch-table tbody button")
     page.run("document.querySelectorAll('#card details').forEach((it) => { it.open = true; })")
-    page.wait("document.querySelectorAll('#card pre').length === 1")
+    page.wait("document.querySelectorAll('#card .hlo pre').length === 1")
     assert page.count("img") == 0
     assert page.count("script") == 2
     assert page.run("document.title") == f"{HOSTILE} · xlafuse"
     assert page.text("#card h2") == HOSTILE
-    assert page.run("document.querySelector('#card pre').textContent").endswith(HOSTILE)
+    assert page.run("document.querySelector('#card .hlo pre').textContent").endswith(HOSTILE)
     assert page.complaints() == []
 
 
@@ -115,14 +118,14 @@ def test_boxes_of_the_graph_do_not_overlap(page: Page):
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
 
 
-def test_another_baseline_changes_the_differences(page: Page):
+def test_differences_are_against_the_strategy_in_view(page: Page):
     launches = "table.strategies tr[data-strategy={}] [data-metric=launches] .d"
     assert page.text(launches.format("unfused")) == "+19"
     assert page.text(launches.format("xla")) == "baseline"
-    page.choose("#baseline", "unfused")
+    page.choose("#focus", "unfused")
     assert page.text(launches.format("unfused")) == "baseline"
     assert page.text(launches.format("xla")) == "−19"
-    assert page.text("#strategies .baseline-name") == "unfused"
+    assert page.text("#strategies .focus-name") == "unfused"
 
 
 def test_the_strategy_in_view_changes_what_is_listed(page: Page):
@@ -139,10 +142,10 @@ def test_the_card_tells_a_launch_and_closes(page: Page):
     said = page.text("#card")
     for word in ("softmax_fusion", "triton", "bf16[2,32,4096,4096]", "897 µs, bound by memory", "block.py:114"):
         assert word in said
-    assert page.count("#card pre") == 0
+    assert page.count("#card .hlo pre") == 0
     page.click("#card .hlo summary")
-    page.wait("document.querySelectorAll('#card pre').length === 1")
-    assert "ROOT exponential" in page.text("#card pre")
+    page.wait("document.querySelectorAll('#card .hlo pre').length === 1")
+    assert "ROOT exponential" in page.text("#card .hlo pre")
     page.press("Escape")
     page.wait("!document.getElementById('card').open")
 
@@ -155,15 +158,21 @@ def test_raw_hlo_is_made_when_it_is_opened(page: Page):
 
 
 def test_launches_sort_by_a_column(page: Page):
-    page.click("#launch-table th:nth-child(9) button")
-    shown = page.run(
-        "[...document.querySelectorAll('#launch-table tbody tr td:nth-child(9)')].map((it) => Number(it.textContent))"
-    )
+    page.click("#launch-table [data-sort=roofline]")
+    rows = "[...document.querySelectorAll('#launch-table tbody tr td:nth-child({0})')].map((it) => {1})"
+    place = page.run("document.querySelector('#launch-table [data-sort=roofline]').parentElement.cellIndex") + 1
+    shown = page.run(rows.format(place, "parseFloat(it.firstChild.textContent)"))
+    assert len(shown) == 13
     assert shown == sorted(shown, reverse=True)
-    assert page.run("document.querySelector('#launch-table th:nth-child(9)').getAttribute('aria-sort')") == "descending"
+    head = f"#launch-table th:nth-child({place})"
+    assert page.run(f"document.querySelector('{head}').getAttribute('aria-sort')") == "descending"
+    page.click("#launch-table [data-sort=limiter]")  # the second line of the same column
+    said = page.run(rows.format(place, "it.lastChild.textContent"))
+    assert said == sorted(said, reverse=True)
+    assert set(said) == {"memory", "compute"}
 
 
-_CONTRAST = """(selector) => {
+CONTRAST = """(selector) => {
   const pen = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const parse = (text) => { pen.clearRect(0, 0, 1, 1); pen.fillStyle = text; pen.fillRect(0, 0, 1, 1);
     return [...pen.getImageData(0, 0, 1, 1).data]; };
@@ -199,5 +208,5 @@ def test_text_is_readable_in_light_and_dark(page: Page, scheme: str):
         ".verdict.ineligible",
         "td.soft",
     ):
-        ratio = page.run(f"({_CONTRAST})({selector!r})")
+        ratio = page.run(f"({CONTRAST})({selector!r})")
         assert ratio >= 4.5, f"{selector}: contrast {ratio:.2f} in {scheme}"

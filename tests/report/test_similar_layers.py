@@ -59,3 +59,8 @@ def test_the_page_tells_layers_alike_once(comparison: Comparison) -> None:
     deep = replace(comparison, rows=tuple(replace(row, scope=f"layer_{layer}/norm") for layer in range(30)))
     assert "29 times" in render_html(deep)
     assert "launched as the one above" not in render_html(comparison)
+
+
+def test_source_lines_are_no_layers() -> None:
+    rows = [(f"model.py:{line}", 1) for line in (3, 4, 5, 6)]
+    assert fold_layers(rows, lambda row: (row[0], "forward"), lambda row: row[1]) == rows

@@ -1,4 +1,4 @@
-// The card of one launch: all that is known about it.
+// Shows the card of one launch, with everything known about it.
 
 const card = document.getElementById("card");
 
@@ -11,7 +11,7 @@ function valueTable(values, heading, strategy, column) {
   if (!values.length) return null;
   const rows = values.map(([name, shape, bytes, producer]) =>
     el("tr", {},
-      el("td", { className: "m" }, producer !== null && column ? launchLink(strategy, producer, name) : name),
+      el("td", { className: "m name" }, producer !== null && column ? launchLink(strategy, producer, name) : name),
       el("td", { className: "m shape" }, shape),
       el("td", { className: "n" }, formatBytes(bytes)),
       column ? el("td", {}, producer === null ? "argument or constant" : `#${producer}`) : null));
@@ -22,7 +22,7 @@ function valueTable(values, heading, strategy, column) {
       el("tbody", {}, ...rows))));
 }
 
-/** A button that opens a launch's card. */
+/** Returns a button that opens a launch's card. */
 function launchLink(strategy, index, label) {
   const launch = strategies.get(strategy).launches[index];
   return el("button", {
@@ -37,11 +37,22 @@ function edgesOf(strategy, index) {
   if (!touching.length) return null;
   return el("div", {}, el("h3", { textContent: "Why it is not fused" }),
     el("ul", { className: "edges" }, ...touching.slice(0, 12).map((edge) =>
-      el("li", {}, el("span", { className: "m" }, `${edge.producer} → ${edge.consumer}`), " ",
+      el("li", {}, el("a", { className: "m", href: hashOf("decision", edge.number, strategy) }, `${edge.producer} → ${edge.consumer}`), " ",
         el("span", { className: `verdict ${edge.verdict}`, textContent: edge.verdict }), el("br"), edge.reason))));
 }
 
-/** A details element whose text is put in when it is first opened. */
+/** Returns the missed fusions at a launch, with their remedies. */
+function missedAt(strategy, index) {
+  const touching = strategies.get(strategy).missed.filter((item) => item.from === index || item.to.includes(index)).sort((a, b) => b.time - a.time);
+  if (!touching.length) return null;
+  return el("div", { className: "missed" }, el("h3", { textContent: "Missed fusions" }), ...touching.slice(0, 6).map((item) =>
+    el("div", { className: "touching" },
+      el("p", { className: "what" }, el("b", { textContent: formatUs(item.time) }), " ", el("span", { className: "how estimated", textContent: "estimated" }), ` ${formatBytes(item.bytes)} `,
+        el("span", { className: "m shape", textContent: item.shape }), " ", anchorTo("missed", item.rank, strategy)),
+      missedPath(strategy, item), ...reasonOf(item), ...remedyOf(item))));
+}
+
+/** Returns a details element that gets its text when it is first opened. */
 function lazyText(title, text) {
   const box = el("details", { className: "hlo" }, el("summary", { textContent: title }));
   box.addEventListener("toggle", () => {
@@ -56,7 +67,7 @@ function openCard(strategy, index) {
   const size = (dims) => (dims ? dims.join(" × ") : null);
   card.replaceChildren(
     el("header", {},
-      el("div", {}, el("p", { className: "over", textContent: `${strategy} · launch #${index}` }),
+      el("div", {}, el("p", { className: "over" }, `${strategy} · launch #${index} `, anchorTo("launch", index, strategy)),
         el("h2", { id: "card-title" }, swatch(launch.kind), el("span", {}, ...breakable(launch.name)))),
       el("button", { type: "button", className: "close", "aria-label": "Close", textContent: "×", onclick: () => card.close() })),
     el("dl", { className: "facts" },
@@ -68,22 +79,27 @@ function openCard(strategy, index) {
         fact("Unfused", launch.unfused ? formatBytes(launch.unfused) : null, "counted"),
         fact("Work", launch.flops ? `${formatFlops(launch.flops)}, ${(launch.flops / Math.max(moved, 1)).toFixed(1)} FLOP/B` : null, "counted"),
         fact("Roofline", `${formatUs(launch.roofline)}, bound by ${launch.limiter}`, "estimated"),
+        fact("Estimate", formatUs(launch.estimate), "estimated"),
         fact("XLA's estimate", launch.xla === null ? null : `${formatUs(launch.xla)}${launch.xlaModel ? ` (${launch.xlaModel})` : ""}`, "estimated"),
         fact("Time", launch.measured === null ? null : formatUs(launch.measured), "measured"),
         fact("Kernel", launch.kernel),
         fact("Launches a run", launch.repeat > 1 ? formatCount(launch.repeat) : null, "counted"),
         fact("Grid", size(launch.grid)), fact("Threads a block", size(launch.block)),
-        fact("Shared memory", launch.shared ? formatBytes(launch.shared) : null),
-        fact("Registers", launch.registers), fact("Spills", launch.spill ? formatBytes(launch.spill) : null),
+        fact("Shared memory", launch.shared === null ? null : formatBytes(launch.shared)),
+        fact("Registers", launch.registers), fact("Spills", launch.spill === null ? null : launch.spill ? formatBytes(launch.spill) : "none"),
+        fact("Occupancy", launch.occupancy === null ? null : `${percentText(launch.occupancy)}${launch.occupancyLimiter ? `, limited by ${launch.occupancyLimiter}` : ""}`),
         fact("Inside", launch.opcodes.map(([name, count]) => (count > 1 ? `${count} ${name}` : name)).join(", ")),
       ].filter(Boolean)),
     ...[
+      missedAt(strategy, index),
       valueTable(launch.inputs, "Inputs", strategy, true), valueTable(launch.outputs, "Outputs", strategy, false),
       edgesOf(strategy, index), launch.hlo ? lazyText("HLO", launch.hlo) : null,
     ].filter(Boolean));
   if (!card.open) card.showModal();
   card.scrollTop = 0;
+  setHash(hashOf("launch", index, strategy));
 }
+card.addEventListener("close", () => location.hash.startsWith("#launch-") && setHash(""));
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-launch]");

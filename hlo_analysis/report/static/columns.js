@@ -1,9 +1,9 @@
-// Where the boxes of a layered graph stand across. Layers and the order in each come with the data (Sugiyama layout).
+// Computes the horizontal positions of a layered graph's boxes. The data has the layers and their order (Sugiyama).
 
-const BEND = 10; // width that the passage of a long line takes
+const BEND = 10; // width of a slot where a long line crosses a layer
 const SWEEPS = 24;
 
-/** The middle of each slot of each layer: near its neighbours above and below, in order, and never overlapping. */
+/** Returns the middle of each slot in each layer: near its neighbours above and below, in order, without overlaps. */
 function columns(graph, widths) {
   const beside = neighbours(graph);
   const middles = widths.map((layer) => {
@@ -27,7 +27,7 @@ function columns(graph, widths) {
   return middles;
 }
 
-/** For each slot those that its lines lead to in the layers above and below, with how much they pull. */
+/** Returns, for each slot, its neighbours in the layers above and below, with the weight of each. */
 function neighbours({ layers, routes }) {
   const beside = layers.map((layer) => layer.map(() => []));
   const place = new Map();
@@ -36,7 +36,7 @@ function neighbours({ layers, routes }) {
     const path = [place.get(source), ...via, place.get(target)];
     for (let step = 1; step < path.length; step += 1) {
       const [[d1, s1], [d2, s2]] = [path[step - 1], path[step]];
-      // A line is kept straight where it is long: bends pull each other more than boxes do.
+      // Bends weigh more than boxes, which keeps long lines straight.
       const pull = 1 + 2 * (layers[d1][s1] === null) + 2 * (layers[d2][s2] === null);
       beside[d1][s1].push([d2, s2, pull]);
       beside[d2][s2].push([d1, s1, pull]);
@@ -45,7 +45,7 @@ function neighbours({ layers, routes }) {
   return beside;
 }
 
-/** The least distance of each slot's middle from the first one's. */
+/** Returns the least distance of each slot's middle from the first slot's. */
 function gaps(widths) {
   const ends = [0];
   for (let slot = 1; slot < widths.length; slot += 1) {
@@ -55,7 +55,7 @@ function gaps(widths) {
   return ends;
 }
 
-/** Places as near as can be (least squares) to those wanted, in order, at least the gaps apart: pools of violators. */
+/** Returns the positions nearest to `wanted` (least squares) that keep order and gaps, by pooling adjacent violators. */
 function spread(wanted, ends) {
   const pools = [];
   wanted.forEach(({ x, weight }, slot) => {

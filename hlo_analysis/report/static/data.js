@@ -1,4 +1,4 @@
-// The comparison, decoded; words for numbers; a way to make elements that can never inject markup.
+// Decodes the comparison, formats numbers, and creates elements in a way that cannot inject markup.
 
 if (!("DecompressionStream" in globalThis)) {
   const old = "This browser cannot unpack the page's data: graph, decisions and launches need Chrome 80, Firefox 113 or Safari 16.4.";
@@ -8,7 +8,7 @@ const packed = Uint8Array.from(atob(document.getElementById("data").textContent)
 const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
 const data = JSON.parse(await new Response(unpacked).text());
 
-/** Rows of a {columns, pooled, rows} table as objects, pooled numbers turned back into texts. */
+/** Converts the rows of a {columns, pooled, rows} table to objects, with pooled numbers replaced by their texts. */
 function decode(table) {
   const pooled = new Set(table.pooled);
   return table.rows.map((row) => {
@@ -32,7 +32,7 @@ for (const raw of data.strategies) {
       return (launches ??= decode(raw.launches));
     },
     get decisions() {
-      return (decisions ??= decode(raw.decisions));
+      return (decisions ??= decode(raw.decisions).map((edge, number) => ({ ...edge, number })));
     },
     missed: decode(raw.missed),
   });
@@ -40,7 +40,7 @@ for (const raw of data.strategies) {
 
 const family = (kind) => data.families[kind] ?? "other";
 
-/** An element. `props` are properties (className, textContent, ...), `data-` and `aria-` attributes, or listeners (onclick). */
+/** Creates an element. `props` are properties (className, ...), `data-` and `aria-` attributes, or listeners (onclick). */
 function el(tag, props = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -76,7 +76,7 @@ const formatUs = (time) =>
   scaled(time, [["s", 1e6], ["ms", 1e3]], 2) ?? `${Math.abs(time) >= 10 ? Math.round(time) : time.toFixed(1)} µs`;
 const formatCount = (count) => count.toLocaleString("en-US");
 
-/** '−12%', '+3%', '=' or ''. */
+/** Formats the change from `base` to `value`: '−12%', '+3%', '=' or ''. */
 function formatChange(value, base) {
   if (value === base) return "=";
   if (!base) return "";
@@ -89,6 +89,6 @@ const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? ""
 const lastScope = (scope) => scope.slice(scope.lastIndexOf("/") + 1);
 const scopeLabel = (scope, phase, parts = 1) =>
   (scope.split("/").slice(-parts).join("/") || "no scope") + (phase === "backward" ? " · backward" : "");
-/** The text with places where a line may break after each underscore. */
+/** Lets a line break after each underscore of the text. */
 const breakable = (text) => text.split(/(?<=_)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part]));
 const swatch = (kind) => el("i", { className: `k k-${family(kind)}` });

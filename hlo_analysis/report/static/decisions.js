@@ -1,4 +1,4 @@
-// Decisions grouped by category, searched as the reader types. Rows of a group are made when it is opened.
+// Shows decisions by category and searches them as the reader types. A group's rows are created when it is opened.
 
 const ROWS_AT_ONCE = 200;
 
@@ -43,15 +43,15 @@ function decisionGroup(name, { category, edges, bytes }, open) {
 
 function decisionTable(name, edges) {
   const gains = edges.some((edge) => edge.gain !== null);
-  const row = (edge) => el("tr", {},
-    el("td", { className: "m" }, end(name, edge.producer, edge.from), el("span", { className: "arrow" }, " → "), end(name, edge.consumer, edge.to),
+  const row = (edge) => el("tr", { "data-decision": edge.number },
+    el("td", { className: "m wide" }, end(name, edge.producer, edge.from), el("span", { className: "arrow" }, " → "), end(name, edge.consumer, edge.to), " ", anchorTo("decision", edge.number, name),
       el("small", { textContent: edge.scope })),
-    el("td", { className: "why" }, edge.reason, el("small", { textContent: edge.pass })),
-    el("td", { className: "m shape" }, edge.shape),
-    el("td", { className: "n" }, edge.bytes ? formatBytes(edge.bytes) : "–"),
-    gains ? el("td", { className: "n" }, edge.gain === null ? "–" : edge.gain.toFixed(1).replace("-", "−")) : null);
+    el("td", { className: "why wide" }, edge.reason, el("small", { textContent: edge.pass })),
+    el("td", { className: "m shape", "data-label": "Shape" }, edge.shape),
+    el("td", { className: "n", "data-label": "Bytes" }, edge.bytes ? formatBytes(edge.bytes) : "–"),
+    gains ? el("td", { className: "n", "data-label": "Gain, µs" }, edge.gain === null ? "–" : edge.gain.toFixed(1).replace("-", "−")) : null);
   const body = el("tbody", {}, ...edges.slice(0, ROWS_AT_ONCE).map(row));
-  const box = el("div", { className: "scroll" }, el("table", { className: "edges" },
+  const box = el("div", { className: "scroll" }, el("table", { className: "edges stack" },
     el("thead", {}, el("tr", {}, el("th", { textContent: "Producer → consumer" }), el("th", { textContent: "Reason" }), el("th", { textContent: "Shape" }),
       el("th", { className: "n", textContent: "Bytes" }),
       gains ? el("th", { className: "n" }, "Gain, µs ", el("span", { className: "how estimated", textContent: "estimated" })) : null)),
@@ -61,6 +61,18 @@ function decisionTable(name, edges) {
     box.append(more);
   }
   return box;
+}
+
+/** Returns the row of one decision, after removing filters that would hide it. */
+function showDecision(name, number) {
+  const edge = strategies.get(name).decisions[number];
+  if (!edge) return null;
+  document.getElementById("decision-search").value = `${edge.producer} ${edge.consumer}`;
+  document.querySelector("#decision-filter input[value=all]").checked = true;
+  showDecisions(name);
+  const found = () => document.querySelector(`#decision-groups [data-decision="${number}"]`);
+  for (const more of document.querySelectorAll("#decision-groups .scroll > button")) if (!found()) more.click();
+  return found();
 }
 
 const end = (name, label, launch) => (launch === null ? label : launchLink(name, launch, label));

@@ -1,17 +1,17 @@
-// The launches as a layered graph: boxes get their sizes, open or closed, and lines are drawn between what is visible.
+// Draws the launches as a layered graph: sizes the open and closed boxes, and draws lines between visible boxes.
 
 const NODE = { width: 176, least: 30, most: 84, gapX: 18, gapY: 34 };
 const BOX = { width: 216, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
-const LABEL_FROM = 0.1; // lines of at least this part of the largest say how many bytes they are
-const TALL = 4000; // from so many pixels on the drawing scrolls in a frame of its own
+const LABEL_FROM = 0.1; // lines with at least this share of the largest line's bytes show their bytes
 const opened = new Map();
 
 function foldAll(name, open) {
   opened.set(name, new Set(open ? strategies.get(name).graph.clusters.keys() : []));
   showGraph(name);
+  fit(ZOOM.legible);
 }
 
-/** Opens or closes a cluster; its head stays where it was on the screen. */
+/** Opens or closes a cluster, keeping its head in place on the screen. */
 function toggle(name, cluster) {
   const set = opened.get(name);
   if (!set.delete(cluster)) set.add(cluster);
@@ -19,15 +19,11 @@ function toggle(name, cluster) {
   const before = head().getBoundingClientRect();
   showGraph(name);
   const after = head().getBoundingClientRect();
-  const view = document.getElementById("graph-view");
-  const from = view.scrollTop;
-  view.scrollLeft += after.left - before.left;
-  view.scrollTop += after.top - before.top;
-  window.scrollBy({ top: after.top - before.top - (view.scrollTop - from), behavior: "instant" });
+  panBy(before.left - after.left, before.top - after.top);
   head().focus({ preventScroll: true });
 }
 
-/** Places of the launches inside an open cluster, relative to its corner, and its size. */
+/** Returns the positions of the launches in an open cluster, relative to its corner, and the cluster's size. */
 function inside(cluster, launches, longest) {
   const layers = new Map();
   cluster.places.forEach(([x, y], place) => layers.set(y, [...(layers.get(y) ?? []), { x, place }]));
@@ -49,7 +45,7 @@ function inside(cluster, launches, longest) {
   return { width: widest, height: top - NODE.gapY + BOX.pad, spots };
 }
 
-/** Boxes of the clusters and points of the bends, in one drawing's coordinates. */
+/** Returns the boxes of the clusters and the bends of the lines, in the drawing's coordinates. */
 function arrange(graph, launches, open) {
   const longest = Math.max(...launches.map((launch) => launch.roofline * launch.repeat), 1e-9);
   const sizes = graph.clusters.map((cluster, number) =>
@@ -75,7 +71,7 @@ function arrange(graph, launches, open) {
   return { boxes, bends, width: right, height: top - BOX.gapY + 10 };
 }
 
-/** What is drawn for a launch: its own node in an open cluster, or the closed cluster's box. */
+/** Returns what shows a launch: its own node in an open cluster, or the closed cluster's box. */
 function visible(graph, boxes, home, index) {
   const cluster = home.get(index);
   const box = boxes[cluster];
@@ -95,7 +91,7 @@ function curve(points) {
   return path;
 }
 
-/** A line against the current (a value carried round a loop): out and in at the right sides. */
+/** Returns the path of an upward line (a value that a loop carries), which leaves and enters at the right sides. */
 function upward(from, to) {
   const [x1, y1, x2, y2] = [from.x + from.width, from.y + from.height / 2, to.x + to.width, to.y + to.height / 2];
   const bow = Math.max(x1, x2) + 24;
@@ -122,7 +118,6 @@ function lines(graph, launches, { boxes, bends }) {
       ...via.flatMap(([depth, slot]) => { const bend = bends[depth][slot]; return [{ x: bend.x, y: bend.top }, { x: bend.x, y: bend.bottom }]; }),
       { x: to.x + to.width / 2, y: to.y }];
     const path = svg("path", { class: "line", d: points ? curve(points) : upward(from, to), "stroke-width": (1 + 9 * Math.sqrt(bytes / most)).toFixed(1), "data-ends": `${from.id} c${from.cluster} ${to.id} c${to.cluster}` });
-    path.append(svg("title", {}, `${formatBytes(bytes)} through HBM`));
     path.dataset.words = `${formatBytes(bytes)} through HBM`;
     if (points && bytes >= most * LABEL_FROM) {
       const [a, b] = points;
@@ -143,7 +138,7 @@ function clusterBox(name, graph, launches, number, box) {
   const inner = cluster.launches.map((index) => launches[index]);
   const time = inner.reduce((sum, launch) => sum + launch.roofline * launch.repeat, 0);
   const bytes = inner.reduce((sum, launch) => sum + (launch.read + launch.written) * launch.repeat, 0);
-  // Scopes with one last part (a kernel at two sites) show one part more.
+  // Scopes whose last parts are equal (a kernel at two sites) show one part more.
   const isAmbiguous = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
   const label = scopeLabel(cluster.scope, "forward", isAmbiguous ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
   const isOpen = Boolean(box.spots);
@@ -170,7 +165,7 @@ function clusterBox(name, graph, launches, number, box) {
   return group;
 }
 
-/** As a button does: Enter and the space bar. */
+/** Calls `act` on Enter and the space bar, as a button does. */
 function onKey(node, act) {
   node.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
@@ -181,7 +176,7 @@ function onKey(node, act) {
 
 const at = (box) => `translate(${box.x.toFixed(1)},${box.y.toFixed(1)})`;
 
-/** The box behind a cluster: below the lines, so that they are seen inside an open one. */
+/** Returns the box behind a cluster, drawn below the lines so that they stay visible in an open one. */
 function frame(cluster, box) {
   return svg("rect", { class: `frame ${box.spots ? "open" : ""} ${cluster.phase}`, transform: at(box), width: box.width, height: box.height, rx: 8 });
 }
@@ -193,7 +188,6 @@ function launchNode(name, launch, spot) {
     svg("rect", { class: `kf k-${family(launch.kind)}`, width: 6, height: spot.height, rx: 3 }),
     svg("text", { class: "name", x: 14, y: 13 }, clip(launch.name, spot.width - 18)),
     svg("text", { class: "small", x: 14, y: 25 }, `${launch.kind}${launch.repeat > 1 ? ` ×${launch.repeat}` : ""} · ${formatUs(launch.roofline)}`));
-  node.append(svg("title", {}, words));
   node.dataset.words = words;
   onKey(node, () => openCard(name, launch.index));
   return node;
@@ -205,24 +199,24 @@ function showGraph(name) {
   if (!launches.length) { view.replaceChildren(el("p", { className: "empty", textContent: "This program launches nothing." })); return; }
   const isNew = view.dataset.shows !== name;
   view.dataset.shows = name;
-  if (!opened.has(name)) opened.set(name, new Set(graph.clusters.length === 1 ? [0] : [])); // one box alone says nothing
+  if (!opened.has(name)) opened.set(name, new Set(graph.clusters.length === 1 ? [0] : [])); // a single closed box shows nothing
   const plan = arrange(graph, launches, opened.get(name));
-  const drawing = svg("svg", { width: Math.ceil(plan.width), height: Math.ceil(plan.height), viewBox: `0 0 ${Math.ceil(plan.width)} ${Math.ceil(plan.height)}`, role: "group", "aria-label": `Launches of ${name}` },
+  const moved = svg("g", {},
     svg("g", {}, ...graph.clusters.map((cluster, number) => frame(cluster, plan.boxes[number]))),
     svg("g", {}, ...lines(graph, launches, plan)),
     svg("g", {}, ...graph.clusters.map((_, number) => clusterBox(name, graph, launches, number, plan.boxes[number]))));
+  const drawing = svg("svg", { role: "group", "aria-label": `Launches of ${name}` }, moved);
   drawing.addEventListener("pointerover", (event) => hover(drawing, event.target));
   drawing.addEventListener("focusin", (event) => hover(drawing, event.target));
   drawing.addEventListener("pointerleave", () => hover(drawing, null));
-  view.classList.toggle("tall", plan.height > TALL); // else hundreds of layers push all that follows out of sight
   view.replaceChildren(drawing);
-  if (isNew) view.scrollLeft = plan.bends[0][0].x - view.clientWidth / 2;
+  const top = plan.bends[0].find((_, slot) => graph.layers[0][slot] !== null);
+  setStage(moved, plan.width, plan.height, top.x);
+  if (isNew) fit(ZOOM.legible);
 }
 
-/** Says what is under the pointer, and lights its lines. */
+/** Highlights the lines at the node under the pointer. */
 function hover(drawing, target) {
-  const said = target?.closest("[data-words]");
-  document.getElementById("graph-hover").textContent = said?.dataset.words ?? "";
   const id = target?.closest("[data-id]")?.dataset.id;
   drawing.classList.toggle("lit", Boolean(id));
   for (const line of drawing.querySelectorAll(".line")) line.classList.toggle("on", line.dataset.ends.split(" ").includes(id));

@@ -1,48 +1,78 @@
-// Missed fusions of the strategy in view.
+// Shows missed fusions by time at stake: the baseline's three worst under the verdict, all of the strategy in view below.
 
-function showMissed(name) {
-  const { launches, missed, totals } = strategies.get(name);
-  // A value that no launch wrote has its first consumer as producer; with one consumer, a loop's launch reads its own value.
-  const source = (item) => item.to.length > 1 && item.to.includes(item.from)
+const FIRST_SHOWN = 8;
+const total = (group, what) => group.reduce((sum, item) => sum + item[what], 0);
+
+/** Groups missed fusions of similar layers, whose costs add up. The data has them sorted by time at stake. */
+function missedGroups(name) {
+  const groups = new Map();
+  for (const item of strategies.get(name).missed) groups.set(item.group, [...(groups.get(item.group) ?? []), item]);
+  return [...groups.values()];
+}
+
+/** Returns links to the launches on both ends. */
+function missedPath(name, item) {
+  // A value that no launch wrote has its first consumer as producer. With one consumer, a launch in a loop reads its own value.
+  const source = item.to.length > 1 && item.to.includes(item.from)
     ? `${item.value.startsWith("constant") ? "constant" : "argument"} ${item.value}` : launchLink(name, item.from);
-  const none = totals.between
+  return el("p", { className: "way" }, source, " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)]));
+}
+
+function missedCard(name, group, most) {
+  const [item, ...others] = group;
+  const time = total(group, "time");
+  const bar = el("span", { className: "stake" });
+  bar.style.setProperty("--part", time / most);
+  const alike = others.length ? el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(others.length)} similar` })) : null;
+  alike?.addEventListener("toggle", () => {
+    if (alike.open && !alike.querySelector("p")) alike.append(...others.map((other) => missedPath(name, other)));
+  });
+  // Instructions that XLA inserts have no source line; the consumer's is shown.
+  const source = item.source ?? [item.from, ...item.to].map((at) => strategies.get(name).launches[at].source).find(Boolean);
+  return el("li", { "data-ranks": group.map((each) => each.rank).join(" ") },
+    el("div", { className: "cost" },
+      el("strong", { textContent: formatUs(time) }), el("span", { className: "how estimated", textContent: "estimated" }), bar,
+      el("small", { textContent: `${formatBytes(total(group, "bytes"))}, share ${Math.round(item.share * 100)}%` })),
+    el("div", {},
+      el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || (source ? "" : "no scope") }), " ",
+        source ? el("a", { className: "m", href: hashOf("source", source, name), textContent: source }) : null, " ",
+        el("span", { className: "m shape", textContent: item.shape }), " ", anchorTo("missed", item.rank, name)),
+      missedPath(name, item), alike,
+      ...reasonOf(item), ...remedyOf(item)));
+}
+
+/** Whether the remedy was tried and did not help. The three worst leave such entries out. */
+const isInVain = ({ trial }) => trial && !trial.helps && !trial.error;
+
+/** Returns the cards of the first groups. */
+function missedCards(name, groups, count) {
+  const most = groups.length ? total(groups[0], "time") || 1 : 1;
+  return groups.slice(0, count).map((group) => missedCard(name, group, most));
+}
+
+function showWorst() {
+  const groups = homeName === data.baseline ? missedGroups(homeName).filter(([item]) => !isInVain(item)) : [];
+  const box = document.getElementById("worst");
+  box.hidden = !groups.length;
+  box.querySelector("ol").replaceChildren(...missedCards(homeName, groups, 3));
+}
+
+function showMissed(name, count = FIRST_SHOWN) {
+  const groups = missedGroups(name);
+  const none = strategies.get(name).totals.between
     ? "None: values between launches are small beside the launches' other traffic, or must be written anyway."
     : "None: no value goes through HBM between launches.";
-  // Similar layers are one entry, named by the first; their costs add up.
-  const groups = [...missed.reduce((found, item) => found.set(item.group, [...(found.get(item.group) ?? []), item]), new Map()).values()];
-  const sum = (group, what) => group.reduce((total, item) => total + item[what], 0);
-  const most = groups.reduce((largest, group) => Math.max(largest, sum(group, "bytes")), 1);
-  const path = (item) => [source(item), " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)])];
-  // Instructions that XLA inserts have no source line; their consumer's is shown.
-  const place = (item) => lastScope(item.scope) || [item.from, ...item.to].map((at) => launches[at].source).find(Boolean) || "no scope";
-  const others = (group) => {
-    if (group.length < 2) return null;
-    const box = el("details", { className: "alike" }, el("summary", { textContent: `and ${formatCount(group.length - 1)} similar` }));
-    box.addEventListener("toggle", () => {
-      if (box.open && !box.querySelector("p")) box.append(...group.slice(1).map((item) => el("p", { className: "way" }, ...path(item))));
-    });
-    return box;
-  };
-  const items = groups.map((group) => {
-    const item = group[0];
-    const bytes = sum(group, "bytes");
-    const bar = el("span", { className: "stake" });
-    bar.style.setProperty("--part", bytes / most);
-    return el("li", {},
-      el("div", { className: "cost" },
-        el("strong", { textContent: formatBytes(bytes) }), bar,
-        el("small", {}, formatUs(sum(group, "time")), el("span", { className: "how estimated", textContent: "estimated" }), el("br"),
-          `share ${Math.round(item.share * 100)}%`)),
-      el("div", {},
-        el("p", { className: "what" }, el("b", { textContent: place(item) }), " ", el("span", { className: "m", textContent: item.shape })),
-        el("p", { className: "way" }, ...path(item)), others(group),
-        el("p", { className: "why" }, el("span", { className: "tag", textContent: "why" }), item.reason),
-        el("p", { className: "remedy" }, el("span", { className: `tag ${item.remedyKind}`, textContent: item.remedyKind }), item.remedy)));
-  });
   const list = document.getElementById("missed-list");
-  list.replaceChildren(...(items.length ? items.slice(0, 8) : [el("li", { className: "empty", textContent: none })]));
-  if (items.length > 8) {
-    const more = el("button", { type: "button", textContent: `Show ${items.length - 8} more`, onclick: () => { more.parentElement.remove(); list.append(...items.slice(8)); } });
+  list.replaceChildren(...(groups.length ? missedCards(name, groups, count) : [el("li", { className: "empty", textContent: none })]));
+  if (groups.length > count) {
+    const more = el("button", { type: "button", textContent: `Show ${groups.length - count} more`, onclick: () => showMissed(name, Infinity) });
     list.append(el("li", { className: "more" }, more));
   }
+}
+
+/** Returns the card of a missed fusion in the list, showing the whole list if necessary. */
+function showMissedRank(name, rank) {
+  const found = () => document.querySelector(`#missed-list [data-ranks~="${rank}"]`);
+  if (!found()) showMissed(name, Infinity);
+  return found();
 }

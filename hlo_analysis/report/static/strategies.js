@@ -1,8 +1,7 @@
-// Differences of the strategy table against the baseline that the reader chose.
+// Updates the views of the two compared strategies: differences in the table, and columns of the scope table.
 
-function showBaseline(name) {
+function showDifferences(name) {
   const base = strategies.get(name);
-  for (const node of document.querySelectorAll(".baseline-name")) node.textContent = name;
   for (const row of document.querySelectorAll("table.strategies tbody tr")) {
     row.classList.toggle("base", row.dataset.strategy === name);
     for (const cell of row.querySelectorAll("[data-metric]")) {
@@ -19,4 +18,9 @@ function showBaseline(name) {
       note.className = `d ${change.startsWith("−") ? "less" : change.startsWith("+") ? "more" : ""}`;
     }
   }
+}
+
+function showColumns(names) {
+  const all = document.getElementById("all-scopes")?.checked;
+  for (const cell of document.querySelectorAll("table.scopes [data-column]")) cell.hidden = !all && !names.includes(cell.dataset.column);
 }

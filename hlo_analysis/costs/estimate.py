@@ -1,0 +1,69 @@
+"""Estimates how long one launch takes, at the rates that kernels reach rather than the peaks.
+
+The estimate is the longest of these times, plus the least time of a kernel:
+
+- memory: HBM traffic at the share of the bandwidth that kernels reach;
+- compute: matrix products at the part of the peak that the power limit allows, at the share that products or attention
+  kernels reach, and no faster than their blocks fill the cores (a last wave of few blocks leaves some cores idle);
+- link: bytes that a collective sends to other GPUs, at the full rate of the links, which nobody has measured here;
+- cache: strided reads, which take a sector of 32 bytes from the L2 cache for each element (`coalescing.py`);
+- for Triton fusions other than products, XLA's own estimate, which knows their tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hlo_analysis.costs.coalescing import SECTOR_BYTES
+from hlo_analysis.costs.flops import Flops
+from hlo_analysis.costs.roofline import bound
+from hlo_analysis.records import Device, LaunchKind
+
+
+def estimate(
+    bytes_moved: int,
+    flops: Flops,
+    device: Device,
+    *,
+    kind: LaunchKind,
+    attention: bool = False,
+    grid: Sequence[int] | None = None,
+    cache_bytes: int = 0,
+    link_bytes: int = 0,
+    xla_us: float | None = None,
+) -> float:
+    """Estimates the GPU time of one launch in µs.
+
+    Args:
+      bytes_moved: HBM traffic.
+      flops: FLOPs of the launch.
+      device: peaks, and the shares of them that kernels reach.
+      kind: what made the launch.
+      attention: whether the launch is a fused attention kernel.
+      grid: the kernel's blocks, where known.
+      cache_bytes: bytes that strided reads take from the L2 cache, in whole sectors; 0 without such reads.
+      link_bytes: bytes sent to other GPUs.
+      xla_us: XLA's own estimate.
+    """
+    reached = device.efficiency
+    memory = bound(bytes_moved, Flops(), device).memory_us / reached.memory
+    vector = bound(0, Flops(vector=flops.vector), device).compute_us
+    matrix = bound(0, Flops(matrix=flops.matrix), device).compute_us
+    matrix /= reached.power * (reached.attention if attention else reached.matrix) * _filled(grid, device)
+    times = [memory, vector, matrix, bound(0, Flops(), device, link_bytes).link_us]
+    if cache_rate := reached.cache_bytes_per_clock * device.core_count * device.clock_hz:
+        times.append(cache_bytes / cache_rate * 1e6)
+    own = max(times) + reached.kernel_us
+    if kind == "triton" and xla_us is not None:
+        # Wherever its tiles lie, a byte costs one sector at most.
+        return max(own, min(xla_us, memory * SECTOR_BYTES))
+    return own
+
+
+def _filled(grid: Sequence[int] | None, device: Device) -> float:
+    """Returns the share of the cores that are busy, over all waves with one block per core."""
+    blocks = math.prod(grid) if grid else 0
+    if not blocks or not device.core_count:
+        return 1.0
+    return blocks / (device.core_count * math.ceil(blocks / device.core_count))

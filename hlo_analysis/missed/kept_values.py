@@ -1,0 +1,57 @@
+"""Finds values that the forward pass keeps for the backward pass, which could compute them again from what it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from hlo_analysis.catalogue import Catalogue
+from hlo_analysis.decisions import categories
+from hlo_analysis.missed.cost import Candidate, missed, read_by_each, wait, written
+from hlo_analysis.patterns.launch_patterns import elementwise_inputs
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Device, Intermediate
+from hlo_analysis.remedies import Table, kept_value_remedy
+
+
+def kept_for_gradients(
+    launches: Sequence[LaunchRow],
+    intermediates: Sequence[Intermediate],
+    device: Device,
+    outputs: frozenset[str],
+    catalogue: Catalogue,
+) -> Iterator[Candidate]:
+    """Yields one missed fusion for all values that a launch of the forward pass keeps for the same readers."""
+    table = Table(launches)
+    kept: dict[tuple[int, tuple[int, ...]], list[Intermediate]] = defaultdict(list)
+    for value in intermediates:
+        if value.name not in outputs and _is_known_again(launches, value):
+            kept[value.producer, value.consumers].append(value)
+    for (index, indices), values in kept.items():
+        producer, readers = launches[index], [launches[reader] for reader in indices]
+        made = sum(written(value, producer) for value in values)
+        read = {reader: sum(read_by_each(value, launches)[reader] for value in values) for reader in indices}
+        yield missed(
+            max(values, key=lambda value: value.bytes),
+            producer=index,
+            consumers=indices,
+            stake=made + sum(read.values()),
+            waits={end.index: wait(end, read.get(end.index, made), device) for end in (producer, *readers)},
+            gone=(),
+            device=device,
+            ends=[producer, *readers],
+            reason="[kept for the backward pass, which also reads all that it is computed from]",
+            category=categories.KEPT,
+            remedy=kept_value_remedy(table, producer, catalogue),
+        )
+
+
+def _is_known_again(launches: Sequence[LaunchRow], value: Intermediate) -> bool:
+    """Whether only launches of the backward pass read a value, and each also reads what the value is computed from."""
+    producer, readers = launches[value.producer], [launches[index] for index in value.consumers]
+    if producer.phase != "forward" or producer.bytes_written < value.bytes:
+        return False
+    if any(reader.phase != "backward" or reader.computation != producer.computation for reader in readers):
+        return False
+    inputs = elementwise_inputs(producer, value.name)
+    return bool(inputs) and all(inputs <= {given.name for given in reader.inputs} for reader in readers)

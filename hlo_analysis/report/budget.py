@@ -1,0 +1,34 @@
+"""Formats an exceeded limit and the launches responsible as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hlo_analysis.budget import Excess
+from hlo_analysis.records import Launch
+from hlo_analysis.report.formats import format_bytes, plural
+
+
+def excess_text(excess: Excess) -> str:
+    """Formats an excess as '5 launches, at most 3 (--max-launches)'."""
+    if excess.quantity == "launches":
+        return f"{plural(excess.found, 'launch')}, at most {excess.limit} ({excess.origin})"
+    return (
+        f"{format_bytes(excess.found)} of HBM traffic ({excess.found:,} bytes), at most {format_bytes(excess.limit)} "
+        f"({excess.limit:,}; {excess.origin})"
+    )
+
+
+def responsible_lines(found: Sequence[tuple[Launch, str]], count: int = 10) -> list[str]:
+    """Returns a line for each of the first `count` launches: name, place in the program, and why it is separate."""
+    lines = [f"  {launch_line(launch)}: {reason}" for launch, reason in found[:count]]
+    return [*lines, *([f"  and {plural(len(found) - count, 'more launch')}"] if len(found) > count else [])]
+
+
+def launch_line(launch: Launch) -> str:
+    """Formats a launch as '#1 name (kind) at file.py:6 (scope), 3 times, 50.3 MB'."""
+    at = f" at {launch.source}" if launch.source else ""
+    scope = f" ({launch.scope})" if launch.scope else ""
+    times = f", {launch.repeat} times" if launch.repeat > 1 else ""
+    moved = format_bytes((launch.bytes_read + launch.bytes_written) * launch.repeat)
+    return f"#{launch.index} {launch.name} ({launch.kind}){at}{scope}{times}, {moved}"

@@ -1,0 +1,311 @@
+"""What the page says of missed fusions, the roofline and the graph, by clicking: in a headless Chromium."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hlo_analysis.report import redacted, render_html
+from tests.report.browser import Browser, Page
+from tests.report.examples import CODE, full_comparison
+
+
+@pytest.fixture
+def page(browser: Browser, full_file: Path) -> Page:
+    return Page(browser, full_file)
+
+
+def _numbers(page: Page, selector: str) -> list[float]:
+    """Times shown, in microseconds."""
+    texts = page.run(f"[...document.querySelectorAll({selector!r})].map((it) => it.textContent)")
+    return [float(value) * {"µs": 1, "ms": 1000}[unit] for value, unit in (text.split() for text in texts)]
+
+
+def test_the_three_worst_missed_fusions_stand_under_the_verdict(page: Page):
+    assert page.complaints() == []
+    cards = "#worst > ol > li"
+    assert page.count(cards) == 3
+    first, second = (page.text(f"{cards}:nth-child({place})") for place in (1, 2))
+    assert "897 µs" in first
+    assert "block.py:104" in first
+    assert CODE in first
+    assert "Verified by compiling again with attention by xlafuse.fuse: −2 launches, −6.4 GB, −1.73 ms" in first
+    assert "Not verified: the program has a custom_jvp here" in second
+    assert "A product with a fused epilogue keeps this value in registers" in second
+    assert "One end is a call of cuBLAS" in second, "plain words for the compiler's reason"
+    assert "Triton GEMM fusions take" not in second, "XLA's words are folded"
+    page.click(f"{cards}:nth-child(2) .words summary")
+    assert "Triton GEMM fusions take" in page.text(f"{cards}:nth-child(2)")
+
+
+def test_what_was_tried_in_vain_is_no_advice(page: Page):
+    assert "Tried: no gain" not in page.text("#worst")
+    in_vain = page.text("#missed-list [data-ranks^='2']")
+    assert "Tried: no gain (compiler option xla_gpu_experimental_fuse=true)" in in_vain
+    assert "cuDNN" not in in_vain
+    assert "Copy" not in in_vain
+
+
+def test_the_code_of_a_remedy_is_copied(page: Page):
+    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click("#worst .copy")
+    page.wait("document.querySelector('#worst .copy').textContent === 'Copied'")
+    assert page.run("window.copied") == CODE
+
+
+def test_an_option_is_code_to_copy(browser: Browser, page_file: Path):
+    page = Page(browser, page_file)
+    shown = page.run("document.querySelector('#worst pre').textContent")
+    assert shown == "jax.jit(f, compiler_options={'xla_gpu_experimental_fuse': 'true'})"
+    assert "Verified" not in page.text("#worst")
+    assert "Tried" not in page.text("#worst")
+
+
+def test_missed_fusions_are_sorted_by_time(browser: Browser, tmp_path: Path):
+    comparison = full_comparison()
+    result = comparison["xla"]
+    assert result.analysis is not None
+    backwards = replace(result, analysis=replace(result.analysis, missed=result.analysis.missed[::-1]))
+    file = tmp_path / "report.html"
+    file.write_text(render_html(replace(comparison, strategies=(backwards,), unfused=None, rows=())), encoding="utf-8")
+    page = Page(browser, file)
+    page.run("document.querySelector('#missed-list .more button')?.click()")
+    times = _numbers(page, "#missed-list .cost strong")
+    assert len(times) == 8
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+    assert _numbers(page, "#worst .cost strong") == [times[0], *times[2:4]], "the second was tried in vain"
+
+
+def test_the_launch_card_has_the_remedy_and_the_resources(page: Page):
+    page.click("button.mark[data-strategy=xla][data-launch='4']")
+    said = page.text("#card")
+    assert CODE in said
+    assert "Verified by compiling again" in said
+    assert "38%, limited by registers" in said
+    assert "Registers\n44\n" in said
+    assert "Spills\n32 B\n" in said
+    assert page.run("location.hash") == "#launch-4"
+    page.press("Escape")
+    page.wait("location.hash === ''")
+
+
+def test_resources_and_measured_times_are_columns_where_they_are_known(browser: Browser, page: Page, page_file: Path):
+    heads = {"registers", "spill", "shared", "occupancy", "occupancyLimiter", "measured"}
+    shown = "[...document.querySelectorAll('#launch-table [data-sort]')].map((it) => it.dataset.sort)"
+    assert heads <= set(page.run(shown))
+    assert heads & set(Page(browser, page_file).run(shown)) == {"shared"}
+    assert "38%" in page.text("#launch-table tbody tr:first-child")
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+def test_no_column_is_cut(browser: Browser, full_file: Path, width: int):
+    page = Page(browser, full_file, width=width)
+    page.run("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
+    page.wait("document.querySelectorAll('#decision-groups tbody tr').length > 5")
+    page.click("#missed-list [data-launch]")
+    cut = page.run(
+        "[...document.querySelectorAll('.scroll')].filter((it) => it.scrollWidth > it.clientWidth + 1)"
+        ".map((it) => it.getAttribute('aria-label') ?? it.parentElement.textContent.slice(0, 60))"
+    )
+    assert cut == []
+    assert page.run("document.documentElement.scrollWidth") <= width
+
+
+def test_the_roofline_has_a_point_for_each_launch_that_computes(page: Page):
+    analysis = full_comparison()["xla"].analysis
+    assert analysis is not None
+    computing = [launch for launch in analysis.launches if launch.flops]
+    assert page.count("#roofline-view .point") == len(computing)
+    assert f"{len(analysis.launches) - len(computing)} launches without counted arithmetic" in page.text(
+        "#roofline-note"
+    )
+    radius = {
+        int(index): float(r)
+        for index, r in page.run(
+            "[...document.querySelectorAll('.point')].map((it) => [it.dataset.launch, it.getAttribute('r')])"
+        )
+    }
+    times = {launch.index: launch.measured_us or 0 for launch in computing}
+    assert sorted(radius, key=lambda index: radius[index]) == sorted(times, key=lambda index: times[index])
+    names = page.run("document.querySelector('#roofline-view svg').textContent")
+    assert "4.8 TB/s" in names
+    assert "bf16: 989 TFLOP/s" in names
+    # A point stands at its FLOP per byte, between the ticks of the axis.
+    ticks = dict(
+        page.run("[...document.querySelectorAll('.tick')].map((it) => [it.textContent, it.getAttribute('x')])")
+    )
+    hundred, thousand = float(ticks["100"]), float(ticks["1K"])
+    launch = analysis.launches[10]
+    intensity = launch.flops / (launch.bytes_read + launch.bytes_written)
+    at = hundred + (thousand - hundred) * math.log10(intensity / 100)
+    assert page.run("Number(document.querySelector(\".point[data-launch='10']\").getAttribute('cx'))") == pytest.approx(
+        at, abs=0.3
+    )
+
+
+def test_a_point_of_the_roofline_tells_and_opens_its_launch(page: Page):
+    page.run("document.getElementById('roofline').scrollIntoView({behavior: 'instant'})")
+    x, y, width, height = page.place(".point[data-launch='10']")
+    page.point(x + width / 2, y + height / 2)
+    page.wait("!document.querySelector('.tip').hidden")
+    assert page.text(".tip").startswith("#10 cublas-gemm.5: cublas, 2.34 ms (measured")
+    page.click(".point[data-launch='10']")
+    assert page.text("#card h2") == "cublas-gemm.5"
+    page.press("Escape")
+    page.run("document.querySelector(\".point[data-launch='2']\").focus()")
+    page.press("Enter")
+    assert page.text("#card h2") == "cublas-gemm.1"
+
+
+_VISIBLE = """[...document.querySelectorAll('#graph-view .node')].filter((it) => {
+  const [a, b] = [it.getBoundingClientRect(), document.getElementById('graph-view').getBoundingClientRect()];
+  return a.right > b.left && a.left < b.right && a.bottom > b.top && a.top < b.bottom; }).length"""
+
+
+def test_the_graph_zooms_moves_and_fits(page: Page):
+    page.click("#unfold-all")
+    assert page.run(_VISIBLE) > 0, "an empty canvas"
+    page.click("#fit")
+    assert page.run(_VISIBLE) == 13
+    node = "#graph-view .node"
+    _, _, fitted, _ = page.place(node)
+    page.click("#zoom-in")
+    page.click("#zoom-in")
+    left, top, width, height = page.place(node)
+    assert width > 1.5 * fitted
+    frame = page.place("#graph-view")
+    start = (frame[0] + 30, frame[1] + frame[3] / 2)
+    page.drag(start, (start[0] + 200, start[1] + 50))
+    moved = page.place(node)
+    assert moved == pytest.approx([left + 200, top + 50, width, height], abs=1)
+    assert page.run("document.getElementById('card').open") is False
+    page.run("document.getElementById('graph-view').focus()")
+    page.press("+")
+    assert page.place(node)[2] > 1.2 * width
+    page.click("#fit")
+    assert page.place(node)[2] == pytest.approx(fitted, abs=0.5)
+
+
+def test_a_drag_that_ends_on_a_launch_opens_nothing(page: Page):
+    page.click("#unfold-all")
+    left, top, width, height = page.place("#graph-view .node")
+    middle = (left + width / 2, top + height / 2)
+    page.drag(middle, (middle[0] + 60, middle[1] + 40))
+    assert page.run("document.getElementById('card').open") is False
+    page.click("#graph-view .node")
+    assert page.run("document.getElementById('card').open") is True
+
+
+def test_addresses_lead_to_launch_missed_fusion_and_decision(browser: Browser, full_file: Path):
+    page = Page(browser, full_file, fragment="#launch-1@pallas")
+    assert page.text("#card .over").startswith("pallas · launch #1")
+    assert page.run("document.getElementById('focus').value") == "pallas"
+    page.run("location.hash = '#missed-8'")
+    page.wait("document.querySelector('#missed-list .target')")
+    assert page.run("document.getElementById('card').open") is False
+    assert page.run("document.getElementById('focus').value") == "xla"
+    assert page.run("document.querySelector('.target').dataset.ranks") == "8"
+    _, top, _, height = page.place(".target")
+    assert 0 <= top <= 900 - height
+    analysis = full_comparison()["xla"].analysis
+    assert analysis is not None
+    last = len(analysis.decisions) - 1
+    page.run(f"location.hash = '#decision-{last}'")
+    page.wait("document.querySelector('#decision-groups tr.target')")
+    assert analysis.decisions[last].producer in page.text("tr.target")
+    page.run("location.hash = '#launch-999'")
+    page.run("location.hash = '#%'")
+    page.wait("location.hash === '#%'")
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "shows"),
+    [
+        ("softmax_fusion", "launch", "document.querySelector('#card h2')?.textContent === 'softmax_fusion'"),
+        ("gate_up 28672", "missed", "document.querySelector('#missed-list .target')?.dataset.ranks === '3'"),
+        ("gate_up", "scope", "document.querySelector('tr.target')?.dataset.scope === 'block/gate_up_projection'"),
+        ("block.py:114", "source", "document.getElementById('launch-count').textContent === '13 of 13 launches'"),
+        ("more than one consumer", "decision", "document.querySelector('#decision-groups tr.target')"),
+    ],
+)
+def test_search_finds_everything(page: Page, words: str, kind: str, shows: str):
+    page.run("document.activeElement.blur()")
+    page.press("/")
+    page.write("#search", words.upper())
+    link = f"#found a[href^='#{kind}-']"
+    assert page.count(link) > 0
+    page.click(link)
+    page.wait(shows)
+    assert page.run("document.getElementById('found').hidden") is True
+
+
+def test_search_works_by_keys(page: Page):
+    page.write("#search", "softmax_fusion nosuchword")
+    page.wait("!document.getElementById('found').hidden")
+    assert page.text("#found") == "Nothing found."
+    page.write("#search", "rms_norm.1 mosaic")
+    page.press("ArrowDown")
+    assert page.run("document.activeElement.hash").endswith("@pallas")
+    page.press("Enter")
+    page.wait("document.querySelector('.target') || document.getElementById('card').open")
+    assert page.run("document.getElementById('focus').value") == "pallas"
+
+
+def test_the_baseline_stands_against_the_fastest_other(page: Page):
+    assert page.run("[focus.id, document.getElementById('focus').value, document.getElementById('other').value]")[
+        1:
+    ] == [
+        "xla",
+        "xla_cudnn",
+    ]
+    assert "xla_cudnn: 3.3 GB, −72%" in page.text(".tiles")
+    heads = (
+        "[...document.querySelectorAll('table.scopes thead th')]"
+        ".filter((it) => it.offsetWidth).map((it) => it.innerText)"
+    )
+    assert page.run(heads) == ["Scope", "xla", "xla_cudnn"]
+    page.choose("#other", "pallas")
+    assert page.run(heads) == ["Scope", "xla", "pallas"]
+    page.click("#all-scopes")
+    assert page.run(heads) == ["Scope", "unfused", "xla", "xla_cudnn", "pallas"]
+
+
+def test_a_page_whose_baseline_failed_shows_another_strategy(browser: Browser, tmp_path: Path):
+    file = tmp_path / "report.html"
+    file.write_text(render_html(replace(full_comparison(), baseline="xla_gemm_v2")), encoding="utf-8")
+    page = Page(browser, file)
+    assert page.complaints() == []
+    assert page.run("document.getElementById('worst').hidden") is True
+    assert page.text("#graph .focus-name") == "unfused"
+
+
+def test_a_redacted_page_works(browser: Browser, tmp_path: Path):
+    file = tmp_path / "report.html"
+    file.write_text(render_html(redacted(full_comparison())), encoding="utf-8")
+    page = Page(browser, file)
+    page.click("#worst [data-launch]")
+    assert page.text("#card h2") == "triton_gemm.4"
+    assert page.complaints() == []
+
+
+def test_fused_sites_are_listed(page: Page):
+    assert page.count("details.sites") == 1
+    page.click("details.sites summary")
+    said = page.text("details.sites")
+    for word in ("Fused sites of pallas", "block.py:56", "refused", "the mask is neither causal"):
+        assert word in said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_advice_is_readable_in_light_and_dark(page: Page, scheme: str):
+    from tests.report.test_page_in_browser import CONTRAST
+
+    page.prefer(scheme)
+    for selector in (".missed .why", ".remedy", ".tag.kernel", ".effect.none", ".code pre", ".tile .beside", ".copy"):
+        ratio = page.run(f"({CONTRAST})({selector!r})")
+        assert ratio >= 4.5, f"{selector}: contrast {ratio:.2f} in {scheme}"
