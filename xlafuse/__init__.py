@@ -1,6 +1,6 @@
-"""Compares fusion strategies on a JAX program, and has fused operations for it (`xlafuse.kernels`).
+"""Compares fusion strategies on a JAX program and offers fused operations for it (`xlafuse.kernels`).
 
-Names are loaded when first used, so that `import xlafuse` costs nothing and asks no device.
+Names load on first use, so that `import xlafuse` is quick and asks for no device.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from hlo_analysis.capture.plugin_log import silence_missing_gpu
 
 if TYPE_CHECKING:
-    from xlafuse import kernels
+    from xlafuse import kernels, losses, nnx
+    from xlafuse.attention import dot_product_attention
     from xlafuse.comparison import compare
     from xlafuse.errors import ComparisonError, InapplicablePlanError, UnknownNameError, XlafuseError
+    from xlafuse.fusion import fuse
     from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function
     from xlafuse.strategies import STRATEGIES, Strategy, get_strategy
+    from xlafuse.trials import try_remedies
 
 __all__ = [
     "PRESETS",
@@ -30,22 +33,31 @@ __all__ = [
     "XlafuseError",
     "block_function",
     "compare",
+    "dot_product_attention",
+    "fuse",
     "get_strategy",
     "kernels",
+    "losses",
+    "nnx",
+    "try_remedies",
 ]
 
 _HOMES = {
+    "xlafuse.attention": ("dot_product_attention",),
     "xlafuse.comparison": ("compare",),
     "xlafuse.errors": ("ComparisonError", "InapplicablePlanError", "UnknownNameError", "XlafuseError"),
+    "xlafuse.fusion": ("fuse",),
     "xlafuse.models": ("PRESETS", "BlockConfig", "FusionPlan", "TransformerBlock", "block_function"),
     "xlafuse.strategies": ("STRATEGIES", "Strategy", "get_strategy"),
+    "xlafuse.trials": ("try_remedies",),
 }
+_MODULES = ("kernels", "losses", "nnx")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "kernels":
-        return import_module("xlafuse.kernels")
+    if name in _MODULES:
+        return import_module(f"xlafuse.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)
@@ -57,5 +69,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# At import: a first use of JAX before any capture would show the CUDA plugin's complaint about the missing GPU.
+# At import, because JAX may be used before any capture and would then print the CUDA plugin's complaint about the
+# missing GPU.
 silence_missing_gpu()

@@ -1,4 +1,4 @@
-"""One program under several fusion strategies, side by side."""
+"""Compares one program under several fusion strategies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hlo_analysis.records import Comparison, Numerics, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Numerics, StrategyResult
 from xlafuse.errors import ComparisonError, InapplicablePlanError
 from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 Mode = Literal["forward", "grad"]
 State = Literal["compiling", "analysing", "done", "failed", "not applicable", "numerics"]
 Progress = Callable[[str, State], None]
-"""Called with a strategy's name and its new state, from several threads but one call at a time. The name is empty for
-"numerics"."""
+"""Called with a strategy's name and its new state, from several threads but one call at a time.
+
+The name is empty for "numerics". For a trial the name is "try" and the change.
+"""
 
 
 def compare(
@@ -37,62 +40,81 @@ def compare(
     mode: Mode = "forward",
     baseline: str = "xla",
     numerics: bool = True,
+    tries: int = 0,
     progress: Progress | None = None,
+    keep_captures: Any = None,
     **capture_options: Any,
 ) -> Comparison:
     """Compiles one program under each strategy, analyzes each, and aligns them by the model's scopes.
 
     Args:
       block_or_fn: the name of a block preset, a `BlockConfig`, or any JAX function.
-      shapes: for a block (batch, length); for a function the tuple of its arguments, arrays or
-        `jax.ShapeDtypeStruct`s or trees of them.
+      shapes: (batch, length) for a block; the tuple of arguments for a function, as arrays, `jax.ShapeDtypeStruct`s or
+        trees of them.
       strategies: names or `Strategy` records; None takes all. The baseline is put first if it is not among them.
-      target: what to compile for, by name or path; see `hlo_analysis.targets`.
+      target: name or path of the GPU to compile for; see `hlo_analysis.targets`.
       mode: "forward", or "grad" for the gradients with respect to all floating-point arguments.
-      baseline: the strategy that differences are taken against.
-      numerics: for a block, also run each plan on the CPU at a small size against float64.
+      baseline: the strategy that the others are compared with.
+      numerics: for a block, also runs each plan on the CPU at a small size and compares it with float64.
+      tries: how many remedies of the baseline's missed fusions to try; see `xlafuse.try_remedies`.
       progress: called with a strategy's name and state as work goes on; see `Progress`.
+      keep_captures: folder where each strategy's capture is saved as STRATEGY.zip, which `Capture.load` and `xlafuse
+        report --capture` open. It is created if missing.
       **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `measure`, ...).
 
-    Returns a Comparison with a result for every strategy: one that failed, or that cannot be used here, holds the
-    reason in `error` and has no analysis. What was recorded of a preset on such a GPU is in `Analysis.measured`.
-    Raises `UnknownNameError` for an unknown name, and `ComparisonError` when no strategy gave an analysis.
+    Returns a Comparison with a result for every strategy. A strategy that failed, or that cannot be used here, holds
+    the reason in `error` and has no analysis. Times recorded for a preset on such a GPU are in `Analysis.measured`.
+    Raises `UnknownNameError` for an unknown name, and `ComparisonError` if no strategy gave an analysis.
     """
     from hlo_analysis import diff
     from hlo_analysis.targets import load_target
 
     config = None if callable(block_or_fn) else resolve_config(block_or_fn)
-    # A lone array must not be taken apart along its first axis.
+    # Turning a lone array into a tuple would split it along its first axis.
     shapes = tuple(shapes) if isinstance(shapes, (tuple, list)) else (shapes,)
     if config is not None:
-        block_function(config, shapes)  # a bad shape is the caller's error, and not each strategy's
+        block_function(config, shapes)  # a bad shape is the caller's error, not each strategy's
     chosen = resolve_strategies(strategies)
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
     described = load_target(target)
     report = _Progress(progress)
-    jobs = [_prepare(strategy, config, described) for strategy in chosen]
-
-    def run(job: _Job) -> StrategyResult:
-        return _analysed(job, block_or_fn, config, shapes, target, mode, report, capture_options)
+    keep = None if keep_captures is None else Path(keep_captures)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+    program = _Program(
+        block_or_fn=block_or_fn,
+        config=config,
+        shapes=shapes,
+        target=target,
+        mode=mode,
+        keep=keep,
+        capture_options=capture_options,
+    )
+    jobs = {strategy.name: _prepare(strategy, config, described) for strategy in chosen}
 
     # Each compilation has a process of its own. On an attached GPU they would disturb each other's autotuning.
     workers = 1 if described.kind == "attached" else min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
-        pending = [pool.submit(run, job) for job in jobs]
-        plans = {job.strategy.name: job.strategy.plan for job in jobs if job.refusal is None}
+        pending = [pool.submit(_analysed, job, program, report) for job in jobs.values()]
+        # `fuse` has already compared each site with the operation's definition.
+        to_check = (job for job in jobs.values() if job.refusal is None and not job.strategy.fuses)
+        plans = {job.strategy.name: job.strategy.plan for job in to_check}
         checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
-        results = [_with_numerics(future.result(), checked) for future in pending]
+        results = {name: _with_numerics(each.result(), checked) for name, each in zip(jobs, pending, strict=True)}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
-    analysed = [result.name for result in results if result.analysis is not None]
-    if not analysed:
-        raise ComparisonError({result.name: result.error or "" for result in results})
-    reference = baseline if baseline in analysed else analysed[0]
+    analyses = {name: result.analysis for name, result in results.items() if result.analysis is not None}
+    if not analyses:
+        raise ComparisonError({name: result.error or "" for name, result in results.items()})
+    if baseline in analyses:
+        tried = _tried(analyses[baseline], jobs[baseline].strategy, program, tries, report)
+        results[baseline] = dataclasses.replace(results[baseline], analysis=tried)
+    reference = baseline if baseline in analyses else next(iter(analyses))
     title = _title(block_or_fn, config, shapes, mode, target)
-    comparison = diff.compare_analyses(title, results, reference, unfused="unfused")
+    comparison = diff.compare_analyses(title, tuple(results.values()), reference, unfused="unfused")
     is_known = all(STRATEGIES.get(each.name, each) == each for each in chosen)
     if config is None or PRESETS.get(config.name) != config or described.kind != "cuda" or not is_known:
         return comparison
@@ -102,8 +124,8 @@ def compare(
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
     """Gives the sites that the plan's kernels cannot serve in this block to XLA.
 
-    Returns the strategy to run and a note for its description, '' when nothing changed. Raises `InapplicablePlanError`
-    when no site of the plan is left, since the strategy would be plain XLA under another name.
+    Returns the strategy to run and a note for its description, '' if nothing changed. Raises `InapplicablePlanError` if
+    no site of the plan is left, since the strategy would be plain XLA under another name.
     """
     unfit = strategy.plan.inapplicable(config)
     if not unfit:
@@ -121,6 +143,26 @@ class _Job:
     strategy: Strategy
     description: str
     refusal: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """The program that every strategy compiles."""
+
+    block_or_fn: Any
+    config: BlockConfig | None
+    shapes: tuple[Any, ...]
+    target: str
+    mode: Mode
+    keep: Path | None
+    """Folder for the captures."""
+    capture_options: Mapping[str, Any]
+
+    def under(self, strategy: Strategy) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns the function under the strategy's plan, and its arguments."""
+        if self.config is None:
+            return self.block_or_fn, self.shapes
+        return block_function(self.config, self.shapes, plan=strategy.plan)
 
 
 class _Progress:
@@ -149,20 +191,12 @@ def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> 
     return _Job(strategy=strategy, description=strategy.description + note, refusal=refusal)
 
 
-def _analysed(
-    job: _Job,
-    block_or_fn: Any,
-    config: BlockConfig | None,
-    shapes: tuple[Any, ...],
-    target: str,
-    mode: Mode,
-    report: _Progress,
-    capture_options: dict[str, Any],
-) -> StrategyResult:
+def _analysed(job: _Job, program: _Program, report: _Progress) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
     from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
     from xlafuse.catalogue import KERNELS
+    from xlafuse.fusion.program import FusedProgram, NothingFusedError
 
     leave_out_frames(__file__)
     leave_out_packages("xlafuse", "pallas_kernels")
@@ -171,31 +205,56 @@ def _analysed(
     if job.refusal is not None:
         report(strategy.name, "not applicable")
         return result
-    if config is not None:
-        function, arguments = block_function(config, shapes, plan=strategy.plan)
-    else:
-        function, arguments = block_or_fn, shapes
+    function, arguments = program.under(strategy)
+    fused = FusedProgram(function) if strategy.fuses else None
     try:
         report(strategy.name, "compiling")
         captured = capture(
-            function,
+            function if fused is None else fused.function,
             *arguments,
-            target=target,
-            mode=mode,
+            target=program.target,
+            mode=program.mode,
             compiler_options=dict(strategy.compiler_options),
             label=strategy.name,
-            **capture_options,
+            **program.capture_options,
         )
+        if program.keep is not None:
+            captured.save(program.keep / f"{strategy.name}.zip")
         report(strategy.name, "analysing")
         result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=KERNELS))
+        state, reason = "done", None
     # A failure of one strategy must not lose the results of the others.
     except Exception as error:
-        report(strategy.name, "failed")
-        # A block's arguments, which the error lists, are the same for all strategies: the cause is enough.
-        cause = error.__cause__ if config is not None and error.__cause__ is not None else error
-        return dataclasses.replace(result, error=f"{type(cause).__name__}: {cause}")
-    report(strategy.name, "done")
-    return result
+        # The error lists the block's arguments, which are the same for all strategies; its cause is enough.
+        cause = error.__cause__ if program.config is not None and error.__cause__ is not None else error
+        state, reason = "failed", f"{type(cause).__name__}: {cause}"
+        if isinstance(error.__cause__, NothingFusedError):
+            state, reason = "not applicable", f"{error.__cause__} {strategy.name!r} would be 'xla' under another name."
+    report(strategy.name, state)
+    return dataclasses.replace(result, error=reason, sites=() if fused is None else fused.sites)
+
+
+def _tried(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: _Progress) -> Analysis:
+    """Returns the analysis of a strategy with trials of its remedies."""
+    from xlafuse.fusion.program import FusedProgram
+    from xlafuse.trials import try_remedies
+
+    if not count:
+        return analysis
+    function, arguments = program.under(strategy)
+    function = FusedProgram(function).function if strategy.fuses else function
+    # A trial does not run on the GPU, and its capture is not kept.
+    options = {name: value for name, value in program.capture_options.items() if name not in ("measure", "keep")}
+    return try_remedies(
+        analysis,
+        function,
+        *arguments,
+        count=count,
+        target=program.target,
+        mode=program.mode,
+        progress=lambda change, state: report(f"try {change}", state),
+        **options,
+    )
 
 
 def _check_numerics(

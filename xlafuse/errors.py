@@ -1,4 +1,4 @@
-"""Errors of the public functions: what was expected, what came, what to do."""
+"""Errors of the public functions; each says what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class XlafuseError(Exception):
-    """Base class of this package's own errors."""
+    """Base class of this package's errors."""
 
 
 class UnknownNameError(XlafuseError, ValueError):
-    """A name that is in no registry; the message lists the nearest names, then all of them."""
+    """A name is not in its registry; the message lists the nearest names, then all of them."""
 
     def __init__(self, what: str, name: object, known: Iterable[str]):
         self.name = name
@@ -22,15 +22,15 @@ class UnknownNameError(XlafuseError, ValueError):
 
 
 class InapplicablePlanError(XlafuseError, NotImplementedError):
-    """A fusion plan asks a block for an implementation that the block's configuration cannot use."""
+    """A fusion plan asks for an implementation that the block's configuration cannot use."""
 
 
 class ComparisonError(XlafuseError, RuntimeError):
-    """No strategy gave an analysis; `reasons` maps each strategy to why it has none."""
+    """No strategy gave an analysis; `reasons` maps each strategy to its reason."""
 
     def __init__(self, reasons: dict[str, str]):
         self.reasons = dict(reasons)
-        # Strategies often fail for one reason, as when the function does not trace.
+        # Strategies often fail for the same reason, for example because the function does not trace.
         grouped: dict[str, list[str]] = {}
         for name, reason in self.reasons.items():
             grouped.setdefault(reason, []).append(name)

@@ -1,4 +1,4 @@
-"""Measured times from elsewhere on a comparison: a file, a profile, or the recordings of the block presets."""
+"""Adds measured times to a comparison, from a file, a profile, or the recordings of the block presets."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 1
 RECORDINGS = Path(__file__).with_name("recordings")
-"""A file of `Measurements` a case: <GPU>/<preset>-<shape>-<mode>.json, which `scripts/record_measured.py` writes."""
+"""Folder with a file of `Measurements` for each case, <GPU>/<preset>-<shape>-<mode>.json.
+
+`scripts/record_measured.py` writes them.
+"""
 _BLOCK_RESULTS = Path(__file__).parents[1] / "notebooks" / "results"
-"""Of `xlafuse bench block`, which times whole strategies; a wheel has none of them."""
+"""Results of `xlafuse bench block`, which times whole strategies; a wheel does not contain them."""
 
 
 class MeasurementsError(XlafuseError, ValueError):
-    """A file of measured times cannot be read, or is of another program; the message says what differs."""
+    """A file of measured times cannot be read, or belongs to another program; the message says what differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What was measured of one program, by strategy."""
+    """Measured times of one program, by strategy."""
 
     schema_version: int = SCHEMA_VERSION
     title: str
@@ -37,22 +40,22 @@ _ADAPTER = TypeAdapter(Measurements)
 
 
 def measurements_of(comparison: Comparison) -> Measurements:
-    """What the comparison holds of measured times."""
+    """Returns the measured times that the comparison holds."""
     found = {each.name: each.analysis.measured for each in comparison.strategies if each.analysis is not None}
     measured = {name: each for name, each in found.items() if each is not None}
     return Measurements(title=comparison.title, strategies=measured)
 
 
 def to_json(measurements: Measurements) -> str:
-    """The file's text."""
+    """Returns the text of the file."""
     return json.dumps(_ADAPTER.dump_python(measurements, mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 
 def load(path: Path) -> Measurements:
-    """Reads what `to_json` wrote.
+    """Loads the text of `to_json`.
 
     Raises:
-        MeasurementsError: no such file, cut off, or of another schema version.
+        MeasurementsError: the file is missing, is truncated, or has another schema version.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -70,10 +73,11 @@ def load(path: Path) -> Measurements:
 
 
 def with_measurements(comparison: Comparison, measurements: Measurements) -> Comparison:
-    """The comparison with the times of the strategies that both have.
+    """Returns the comparison with the times of the strategies that both have.
 
     Raises:
-        MeasurementsError: none in common, or one was measured of another program: says which launch differs first.
+        MeasurementsError: no strategy in common, or one was measured on another program; the message names the first
+            launch that differs.
     """
     if not any(name in measurements.strategies for name, _ in _analysed(comparison)):
         raise MeasurementsError(
@@ -91,11 +95,12 @@ def with_measurements(comparison: Comparison, measurements: Measurements) -> Com
 
 
 def with_profile(comparison: Comparison, path: Path) -> Comparison:
-    """The comparison with the times of a profile of `jax.profiler`, for each strategy whose program it shows.
+    """Returns the comparison with the times of a `jax.profiler` profile, for each strategy whose program it shows.
 
     Raises:
-        MeasurementsError: it shows none of them; says at which launch the baseline's differs first.
-        DumpError: no profile there, or one without a GPU.
+        MeasurementsError: the profile shows none of them; the message names the first launch where the baseline
+            differs.
+        DumpError: there is no profile, or one without a GPU.
     """
     profile = read_profile(path)
     made: dict[str, Analysis] = {}
@@ -111,10 +116,10 @@ def with_profile(comparison: Comparison, path: Path) -> Comparison:
 
 
 def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, device_kind: str) -> Comparison:
-    """The comparison of a block preset with what was recorded of it on such a GPU, where anything was.
+    """Returns the comparison of a block preset with the times recorded on such a GPU, if there are any.
 
-    Times of launches come from the recording of the case, those of whole strategies else from the block benchmark.
-    Where the program has changed since, the whole's time stays, and a note says so.
+    Times of launches come from the recording of the case. Without one, times of whole strategies come from the block
+    benchmark. If the program has changed since, only the total time stays, with a note.
     """
     recorded = dict(_benchmarked(preset, shape, mode, device_kind))
     file = RECORDINGS / file_name(preset, shape, mode, device_kind)
@@ -132,12 +137,12 @@ def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, 
 
 
 def file_name(preset: str, shape: str, mode: str, device_kind: str) -> str:
-    """Where a case's recording is in the folder of recordings."""
+    """Returns the path of a case's recording in the folder of recordings."""
     return f"{device_kind.lower().replace(' ', '-')}/{preset}-{shape}-{mode}.json"
 
 
 def _benchmarked(preset: str, shape: str, mode: str, device_kind: str) -> Iterator[tuple[str, Measured]]:
-    """Whole strategies, from the files of `xlafuse bench block`."""
+    """Yields times of whole strategies from the files of `xlafuse bench block`."""
     from xlafuse.bench.results import load as load_results
 
     runs = [run for file in sorted(_BLOCK_RESULTS.glob("block-*.json")) for run in load_results(file).runs]

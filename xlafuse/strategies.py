@@ -1,6 +1,6 @@
-"""Fusion strategies: a plan for the block's sites, XLA compile options, and what both require.
+"""Fusion strategies: a plan for the block's sites, whether to `fuse`, XLA options, and requirements.
 
-Every strategy compiles the same block with the same weights and inputs. A new one is one entry in `STRATEGIES`.
+Every strategy compiles the same program with the same weights and inputs. To add one, add an entry to `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -8,32 +8,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 from xlafuse.errors import UnknownNameError
 from xlafuse.models.plan import SITES, FusionPlan
 
-Requirement = Literal["block", "cuda", "hopper"]
-"""block: a program whose sites a plan can choose, so not any function. cuda: an NVIDIA target. hopper: one of compute
-capability 9.0."""
+Requirement = Literal["block", "cuda", "hopper", "triton"]
+"""What a strategy needs.
+
+block: a program with sites for a plan, so not any function. cuda: an NVIDIA target. hopper: a target of compute
+    capability 9.0. triton: jax-triton, which the extra `triton` installs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way to have a program compiled."""
+    """One way to compile a program."""
 
     name: str
     description: str
     plan: FusionPlan = field(default_factory=FusionPlan)
+    fuses: bool = False
+    """Whether `xlafuse.fuse` rewrites the program before it is differentiated."""
     compiler_options: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """XLA options of this compilation alone."""
+    """XLA options for this compilation alone."""
     requires: tuple[Requirement, ...] = ()
 
-    def unmet(self, *, is_block: bool, kind: str, compute_capability: tuple[int, int]) -> str | None:
-        """Returns why the strategy cannot be used here, or None when it can.
+    @property
+    def is_installed(self) -> bool:
+        """Whether the packages that the strategy needs are installed."""
+        return "triton" not in self.requires or find_spec("jax_triton") is not None
 
-        `kind` is the target's ("cuda", "cpu", "attached"); `compute_capability` is (0, 0) where it is not known, in
-        which case the kernels themselves object.
+    def unmet(self, *, is_block: bool, kind: str, compute_capability: tuple[int, int]) -> str | None:
+        """Returns why the strategy cannot be used here, or None if it can.
+
+        `kind` is the target's ("cuda", "cpu", "attached"). `compute_capability` is (0, 0) if it is unknown; the kernels
+        themselves then raise.
         """
         if "block" in self.requires and not is_block:
             sites = ", ".join(f"{site}={how}" for site, how in self.plan.fused_sites.items())
@@ -48,6 +59,8 @@ class Strategy:
                 f"{self.name!r} uses Mosaic GPU kernels for Hopper (compute capability 9.0), and the target has "
                 f"{'.'.join(map(str, compute_capability))}. Choose the target h100 or h200."
             )
+        if not self.is_installed:
+            return f"{self.name!r} needs jax-triton, which is not installed: pip install 'xlafuse[triton]'"
         return None
 
 
@@ -55,7 +68,7 @@ _FUSION_PASSES = (
     "priority-fusion",
     "multi_output_fusion",
     "triton-softmax-rewriter",
-    # Joins products that share an operand into one wider product.
+    # Merges products that share an operand into one wider product.
     "dot-merger",
 )
 
@@ -71,8 +84,8 @@ _PALLAS = FusionPlan(
     down_projection="mosaic",
 )
 _BEST = FusionPlan(**{site: "best" for site, choices in SITES.items() if "best" in choices})
-# Joined, q, k and v cost a copy of their weights before the product, and one of its result for each kernel that reads a
-# part: 0.3 GB of traffic in the forward pass of llama3-8b at 2x4096.
+# Merging q, k and v would copy their weights before the product, and its result once for each kernel that reads a part.
+# That is 0.3 GB of traffic in the forward pass of llama3-8b at 2x4096.
 _PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 STRATEGIES: dict[str, Strategy] = {
@@ -84,8 +97,8 @@ STRATEGIES: dict[str, Strategy] = {
                 "XLA with its fusion passes off: every operation a launch of its own, matrix products by cuBLAS with "
                 "what cuBLAS itself takes in (a bias, a sum)."
             ),
-            # Triton products would take in what surrounds them. Without cuBLAS's rewriter too, products would be naive
-            # loops, hundreds of times slower: no fair baseline.
+            # Triton products would fuse what surrounds them. Without cuBLAS's rewriter as well, products would be naive
+            # loops, hundreds of times slower, which is no fair baseline.
             compiler_options={
                 "xla_disable_hlo_passes": ",".join(_FUSION_PASSES),
                 "xla_gpu_enable_triton_gemm": False,
@@ -102,7 +115,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="xla_dot_merger",
             description="XLA that joins products of one operand at any size: q, k and v in one, gate and up in one.",
-            # The default of 32 MiB leaves products of this size apart.
+            # The default of 32 MiB does not merge products of this size.
             compiler_options={"xla_gpu_dot_merger_threshold_mb": 1024},
             requires=("cuda",),
         ),
@@ -133,6 +146,16 @@ STRATEGIES: dict[str, Strategy] = {
             requires=("block", "cuda", "hopper"),
         ),
         Strategy(
+            name="triton",
+            description=(
+                "Triton kernels at every site that has one: norms, products with what follows them, and the softmax of "
+                "attention's scores, which are written out."
+            ),
+            plan=FusionPlan(**{site: "triton" for site, choices in SITES.items() if "triton" in choices}),
+            compiler_options=_PRODUCTS_APART,
+            requires=("block", "cuda", "triton"),
+        ),
+        Strategy(
             name="best",
             description=(
                 "Each site by what was measured to be the fastest at this shape: our kernel, cuDNN's attention, or XLA."
@@ -141,9 +164,15 @@ STRATEGIES: dict[str, Strategy] = {
             compiler_options=_PRODUCTS_APART,
             requires=("block", "cuda", "hopper"),
         ),
+        Strategy(
+            name="fused",
+            description="The plain program rewritten by xlafuse.fuse, before it is differentiated.",
+            fuses=True,
+            requires=("cuda", "hopper"),
+        ),
     )
 }
-"""The strategies by name, in the order in which a comparison lists them."""
+"""Strategies by name, in the order of a comparison."""
 
 
 def get_strategy(name: str) -> Strategy:
@@ -155,7 +184,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def resolve_strategies(strategies: Iterable[str | Strategy] | None) -> tuple[Strategy, ...]:
-    """Returns the strategies named or given, each once and in that order; None: all of them."""
-    chosen = STRATEGIES.values() if strategies is None else strategies
+    """Returns the named or given strategies, each once, in order; None takes all whose packages are installed."""
+    chosen = [each for each in STRATEGIES.values() if each.is_installed] if strategies is None else strategies
     resolved = (get_strategy(each) if isinstance(each, str) else each for each in chosen)
     return tuple({strategy.name: strategy for strategy in resolved}.values())

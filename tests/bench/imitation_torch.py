@@ -61,6 +61,19 @@ class Tensor(np.ndarray):
     def transpose(self, first, second):
         return np.swapaxes(self, first, second)
 
+    def copy_(self, other):
+        self[...] = other
+
+    def add_(self, other):
+        self[...] += other
+
+    def index_copy_(self, axis, index, source):
+        assert axis == 2
+        self[:, :, index] = source
+
+    def backward(self):
+        pass
+
 
 def tensor(array) -> Tensor:
     return np.asarray(array).view(Tensor)
@@ -95,7 +108,7 @@ def dropout(x, rate):
     return np.where(np.arange(x.size).reshape(x.shape) < rate * x.size, 0, x / (1 - rate)).view(Tensor)
 
 
-def cross_entropy(rows, targets, ignore_index, label_smoothing, reduction):
+def cross_entropy(rows, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
     log_weight = np.log(softmax(rows, -1))
     losses = -(1 - label_smoothing) * log_weight[np.arange(len(rows)), np.clip(targets, 0, rows.shape[1] - 1)]
     losses = np.where(targets == ignore_index, 0, losses - label_smoothing * log_weight.mean(-1)).view(Tensor)
@@ -104,11 +117,21 @@ def cross_entropy(rows, targets, ignore_index, label_smoothing, reduction):
     return tensor(losses.sum() / (max(1, (targets != ignore_index).sum()) if reduction == "mean" else 1))
 
 
+def embedding_bag(bags, table, mode, per_sample_weights=None):
+    rows = table[bags] if per_sample_weights is None else table[bags] * per_sample_weights[..., None]
+    return {"sum": rows.sum(1), "mean": rows.mean(1)}[mode]
+
+
+def tril_indices(rows, columns, offset, device):
+    assert device == "cpu"
+    return np.tril_indices(rows, offset, columns)
+
+
 def linear(x, weight, bias=None):
     return x @ weight.T if bias is None else x @ weight.T + bias
 
 
-def scaled_dot_product_attention(query, key, value, is_causal, enable_gqa):
+def scaled_dot_product_attention(query, key, value, attn_mask=None, is_causal=False, enable_gqa=False):
     """Of (batch, heads, length, head_dim)."""
     groups = query.shape[1] // key.shape[1]
     assert enable_gqa == (groups > 1)
@@ -116,6 +139,8 @@ def scaled_dot_product_attention(query, key, value, is_causal, enable_gqa):
     scores = query @ np.swapaxes(key, 2, 3) / np.sqrt(query.shape[-1])
     if is_causal:
         scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    if attn_mask is not None:
+        scores = np.where(attn_mask, scores, -np.inf)
     return tensor(softmax(scores, -1) @ value)
 
 
@@ -125,7 +150,18 @@ def grad(outputs, leaves, cotangents, retain_graph=False):
     return tuple(tensor(np.full(leaf.shape, 2, leaf.dtype)) for leaf in leaves)
 
 
-def install(monkeypatch) -> None:
+class Optimizer:
+    def __init__(self, leaves, **rates):
+        assert all(leaf.requires_grad for leaf in leaves)
+
+    def step(self):
+        pass
+
+    def zero_grad(self, set_to_none):
+        pass
+
+
+def install(monkeypatch) -> types.ModuleType:
     """Puts the imitation in place of `torch`, and forgets peers loaded with another."""
     torch, functional = types.ModuleType("torch"), types.ModuleType("torch.nn.functional")
     torch.Tensor, torch.bool, torch.float32 = Tensor, np.dtype(bool), np.float32
@@ -142,19 +178,33 @@ def install(monkeypatch) -> None:
     torch.cat = lambda arrays, axis: np.concatenate(arrays, axis).view(Tensor)
     torch.compile = lambda function, mode, dynamic, fullgraph: function
     torch.autograd = types.SimpleNamespace(grad=grad)
-    torch.cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
+    torch.cuda = types.SimpleNamespace(
+        synchronize=lambda: None,
+        empty_cache=lambda: None,
+        mem_get_info=lambda: (10**12, 10**12),
+        reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: 7,
+    )
+    torch.int64, torch.argmax = np.dtype(np.int64), np.argmax
+    torch.optim = types.SimpleNamespace(AdamW=Optimizer)
     functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
     functional.cross_entropy, functional.dropout = cross_entropy, dropout
     functional.linear, functional.scaled_dot_product_attention = linear, scaled_dot_product_attention
+    functional.embedding_bag, torch.tril_indices = embedding_bag, tril_indices
     functional.silu = lambda x: x / (1 + np.exp(-x))
     functional.relu = lambda x: np.maximum(x, 0)
     dynamo, config = types.ModuleType("torch._dynamo"), types.ModuleType("torch._functorch.config")
-    dynamo.reset = lambda: None
+    functional.embedding = lambda tokens, table: table[tokens]
+    checkpoint = types.ModuleType("torch.utils.checkpoint")
+    checkpoint.checkpoint = lambda function, *arguments, use_reentrant: function(*arguments)
+    dynamo.reset = dynamo.mark_static_address = lambda *_: None
     config.patch = lambda donated_buffer: contextlib.nullcontext()
     nn, functorch = types.ModuleType("torch.nn"), types.ModuleType("torch._functorch")
     nn.functional, functorch.config = functional, config
     torch.nn, torch._dynamo, torch._functorch = nn, dynamo, functorch
-    for module in (torch, nn, functional, dynamo, functorch, config):
+    for module in (torch, nn, functional, dynamo, functorch, config, checkpoint):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in [name for name in sys.modules if name.startswith("xlafuse.bench.peers.")]:
         monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(sys.modules["xlafuse.bench.peers"], name.rpartition(".")[2])
+    return torch

@@ -117,6 +117,14 @@ def test_pytorchs_block_is_ours(peer, config, monkeypatch):
 
 
 @pytest.mark.usefixtures("invented_times")
+@pytest.mark.parametrize("mode", block.MODES)
+def test_the_block_without_jit_takes_turns(mode):
+    result = bench_case(SMALL, "1x4", mode, dataclasses.replace(SETTINGS, strategies=(), peers=("jax_eager",)))
+    assert result.problems == ()
+    assert [(c.name, c.kind) for c in result.candidates] == [("xla", "strategy"), ("jax_eager", "peer")]
+
+
+@pytest.mark.usefixtures("invented_times")
 def test_a_peers_gradients_come_in_our_order_and_wrong_ones_are_reported(monkeypatch):
     imitation_torch.install(monkeypatch)
     from xlafuse.bench.peers import torch_block

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import imitation_torch
+import jax
+import numpy as np
 import pytest
 
 from xlafuse.bench import model
-from xlafuse.bench.model import PHASES, ModelSettings, bench_model, model_lines, tokens_per_second
+from xlafuse.bench.model import PHASES, ModelSettings, bench_model, least_bytes, model_lines, refused
+from xlafuse.models import BlockConfig
+from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import Strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -36,8 +41,101 @@ def test_every_phase_is_measured(is_scanned):
         assert first.compile_seconds > 0
         assert first.peak_bytes > result.bytes
         tokens = 2 if result.phase == "decode" else 16
-        assert tokens_per_second(result, "xla") == pytest.approx(tokens / first.timing.wall_us * 1e6)
+        assert first.tokens_per_second == pytest.approx(tokens / first.timing.wall_us * 1e6)
         assert len(model_lines(result)) == 3
+
+
+SMALL = BlockConfig(
+    name="small", hidden_size=32, mlp_size=48, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32",
+    param_dtype="float32",
+)  # fmt: skip
+LLAMA = DecoderConfig(block=SMALL, layers=2, vocabulary=64)
+GPT = DecoderConfig(
+    block=dataclasses.replace(SMALL, num_kv_heads=4, norm="layer_norm", mlp="gelu", rope_theta=None, use_bias=True),
+    layers=2,
+    vocabulary=64,
+    learned_positions=32,
+)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(LLAMA, is_scanned=True), GPT], ids=["", "scan", "gpt"])
+def test_pytorchs_model_is_ours(config, phase, monkeypatch):
+    imitation_torch.install(monkeypatch)
+    from xlafuse.bench.peers import torch_model
+
+    chain = model._chain(config, "2x5", phase, Decoder(config).params(jax.random.key(0)), seed=0)
+    if phase == "train":
+        params, _, drawn = chain.arguments
+        expected = [Decoder(config).loss(params, drawn)]
+    else:
+        step = Decoder(config).step if phase in ("prefill", "decode") else Decoder(config).logits
+        expected = model._summary(phase, step(*chain.arguments))
+    state = torch_model.shared_state(config, phase, chain.arguments, room=3)
+    for name in ("torch_eager", "torch_reduce_overhead"):
+        candidate, found, seconds, peak = torch_model.candidate(name, config, phase, chain.arguments, state)
+        assert (candidate.name, candidate.kind, peak) == (name, "peer", 7)
+        assert (seconds > 0) == (name != "torch_eager")
+        for ours, theirs in zip(expected, found, strict=True):
+            np.testing.assert_allclose(theirs, ours, atol=2e-4)
+        positions = []
+        for _ in range(3):
+            positions.append(int(state.positions[-1]))
+            candidate.call()
+        # Decoding appends tokens, and begins again where there is no room.
+        assert positions == ([6, 7, 5] if phase == "decode" else [4, 4, 4])
+
+
+def test_peers_that_do_not_fit_are_refused(monkeypatch):
+    torch = imitation_torch.install(monkeypatch)
+    from xlafuse.bench.peers import torch_model
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    chain = model._chain(LLAMA, "1x4", "forward", Decoder(LLAMA).params(jax.random.key(0)), seed=0)
+    with pytest.raises(MemoryError, match=r"take 0.0 GB, and 0.0 GB of the GPU are free: ask for fewer layers"):
+        torch_model.shared_state(LLAMA, "forward", chain.arguments, room=3)
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_peers_take_turns_with_the_strategies(monkeypatch):
+    imitation_torch.install(monkeypatch)
+    monkeypatch.setitem(PRESETS, "small", GPT)
+    settings = dataclasses.replace(SETTINGS, model="small", strategies=(), peers=("torch_compile",), layers=2)
+    for result in bench_model("1x8", settings):
+        assert not isinstance(result, str)
+        assert result.problems == ()
+        assert [(each.name, each.kind) for each in result.candidates] == [
+            ("xla", "strategy"),
+            ("torch_compile", "peer"),
+        ]
+        assert result.candidates[1].peak_bytes == 7
+
+
+def test_what_does_not_fit_is_refused_before_it_runs():
+    """8.03 billion weights of two bytes; with gradients and AdamW's two averages eight bytes each."""
+    llama = get_decoder("llama3-8b")
+    weights = 8_030_261_248
+    assert least_bytes(llama, "8x1024", "forward") == 2 * weights
+    assert least_bytes(llama, "8x1024", "train") == pytest.approx(8 * weights)
+    assert least_bytes(llama, "8x1024", "decode") == 2 * weights + 32 * 2 * 8 * (1024 + 8) * 8 * 128 * 2
+    assert refused(llama, "2x4096", "train", None) is None
+    assert refused(llama, "2x4096", "train", 112 * 10**9) is None
+    told = refused(llama, "2x4096", "train", 50 * 10**9)
+    assert told == (
+        "32 layers take at least 64.2 GB, and JAX may use 50.0 GB of this GPU: at most 23 layers fit (--layers)"
+    )
+    assert "1032 positions are needed, and the model has 1024" in str(
+        refused(get_decoder("gpt2-medium"), "8x1024", "decode", None)
+    )
+
+
+@pytest.mark.usefixtures("invented_times")
+def test_a_program_too_large_is_a_problem(monkeypatch):
+    monkeypatch.setattr(model, "least_bytes", lambda *_: 0)
+    monkeypatch.setattr(model, "memory_limit", lambda: 1000)
+    (result,) = bench_model("1x8", dataclasses.replace(SETTINGS, phases=("forward",)))
+    assert result.candidates == ()
+    assert "JAX may use 0.0 GB of this GPU: ask for fewer layers or tokens" in result.problems[0].message
 
 
 @pytest.mark.usefixtures("invented_times")

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -162,12 +161,10 @@ def test_worker_stops_when_the_gpu_no_longer_answers(tmp_path, monkeypatch):
 
 SCRIPT = """
     import json, pathlib, sys, time
-    from tests_bench import results, shape
-    from xlafuse.bench.results import write
     folder = pathlib.Path(sys.argv[-1])
-    request = json.loads((folder / "request.json").read_text())
-    shapes = []
-    for op in request["operations"]:
+    kept = json.loads(pathlib.Path(__file__).with_name("one_shape.json").read_text())
+    (one,), shapes = kept["runs"][0]["shapes"], []
+    for op in json.loads((folder / "request.json").read_text())["operations"]:
         (folder / "progress.txt").write_text(op)
         if op == "refused":
             (folder / "error.txt").write_text("no GPU here")
@@ -176,22 +173,18 @@ SCRIPT = """
             sys.exit(9)
         if op == "hangs":
             time.sleep(60)
-        shapes.append(shape(op=op))
-        write(folder / "results.json", results(*shapes))
+        shapes.append({**one, "op": op})
+        kept["runs"][0]["shapes"] = shapes
+        (folder / "results.json").write_text(json.dumps(kept))
 """
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Runs the supervisor over a worker that does as its operations are called."""
-    (tmp_path / "tests_bench.py").write_text(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + "from test_bench_results import results, shape\n"
-    )
+    write(tmp_path / "one_shape.json", results(shape()))
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    folder = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{folder}:{folder.parents[1]}")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def measure(*operations, stall_seconds=60.0):
         output = tmp_path / "out.json"

@@ -114,7 +114,7 @@ def test_place_keeps_the_rest_and_is_stable():
 
 
 def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
-    for name in ("README", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER", "MEMORY"):
+    for name in ("README", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER"):
         monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "DOCS", tmp_path)

@@ -66,9 +66,32 @@ def test_options_reach_the_comparison(invoke, compared):
             "strategies": ("xla", "pallas"),
             "baseline": "unfused",
             "numerics": False,
+            "tries": 0,
+            "keep_captures": None,
             "timeout": 7.0,
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ((), 5),
+        (("--try", "0"), 0),
+        (("--try", "2"), 2),
+        (("--baseline", "unfused"), 0),  # its remedies are XLA as it comes
+        (("--baseline", "unfused", "--try", "3"), 3),
+    ],
+)
+def test_remedies_are_tried_on_xla_by_default(invoke, compared, words, count):
+    assert invoke("report", *words).exit_code == 0
+    assert compared[0]["tries"] == count
+
+
+def test_a_redacted_report_has_no_names_of_the_program(invoke, compared, tmp_path: Path):
+    assert invoke("report", "--block", "tiny", "--redact", "-o", "out").exit_code == 0
+    assert "redacted program" in (tmp_path / "out/report.html").read_text()
+    assert "tiny" not in (tmp_path / "out/report.json").read_text()
 
 
 def test_json_is_all_there_is_on_stdout(invoke, compared, tmp_path: Path):
@@ -205,7 +228,16 @@ def test_bad_input_is_one_line_with_the_nearest_names(invoke, compared, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [("report", "--mode", "backward"), ("report", "--blok", "tiny"), ("reprot",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "--mode", "backward"),
+        ("report", "--try", "-1"),
+        ("report", "--try", "x"),
+        ("report", "--blok", "tiny"),
+        ("reprot",),
+    ],
+)
 def test_usage_errors_exit_with_two(invoke, words):
     result = invoke(*words)
     assert result.exit_code == 2
@@ -354,6 +386,7 @@ def test_the_module_of_a_dump_is_named_and_can_be_chosen(invoke, tmp_path: Path)
         (("--capture", "a.zip", "--capture", "a.zip"), "the same --capture twice"),
         (("--capture", "a.zip", "--baseline", "b"), "expected --baseline to be one of the captures a, got 'b'"),
         (("--capture", "a.zip", "--block", "tiny", "--shape", "1x8"), "--block, --shape cannot change it"),
+        (("--capture", "a.zip", "--try", "2"), "--try compiles the program again, and a --capture has none to compile"),
         (("--capture", "a.zip", "--target", "b200", "--mode", "grad"), "--target, --mode cannot change it"),
     ],
 )

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.pallas.mosaic_gpu import pallas_call_registration
 
+from hlo_analysis.capture.lowering import lower
+from hlo_analysis.targets import load_target
 from xlafuse.errors import UnknownNameError
 from xlafuse.models import BlockConfig
 from xlafuse.models.decoder import Decoder, DecoderConfig, generate, get_decoder
+from xlafuse.strategies import get_strategy
 
 SMALL = BlockConfig(
     name="small",
@@ -73,3 +77,34 @@ def test_training_lowers_the_loss():
 def test_an_unknown_model_is_named_with_the_nearest():
     with pytest.raises(UnknownNameError, match="llama3-8b"):
         get_decoder("llama-8b")
+
+
+@pytest.mark.parametrize("phase", ["train", "decode"])
+def test_equal_layers_lower_each_kernel_once(phase, monkeypatch):
+    """Mosaic takes a fifth of a second for each, and XLA as much again."""
+    lowered: list[str] = []
+    lower_kernel = pallas_call_registration.mpmd_map_mgpu_lowering_rule
+
+    def counted(*args, name, **params):
+        lowered.append(name)
+        return lower_kernel(*args, name=name, **params)
+
+    monkeypatch.setattr(pallas_call_registration, "mpmd_map_mgpu_lowering_rule", counted)
+
+    def kernels(layers):
+        config = replace(get_decoder("llama3-8b"), layers=layers, vocabulary=512)
+        decoder = Decoder(config, get_strategy("best").plan)
+        params = jax.eval_shape(decoder.params, jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((1, 257 if phase == "train" else 1), jnp.int32)
+        lowered.clear()
+        if phase == "train":
+            lower(jax.grad(decoder.loss), (params, tokens), target=load_target("h200"))
+        else:
+            cache = jax.eval_shape(lambda: decoder.empty_cache(1, 256))
+            lower(
+                decoder.step, (params, tokens, cache, jax.ShapeDtypeStruct((), jnp.int32)), target=load_target("h200")
+            )
+        return sorted(lowered)
+
+    assert len(kernels(1)) > 3
+    assert kernels(3) == kernels(2)

@@ -12,7 +12,7 @@ import pytest
 from hlo_analysis.records import Numerics
 from xlafuse import numerics
 from xlafuse.models import FusionPlan, get_preset, layers
-from xlafuse.numerics import check_plans, judge, reduced
+from xlafuse.numerics import check_plans, isolate, judge, reduced
 from xlafuse.strategies import get_strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -189,3 +189,23 @@ def test_gradients_cover_weights_and_input(monkeypatch):
     weights, x = seen[0]
     assert x == (2, 4, 256)
     assert set(weights) == {"attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down"}
+
+
+def test_isolate_names_the_wrong_operand():
+    def reference(x, scale, bias):
+        return x * scale + bias
+
+    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    arguments = dict(zip(("x", "scale", "bias"), values, strict=True))
+    neutral = {"scale": np.ones(64, np.float32), "bias": np.zeros(64, np.float32)}
+    wrong = {
+        "": lambda x, scale, bias: 1.01 * x * scale + bias,
+        "scale": lambda x, scale, bias: x * np.roll(scale, 1) + bias,
+        "bias": lambda x, scale, bias: x * scale - bias,
+    }
+    for operand, function in wrong.items():
+        checks = isolate(function, reference, arguments, neutral)
+        assert next(check.operand for check in checks if not check.passed) == operand
+    assert all(check.passed for check in isolate(reference, reference, arguments, neutral))
+    with pytest.raises(ValueError, match="weight"):
+        isolate(reference, reference, arguments, {"weight": values[0]})

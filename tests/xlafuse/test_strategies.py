@@ -8,12 +8,18 @@ import sys
 
 import pytest
 
+from xlafuse import strategies
 from xlafuse.comparison import fit_plan
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import FusionPlan, get_preset
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 HERE = {"is_block": True, "kind": "cuda", "compute_capability": (9, 0)}
+
+
+@pytest.fixture(autouse=True)
+def _everything_installed(monkeypatch):
+    monkeypatch.setattr(strategies, "find_spec", lambda _: object())
 
 
 def test_registry_holds_the_strategies_by_their_names():
@@ -26,7 +32,9 @@ def test_registry_holds_the_strategies_by_their_names():
         "xla_cudnn",
         "pallas",
         "pallas_cudnn",
+        "triton",
         "best",
+        "fused",
     ]
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
     assert len({strategy.description for strategy in STRATEGIES.values()}) == len(STRATEGIES)
@@ -50,6 +58,12 @@ def test_strategies_resolve_in_order_and_once():
     assert resolve_strategies(None) == tuple(STRATEGIES.values())
 
 
+def test_triton_is_left_out_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(strategies, "find_spec", lambda _: None)
+    assert {s.name for s in STRATEGIES.values()} - {s.name for s in resolve_strategies(None)} == {"triton"}
+    assert "pip install 'xlafuse[triton]'" in str(get_strategy("triton").unmet(**HERE))
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_all_can_be_used_for_a_block_on_hopper(name):
     assert get_strategy(name).unmet(**HERE) is None
@@ -58,10 +72,10 @@ def test_all_can_be_used_for_a_block_on_hopper(name):
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn", "best"}),
+        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn", "triton", "best"}),
         ({"kind": "cpu", "compute_capability": (0, 0)}, set(STRATEGIES) - {"xla"}),
-        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn", "best"}),
-        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn", "best"}),
+        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn", "best", "fused"}),
+        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn", "best", "fused"}),
         ({"kind": "attached", "compute_capability": (0, 0)}, set()),
     ],
 )

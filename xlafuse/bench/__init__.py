@@ -1,1 +1,1 @@
-"""Measuring on a GPU: timing, environment, and the kernel benchmark."""
+"""Benchmarks on a GPU: timing, environment, and the kernel, block, model and choice benchmarks."""

@@ -1,7 +1,8 @@
-"""The block benchmark: a transformer block under every strategy, forward and as a training step has it.
+"""Block benchmark: times a transformer block under every strategy, forward only and with the backward pass.
 
-Each case, a mode at a shape, is checked first: outputs and gradients against those of the strategy `xla`. Then all
-strategies, and the same block of other libraries (`peers`), take turns in one run. Needs an attached NVIDIA GPU.
+Each case is one mode at one shape. The benchmark first checks outputs and gradients against those of the strategy
+`xla`. Then all strategies, and the same block in other libraries (`peers`), take turns in one run. An NVIDIA GPU must
+be attached.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -26,22 +28,28 @@ from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
 MODES = ("forward", "grad")
-"""grad: the output, and the gradients of x and all weights, as `hlo_analysis.capture` has it."""
-PEERS = ("torch_compile", "torch_max_autotune", "torch_eager")
+""""grad" computes the output and the gradients of x and of all weights, like the mode of `hlo_analysis.capture`."""
+PEERS = ("torch_compile", "torch_max_autotune", "torch_eager", "jax_eager")
 BASELINE = "xla"
 _MESSAGE_LENGTH = 600
 _TOLERANCE = 5e-2
-"""Of an array's root mean square: guards against timing nonsense; the tests hold the exact rule."""
+"""Largest error, as a share of an array's root mean square.
+
+The bound only catches a program that computes something else. The tests check accuracy.
+"""
 _SMALLEST = 2e-3
-"""Of the largest root mean square among a result's arrays: one below, as the gradient of a key's bias, is held to that,
-since it is nothing but rounding."""
+"""Smallest reference for an array's error, as a share of the largest root mean square among a result's arrays.
+
+An array below it, such as the gradient of a key's bias, holds only rounding errors.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
-    """How to measure.
+    """Settings of the block benchmark.
 
-    peers: of `PEERS`. seconds: no new case of a shape is begun after so many of them.
+    peers: names from `PEERS`.
+    seconds: no case of a shape starts after this time.
     """
 
     preset: str
@@ -59,7 +67,7 @@ Case = tuple[Any, ...]
 
 
 def bench_block(shape: str, settings: BlockSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Measures each mode at a shape, "2x4096"; a str names a mode left out for lack of time."""
+    """Times each mode at a shape such as "2x4096"; yields a str for a mode that the time limit left out."""
     deadline = time.monotonic() + settings.seconds
     for mode in settings.modes:
         if time.monotonic() > deadline:
@@ -71,7 +79,7 @@ def bench_block(shape: str, settings: BlockSettings, sampler: Sampler | None = N
 def bench_case(
     config: BlockConfig, shape: str, mode: str, settings: BlockSettings, sampler: Sampler | None = None
 ) -> ShapeResult:
-    """Checks and times one mode at one shape. What fails is among the result's problems."""
+    """Times one mode at one shape after checking its results; failures go into the result's problems."""
     start = time.monotonic()
     sizes = batch_and_length(shape)
     moved = perfect_bytes(config, sizes, mode)
@@ -101,13 +109,16 @@ def bench_case(
 
 
 def batch_and_length(shape: str) -> tuple[int, int]:
-    """'2x4096' → (2, 4096)."""
+    """Parses a shape: '2x4096' gives (2, 4096)."""
     batch, _, length = shape.partition("x")
     return int(batch), int(length)
 
 
 def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int) -> Case:
-    """Random arguments on the device: weights of the deviation that keeps the size of features, all else normal."""
+    """Draws random arguments on the device.
+
+    Weights are scaled so that activations keep their size from layer to layer. Everything else is standard normal.
+    """
     function, abstract = block_function(config, shape)
 
     def make(key: jax.Array) -> Case:
@@ -132,7 +143,9 @@ def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int)
 
 
 def program(strategy: Strategy, config: BlockConfig, shape: tuple[int, int], mode: str) -> Callable[..., Any]:
-    """What is timed: a function of a `Case` to the output and, for "grad", the gradients of the weights' leaves and x.
+    """Returns the jitted block under a strategy, a function of a `Case`.
+
+    It returns the output and, for "grad", the gradients of the weights' leaves and of x.
 
     Raises:
         InapplicablePlanError: the block has no site for any of the strategy's kernels.
@@ -152,7 +165,7 @@ def _candidates(
     settings: BlockSettings,
     problems: list[Problem],
 ) -> list[Candidate]:
-    """What runs and agrees with the baseline; what does not goes into `problems`."""
+    """Returns the candidates that run and agree with the baseline; failures go into `problems`."""
     candidates: list[Candidate] = []
     expected: list[jax.Array] = []
     for name in dict.fromkeys((BASELINE, *settings.strategies)):
@@ -161,7 +174,7 @@ def _candidates(
             result = jax.block_until_ready(jax.tree.leaves(call(*cases[0])))
             expected = expected or result
             check_close(result, expected)
-        except Exception as error:  # one strategy must not end the run of the others
+        except Exception as error:  # a failing strategy must not end the run of the others
             problems.append(_problem(name, error))
             if name == BASELINE:
                 return []
@@ -170,11 +183,10 @@ def _candidates(
         del result
     for name in settings.peers:
         try:
-            from xlafuse.bench.peers import torch_block
-
-            candidate, result = torch_block.candidate(name, config, mode, cases)
+            module = import_module(f"xlafuse.bench.peers.{'jax_eager' if name == 'jax_eager' else 'torch_block'}")
+            candidate, result = module.candidate(name, config, mode, cases)
             check_close(result, expected)
-        except Exception as error:  # another library's failure is a record, no end
+        except Exception as error:  # another library's failure is recorded and does not end the run
             problems.append(_problem(name, error))
             continue
         candidates.append(candidate)
@@ -182,10 +194,10 @@ def _candidates(
 
 
 def check_close(result: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
-    """Compares root mean squares of the differences.
+    """Checks the root mean square of the difference of each pair of arrays.
 
     Raises:
-        AssertionError: another number of arrays, or one that is off by more than 5 %, or not a number.
+        AssertionError: the number of arrays differs, or an array is off by more than 5 % or has NaNs.
     """
     assert len(result) == len(expected), f"{len(result)} arrays, expected {len(expected)}"
     sizes = [float(_root_mean_square(each)) for each in expected]
@@ -215,9 +227,9 @@ def _problem(name: str, error: Exception) -> Problem:
 
 
 def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
-    """Multiplications and additions of the block's matrix products; of attention only those that its mask leaves.
+    """Counts the FLOPs of the block's matrix products; attention counts only the scores that its mask keeps.
 
-    Those of the backward pass are twice those of the forward pass: recomputation does not count.
+    The backward pass counts twice the forward pass. Recomputation does not count.
     """
     batch, length = shape
     _, (params, *_) = block_function(config, shape)
@@ -228,7 +240,10 @@ def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
 
 
 def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
-    """What must be read and written: weights, x and y; for "grad" also the gradients of both and the cotangent."""
+    """Counts the bytes that any block must read and write: weights, x and y.
+
+    "grad" adds the gradients of the weights and of x, and the cotangent.
+    """
     _, (params, x, *_) = block_function(config, shape)
     weights, tokens = (
         sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (params, x)
@@ -237,7 +252,7 @@ def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int
 
 
 def rate(result: ShapeResult, name: str) -> str:
-    """Over a candidate's kernel time: of many tokens the TF/s of the matrix products, of few the GB/s of all arrays."""
+    """Formats a candidate's rate: TF/s of the matrix products for many tokens, GB/s of all arrays for few."""
     done = flops(get_preset(result.op), batch_and_length(result.spec), result.phase)
     if done < RIDGE * result.bytes:
         return f"{result.gigabytes_per_second(name):.0f} GB/s"
@@ -245,7 +260,7 @@ def rate(result: ShapeResult, name: str) -> str:
 
 
 def activity_words(result: ShapeResult) -> str:
-    """Clocks and power while all candidates took turns; nothing where nvidia-smi said nothing."""
+    """Formats the range of clock and power while the candidates took turns; "" if nvidia-smi gave no samples."""
     if result.activity is None or not result.activity.samples:
         return ""
     found = result.activity.quantities

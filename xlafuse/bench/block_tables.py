@@ -13,7 +13,7 @@ _MODES = {"forward": "forward", "grad": "forward + backward"}
 
 
 def block_overview(results: Results) -> str:
-    """Kernel times: a row a case, a column a strategy or library; the fastest is bold."""
+    """Makes the table of kernel times: a row a case, a column a strategy or library, the fastest in bold."""
     cases, names = _cases(results), _columns(results)
     lines = []
     for case in cases:
@@ -25,7 +25,7 @@ def block_overview(results: Results) -> str:
 
 
 def block_details(results: Results) -> str:
-    """Wall clock, rate, launches, clock and power, and what was not measured."""
+    """Makes the table of wall-clock times, rates, launches, clocks and power, and lists what failed."""
     names = _columns(results)
     lines = []
     for case in _cases(results):
@@ -55,7 +55,7 @@ def _cases(results: Results) -> list[ShapeResult]:
 
 
 def _columns(results: Results) -> list[str]:
-    """The strategies, then the libraries, in the order in which they were asked for."""
+    """Returns the column names: strategies first, then libraries, each in the order of the file."""
     found = {c.name: c.kind == "peer" for case in results.shapes for c in case.candidates}
     return sorted(found, key=lambda name: found[name])
 

@@ -1,4 +1,4 @@
-"""Calls to time: the function, copies of its arguments, and the check of its results."""
+"""Builds the calls to time: the function, copies of its arguments, and the check of its results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from xlafuse.bench.results import Problem
 
 MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
-"""Of a result's norm: guards against timing nonsense; the tests hold the exact rule."""
+"""Largest error, as a share of a result's norm.
+
+The bound only catches a program that computes something else. The tests check accuracy.
+"""
 
 
 def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[..., Any]:
-    """What is timed: a function of `inputs_of` a call, giving a tuple.
+    """Returns the function to time; it takes the arguments from `inputs_of` and returns a tuple.
 
-    phase: "forward", "backward", as it runs where the forward pass has saved what it needs (of a named implementation),
-        or "grad", the outputs and the gradients of the differentiable arguments.
+    phase: "forward"; "backward", the backward pass alone on what the forward pass of a named implementation saved; or
+        "grad", the outputs and the gradients of the differentiable arguments.
     """
 
     def forward(arguments):
@@ -41,12 +44,12 @@ def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[
 
 
 def inputs_of(case: testing.Case, phase: str) -> tuple[Any, ...]:
-    """Arguments, followed by cotangents where the phase takes them."""
+    """Returns the arguments, followed by the cotangents unless the phase is "forward"."""
     return (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
 
 
 def copies(case: testing.Case, count: int) -> list[testing.Case]:
-    """The case and copies with memory of their own: drawing new ones would take longer than timing them."""
+    """Returns the case and copies in memory of their own; drawing new values would take longer than timing them."""
 
     def copy(tree):
         return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
@@ -56,7 +59,7 @@ def copies(case: testing.Case, count: int) -> list[testing.Case]:
 
 
 def problem_of(name: str, error: Exception) -> Problem:
-    """The record of a candidate that failed, or cannot run here."""
+    """Returns the record of a candidate that failed or cannot run here."""
     return Problem(
         candidate=name,
         message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}",
@@ -67,15 +70,16 @@ def problem_of(name: str, error: Exception) -> Problem:
 def check_close(
     result: Sequence[jax.Array], baseline: Sequence[jax.Array], *, of: str = "XLA", smallest: float = 0.0
 ) -> None:
-    """Compares norms of the differences, as far as outputs correspond.
+    """Checks the norm of the difference of each pair of outputs.
 
     Args:
         of: whose results the baseline is, for the message.
-        smallest: of the largest root mean square among the baseline's arrays. One below is held to that, since it is
-            nothing but rounding: the gradient of a query that sees one key.
+        smallest: smallest reference for an array's error, as a share of the largest root mean square among the
+            baseline's arrays. An array below it, such as the gradient of a query that sees one key, holds only rounding
+            errors.
 
     Raises:
-        AssertionError: an output is off by more than 2 % of its norm, or not a number.
+        AssertionError: an output is off by more than 2 % of its norm, or has NaNs.
     """
     if len(result) != len(baseline):
         return
@@ -97,7 +101,7 @@ def _root_mean_square(array: jax.Array) -> jax.Array:
 
 @jax.jit
 def _relative_error(got: jax.Array, expected: jax.Array, least: float) -> jax.Array:
-    # Compiled, so that float32 copies of large arrays need no memory.
+    # Compiled, so that large arrays need no float32 copies.
     got, expected = got.reshape(expected.shape).astype(jnp.float32), expected.astype(jnp.float32)
     norm = jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(expected))), least * jnp.sqrt(expected.size))
     return jnp.sqrt(jnp.sum(jnp.square(got - expected))) / (norm + 1e-30)

@@ -1,10 +1,10 @@
-"""The copy ceiling: how long the fastest elementwise work on the same number of bytes takes.
+"""Copy ceiling: times the fastest elementwise work that moves the same number of bytes as an operation.
 
-Candidates are timed in the run of the operation. A plain copy: half of the bytes read once and as many written. And
-elementwise work with as many arrays read and written as the operation has, since memory answers reads faster than
-writes. Where next to nothing is written, also sums of rows. All in one launch, on 32-bit words: XLA's own elementwise
-kernels reach 4250 GB/s of an H200 on those, and 3350 GB/s on bfloat16 arrays, which is no ceiling. The fastest one is
-the ceiling.
+The ceiling's candidates run beside the operation. One is a plain copy, which reads half of the bytes and writes the
+other half. Another reads and writes as many arrays as the operation does, since memory reads faster than it writes. For
+an operation that writes almost nothing, a third candidate sums rows. Each is a single launch on 32-bit words, where
+XLA's elementwise kernels reach 4250 GB/s on an H200; on bfloat16 arrays they reach only 3350 GB/s, which is no ceiling.
+The fastest candidate is the ceiling.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ALIGNMENT = 1024
 """Words; XLA then reads and writes 16 bytes at a time."""
 _MOST_ARRAYS = 8
 _NEAR = 0.02
-"""Of the share of reads."""
+"""Allowed difference between the shares of reads."""
 _ALL_READ = 0.95
 _ROW = 4096
 
 
 def ceiling_candidates(traffic: Traffic, *, sets: int, seed: int = 0) -> list[Candidate]:
-    """The candidates for the ceiling of `traffic`, with `sets` sets of buffers of their own."""
+    """Returns the ceiling's candidates for `traffic`, each with `sets` sets of buffers."""
     total = traffic.bytes // _WORD_BYTES
     shapes = {COPY: (1, 1)}
     reads, writes = array_counts(traffic)
@@ -52,8 +52,11 @@ def ceiling_candidates(traffic: Traffic, *, sets: int, seed: int = 0) -> list[Ca
 
 
 def array_counts(traffic: Traffic) -> tuple[int, int]:
-    """How many equal arrays to read and to write, at most 8 each: as many as the operation where they are about equal,
-    else the fewest whose share of reads is near the traffic's."""
+    """Returns how many equal arrays to read and how many to write, at most 8 each.
+
+    The counts are the operation's own if its arrays are about equal. Otherwise they are the smallest whose share of
+    reads is close to that of the traffic.
+    """
     share = sum(traffic.read) / max(1, traffic.bytes)
     own = (len(traffic.read), len(traffic.written))
     counts = ((r, w) for r in range(1, _MOST_ARRAYS + 1) for w in range(1, _MOST_ARRAYS + 1))
@@ -66,7 +69,7 @@ def array_counts(traffic: Traffic) -> tuple[int, int]:
 
 
 def elementwise(writes: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """A function of equal arrays of 32-bit words to `writes` such arrays, which XLA compiles to one kernel."""
+    """Returns a function from equal arrays of 32-bit words to `writes` such arrays; XLA compiles it to one kernel."""
 
     def combine(*arrays):
         value = functools.reduce(operator.xor, arrays)
@@ -76,12 +79,12 @@ def elementwise(writes: int) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def row_sums(words: jax.Array) -> tuple[jax.Array]:
-    """One value of each row: reads everything and writes next to nothing."""
+    """Sums each row: reads everything and writes almost nothing."""
     return (jnp.sum(words, axis=1, dtype=jnp.uint32),)
 
 
 def fastest(timings: Mapping[str, Timing], names: Iterable[str]) -> str | None:
-    """The name of the ceiling: the fastest of `names` that were timed, None where none was."""
+    """Returns the fastest of the `names` that were timed, or None if none was."""
     timed = [name for name in names if name in timings]
     return min(timed, key=lambda name: timings[name].median_us) if timed else None
 

@@ -1,8 +1,8 @@
-"""The choice benchmark: measures whether `implementation=None` takes the fastest implementation at random sizes.
+"""Choice benchmark: measures whether `implementation=None` takes the fastest implementation at random sizes.
 
-Calls are drawn (`pallas_kernels.random_calls`), the same ones for a seed on any machine. For each, forward alone and
-with the backward pass, every implementation that the operation has is checked against XLA's results; then all that run,
-and the call that names none, take turns in one run. Needs an attached NVIDIA GPU.
+`pallas_kernels.random_calls` draws the calls; a seed gives the same calls on any machine. Each call runs forward only
+and with the backward pass. The benchmark checks every implementation of the operation against XLA's results. Then all
+that run take turns with the call that names no implementation. An NVIDIA GPU must be attached.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 
 MODES = ("forward", "grad")
-"""grad: the outputs and the gradients, as a training step has them."""
+""""grad" computes the outputs and the gradients, as a training step does."""
 BAR = 0.98
-"""Of the best implementation's time over that of a call that names none."""
+"""Least accepted ratio of the best implementation's time to that of a call that names none."""
 TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes=(1e6, 1e9))
-"""Two microseconds to a millisecond of an H200, forward."""
+"""Limits of the drawn calls; their forward pass takes two microseconds to a millisecond on an H200."""
 
 _NONE = "None: "
 _SMALLEST = 2e-3
-"""See `candidates.check_close`; as the block benchmark has it."""
+"""Smallest reference for an array's error (see `candidates.check_close`), the same as in the block benchmark."""
 _MOST_TEMPORARY_BYTES = 16e9
-"""Of XLA, which may keep attention's scores: beyond, it is no rival."""
+"""XLA is not timed if its temporary buffers need more, as attention's scores may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSettings:
-    """How to measure.
+    """Settings of the choice benchmark.
 
-    until: no call is begun after this (`time.time`).
-    seed: of the calls, and of the values.
+    until: no call starts after this time (`time.time`).
+    seed: seeds both the drawn calls and their values.
     """
 
     modes: tuple[str, ...] = MODES
@@ -54,14 +54,14 @@ class ChoiceSettings:
 
 
 def drawn(op: OpSpec, seed: int, number: int) -> ArgSpec:
-    """A call of an operation; its name begins with seed and number, as "0.7"."""
+    """Draws a call of an operation; its name starts with seed and number, such as "0.7"."""
     label = f"{seed}.{number}"
     call = random_call(op, f"{op.name} {label}", TIMED)
     return replace(call, name=f"{label} {call.name}")
 
 
 def bench_choice(item: str, settings: ChoiceSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Measures each mode of one call, "attention 7"; a str names a mode left out for lack of time."""
+    """Times each mode of one call, such as "attention 7"; yields a str for a mode that the time limit left out."""
     name, _, number = item.partition(" ")
     op = get_op(name)
     call = drawn(op, settings.seed, int(number))
@@ -77,7 +77,7 @@ def bench_choice(item: str, settings: ChoiceSettings, sampler: Sampler | None = 
 def bench_call(
     op: OpSpec, call: ArgSpec, mode: str, settings: ChoiceSettings, sampler: Sampler | None = None
 ) -> ShapeResult:
-    """Checks and times one mode of one call. What fails is among the result's problems."""
+    """Times one mode of one call after checking its results; failures go into the result's problems."""
     start = time.monotonic()
     structs = plain(call.structs())
     moved = op.forward_traffic(structs).bytes + (op.backward_traffic(structs).bytes if mode == "grad" else 0)
@@ -87,7 +87,7 @@ def bench_call(
     try:
         cases = copies(testing.make_case(op, call, settings.seed), sets)
         candidates = _candidates(op, call, mode, [inputs_of(case, mode) for case in cases], problems)
-    except Exception as error:  # memory did not suffice: a record, no end
+    except Exception as error:  # too little memory is recorded and does not end the run
         problems.append(problem_of("None", error))
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     timed_from = time.monotonic()
@@ -110,7 +110,10 @@ def bench_call(
 def _candidates(
     op: OpSpec, call: ArgSpec, mode: str, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]
 ) -> list[Candidate]:
-    """What runs and agrees with XLA, or else with the first that runs; what does not goes into `problems`."""
+    """Returns the candidates that run and agree with XLA, or with the first one if XLA does not run.
+
+    Failures go into `problems`.
+    """
     choice = choice_of(op, call.structs())
     taken = choice.runnable[0]
     named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
@@ -122,7 +125,7 @@ def _candidates(
             lowered = jax.jit(callable_of(op, mode, implementation)).lower(*inputs[0])
             text = lowered.as_text()
             same = programs.get(taken) if implementation is None else None
-            # Compiled once where None's program is that of what it takes.
+            # If None lowers to the program of the implementation that it takes, that program is compiled once.
             run = same[1] if same and same[0] == text else lowered.compile()
             if name == "xla" and name != taken:
                 _check_memory(run)
@@ -132,7 +135,7 @@ def _candidates(
                 check_close(outputs, baseline, of=candidates[0].name, smallest=_SMALLEST)
             else:
                 baseline = outputs
-        except Exception as error:  # one implementation must not end the run of the others
+        except Exception as error:  # a failing implementation must not end the run of the others
             problems.append(problem_of(name, error))
             continue
         candidates.append(
@@ -151,27 +154,27 @@ def _check_memory(compiled: jax.stages.Compiled) -> None:
 
 
 def default(result: ShapeResult) -> Measured | None:
-    """The call that named no implementation, where it was timed."""
+    """Returns the call that named no implementation, or None if it was not timed."""
     return next(iter(result.of_kind("default")), None)
 
 
 def best(result: ShapeResult) -> Measured | None:
-    """The fastest named implementation, where one was timed."""
+    """Returns the fastest named implementation, or None if none was timed."""
     return min(result.of_kind("implementation"), key=lambda c: c.timing.median_us, default=None)
 
 
 def ratio(result: ShapeResult) -> float:
-    """The best implementation's time over that of a call that names none; NaN where one of them was not timed."""
+    """Returns the best implementation's time over that of the call that names none; NaN if either was not timed."""
     ours, theirs = default(result), best(result)
     return theirs.timing.median_us / ours.timing.median_us if ours and theirs else math.nan
 
 
 def is_measured(result: ShapeResult) -> bool:
-    """Whether there is a ratio, and every implementation ran or refused the arguments."""
+    """Tells whether the ratio is known and every implementation either ran or refused the arguments."""
     return math.isfinite(ratio(result)) and not any(problem.kind == "failed" for problem in result.problems)
 
 
 def is_kept(results: Results) -> bool:
-    """Whether every call was measured, and none is below the bar."""
+    """Tells whether every call was measured and reached `BAR`."""
     is_whole = not any(run.left_out for run in results.runs)
     return is_whole and all(is_measured(result) and ratio(result) >= BAR for result in results.shapes)

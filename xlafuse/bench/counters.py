@@ -1,6 +1,6 @@
-"""Hardware counters of the kernels that miss a goal, and the limit that they show.
+"""Reads the hardware counters of kernels and names what limits them.
 
-`scripts/read_counters.py` reads the counters with Nsight Compute, in another process than the one that takes the times.
+`scripts/read_counters.py` reads the counters with Nsight Compute. It runs in another process than the timing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _STALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """A file of `scripts/read_counters.py`. cases: each one's launches; read: when, and of which commit."""
+    """Contents of a file of `scripts/read_counters.py`.
+
+    cases: the launches of each case.
+    read: the date and the commit of the run.
+    """
 
     cases: Mapping[str, Sequence[Mapping[str, Any]]]
     read: str
@@ -39,14 +43,14 @@ NO_COUNTERS = Counters(cases={}, read="not read")
 _MEMORY_BUSY, _ISSUE_BUSY, _PIPE_BUSY, _OTHERS_LARGE = 85.0, 65.0, 60.0, 0.08
 _TENSOR_BUSY, _TENSOR_USED = 70.0, 5.0
 _LOWERED, _NEAR_LIMIT_WATTS = 0.95, 630
-"""Of the highest clock seen; nine tenths of an H200's limit."""
+"""Thresholds: a share of the highest clock seen, and nine tenths of an H200's power limit."""
 
 
 def load_counters(path: Path) -> Counters:
-    """The launches of each case of a file of `scripts/read_counters.py`; none where there is no such file.
+    """Loads a file of `scripts/read_counters.py`; without the file, the result has no cases.
 
     Raises:
-        ResultsError: another schema version.
+        ResultsError: the file has another schema version.
     """
     if not path.is_file():
         return NO_COUNTERS
@@ -61,12 +65,12 @@ def load_counters(path: Path) -> Counters:
 
 
 def case_name(shape: ShapeResult) -> str:
-    """The shape as `scripts/read_counters.py` names it."""
+    """Returns the shape's name in the files of `scripts/read_counters.py`."""
     return f"{shape.op}:{shape.phase}:{shape.spec}"
 
 
 def own_clock(shape: ShapeResult, counters: Counters) -> str:
-    """Words where the clock is low within the longest launch: nvidia-smi's samples are too long to show that."""
+    """Says if the clock dropped within the longest launch, which nvidia-smi's long samples do not show."""
     clock = shape.activity.quantities.get("sm_clock_mhz") if shape.activity else None
     longest = max(counters.cases.get(case_name(shape), ()), key=lambda launch: launch["us"], default={})
     if not clock or not longest.get("sm_cycles"):
@@ -78,9 +82,10 @@ def own_clock(shape: ShapeResult, counters: Counters) -> str:
 
 
 def lowered_clock(shape: ShapeResult) -> str:
-    """Words where the GPU lowered its clock while the shape was timed; the power limit is named where it was near.
+    """Says if the GPU lowered its clock while the shape was timed, and if it was near the power limit.
 
-    nvidia-smi's power is a mean over a second, pauses between turns in it: far below the limit it shows nothing.
+    nvidia-smi averages power over a second that includes the pauses between turns. A value far below the limit
+    therefore proves nothing.
     """
     read = shape.activity.quantities if shape.activity else {}
     clock, power = read.get("sm_clock_mhz"), read.get("power_watts")
@@ -91,11 +96,11 @@ def lowered_clock(shape: ShapeResult) -> str:
 
 
 def limit(launches: Iterable[Mapping[str, Any]]) -> str:
-    """What the counters of a case's launches point to.
+    """Names the limit that the counters of a case's launches show.
 
-    The longest launch decides: memory, the tensor cores, instruction issue or a pipe where one of them is busy most of
-    the time, else latency, with the warps that were there to hide it and what they waited for. Other launches are named
-    first where they take a good part of the time.
+    The longest launch decides. If memory, the tensor cores, instruction issue or a pipe is busy most of the time, that
+    is the limit. Otherwise the limit is latency, given with the number of warps available to hide it and what they
+    waited for. Other launches come first in the text if they take a good part of the time.
     """
     longest, *others = sorted(launches, key=lambda launch: -launch["us"])
     rest = sum(launch["us"] for launch in others)

@@ -1,6 +1,6 @@
-"""Which implementation takes which size: the table of docs/kernels.md, asked of the operations' dispatch rules.
+"""Makes the table of docs/kernels.md that shows which implementation takes which size.
 
-Each operation is traced for an H200 that is not there, up to the point where it has to choose. jax-triton counts as
+It traces each operation for an H200 up to the point where dispatch chooses; no GPU is needed. jax-triton counts as
 installed.
 """
 
@@ -23,21 +23,21 @@ from xlafuse.bench.results import markdown_table
 FEATURES = (1, 127, 1000, 1152, 4097, 128256, 262144)
 DTYPES = ("bfloat16", "float16", "float32")
 HEADS = ((32, 8), (12, 12), (12, 1), (3, 3))
-"""Of query and key."""
+"""Numbers of query heads and key heads."""
 HEAD_SIZES = (2, 64, 80, 96, 128, 256)
 _ROWS = 4096
 _UNUSUAL = frozenset({"ragged", "extreme", "empty", "long"})
 
 
 class _Answered(Exception):
-    """Ends the trace; no error."""
+    """Ends the trace once dispatch has chosen; not an error."""
 
     def __init__(self, choice: Choice):
         self.choice = choice
 
 
 def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
-    """The implementations that an H200 can run on these arguments; first the one that `implementation=None` takes."""
+    """Returns the implementations that an H200 can run on these arguments; `implementation=None` takes the first."""
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
     with mock.patch.object(triton_calls, "find_spec", lambda _: True), jax.sharding.use_abstract_mesh(mesh):
@@ -45,10 +45,10 @@ def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
 
 
 def choice_of(op: OpSpec, arguments: Arguments) -> Choice:
-    """What a call takes on the device of the current trace, which goes no further than that.
+    """Returns the choice that dispatch makes for a call on the device of the current trace, without tracing further.
 
     Raises:
-        TypeError, ValueError: the operation's own, of arguments that do not belong together.
+        TypeError, ValueError: the operation rejects the arguments.
     """
 
     def answer(choice: Choice) -> None:
@@ -63,7 +63,7 @@ def choice_of(op: OpSpec, arguments: Arguments) -> Choice:
 
 
 def resized(op: OpSpec, features: int, dtype: str, *, rows: int = _ROWS) -> ArgSpec:
-    """The operation's first ordinary argument spec with rows of `features` values of `dtype`."""
+    """Returns the operation's first ordinary argument spec, resized to rows of `features` values of `dtype`."""
     spec = next(spec for spec in op.tagged("test") if not spec.tags & _UNUSUAL)
     main = spec.arguments[op.batched[0]]
 
@@ -84,12 +84,12 @@ def _rope_spec(heads: tuple[int, int], head_size: int, dtype: str) -> ArgSpec:
 
 
 def row_operations() -> list[OpSpec]:
-    """The operations on rows of any length: all but matrix products, and rope, which has heads."""
-    return [op for op in REGISTRY.values() if op.name != "rope" and op.flops is None]
+    """Returns the operations on rows of any length: all but products, `rope` (heads) and `embedding_bag` (a table)."""
+    return [op for op in REGISTRY.values() if op.name not in ("rope", "embedding_bag") and op.flops is None]
 
 
 def markdown() -> str:
-    """The tables: by the length of rows, and for rope by heads and head size."""
+    """Makes the tables: by row length, and for rope by number of heads and head size."""
     header = [f"operation, {_ROWS} rows of", *map(str, FEATURES)]
     cells = [[f"`{op.name}`", *(_cell(op, features) for features in FEATURES)] for op in row_operations()]
     lengths = markdown_table(header, cells, "l" * len(header))
@@ -109,7 +109,7 @@ def _rope_cell(heads: tuple[int, int], head_size: int) -> str:
 
 
 def _cell_words(found: Mapping[str, tuple[str, ...]]) -> str:
-    """One answer where all dtypes have the same, else each dtype's. "xla" is named where it is the default."""
+    """Formats one answer if all dtypes agree, else one for each dtype; "xla" is named if it is the default."""
     answers: dict[str, list[str]] = {}
     for dtype, (first, *others) in found.items():
         names = [first, *(name for name in others if name != "xla")]

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: GPU, driver, versions; and its clocks, power and temperature meanwhile."""
+"""Records what a measurement ran on: GPU, driver and versions, and the clocks, power and temperature during it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where and with what something was measured.
+    """Hardware and software of a measurement.
 
     gpu: nvidia-smi's report before the run.
-    commit: of this package; "" where neither git nor XLAFUSE_COMMIT in the environment has one.
+    commit: commit of this package; "" if neither git nor XLAFUSE_COMMIT tells.
     """
 
     device_kind: str
@@ -56,7 +56,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """The environment of this process, at this moment."""
+    """Returns the environment of this process."""
     device = jax.devices()[0]
     return Environment(
         device_kind=device.device_kind,
@@ -69,16 +69,16 @@ def environment() -> Environment:
 
 
 def commit() -> str:
-    """The commit that is measured: XLAFUSE_COMMIT (for a copy without its history), else git's HEAD."""
+    """Returns XLAFUSE_COMMIT from the environment, which serves copies without git history, or else git's HEAD."""
     if named := os.environ.get("XLAFUSE_COMMIT"):
         return named
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    is_tracked = _words_of([*git, "ls-files", "--", Path(__file__).name])  # else the history is another project's
+    is_tracked = _words_of([*git, "ls-files", "--", Path(__file__).name])  # untracked: the history is another project's
     return _words_of([*git, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]) if is_tracked else ""
 
 
 def gpu_state(device_index: int = 0) -> dict[str, str]:
-    """Driver, clocks, power and temperature of a GPU, by nvidia-smi; empty where there is none."""
+    """Returns a GPU's driver, clocks, power and temperature from nvidia-smi; empty if there is no nvidia-smi."""
     words = _words_of(
         ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"--id={device_index}"]
     )
@@ -89,7 +89,7 @@ def gpu_state(device_index: int = 0) -> dict[str, str]:
 
 
 def _words_of(command: Sequence[str]) -> str:
-    """What a command prints; nothing where it is missing or fails."""
+    """Returns what a command prints, or "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -115,7 +115,7 @@ _PERIOD_MS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Smallest, middle and largest of some samples."""
+    """Smallest, median and largest of some samples."""
 
     least: float
     median: float
@@ -124,7 +124,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What nvidia-smi said in a while: a spread for each quantity, none where it said nothing."""
+    """nvidia-smi's samples over a period: a spread for each quantity; empty if there were none."""
 
     samples: int
     quantities: Mapping[str, Spread] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Sampler:
         self._samples: list[tuple[float, dict[str, float]]] = []
 
     def feed(self, line: str, now: float) -> None:
-        """Takes a line of numbers that came at `now` (`time.monotonic`); others are passed over."""
+        """Stores a line of numbers that arrived at `now` (`time.monotonic`); skips other lines."""
         words = line.split(",")
         if len(words) != len(_SAMPLED):
             return
@@ -148,7 +148,7 @@ class Sampler:
         self._samples.append((now, values))
 
     def since(self, start: float) -> Activity:
-        """What came after `start` (`time.monotonic`)."""
+        """Summarizes the samples that arrived after `start` (`time.monotonic`)."""
         samples = [values for now, values in list(self._samples) if now >= start]
         columns: Mapping[str, Sequence[float]] = {
             name: [values[name] for values in samples if name in values] for name in _SAMPLED.values()

@@ -1,4 +1,4 @@
-"""Evidence of the kernels' correctness on a GPU: the counts of tests/gpu, and compute-sanitizer's outcomes."""
+"""Records evidence of correctness on a GPU: the results of tests/gpu and of compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _PLANTED = "planted fault"
 
 @dataclass(frozen=True, kw_only=True)
 class TestSummary:
-    """One run of tests/gpu. failures: the failed tests' names with the first line of what they said. was_ended: before
-    all tests had run, by pytest's own error, an interrupt among others."""
+    """Summary of one run of tests/gpu.
 
-    __test__ = False  # no test itself
+    failures: names of the failed tests, each with the first line of its message.
+    was_ended: whether the run ended before all tests had run, by an error of pytest's own or an interrupt.
+    """
+
+    __test__ = False  # not a test class
 
     date: str
     device: str
@@ -37,10 +40,10 @@ class TestSummary:
 
 
 def summarize(report: Path) -> TestSummary:
-    """The summary of what pytest's `--junitxml` wrote, with this machine's GPU and this package's commit.
+    """Summarizes a `--junitxml` file of pytest, with this machine's GPU and this package's commit.
 
     Raises:
-        ResultsError: no such file, or another kind of file.
+        ResultsError: the file is missing or of another kind.
     """
     try:
         suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -61,7 +64,7 @@ def summarize(report: Path) -> TestSummary:
         date=f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
         device=gpu_state().get("gpu", ""),
         commit=commit(),
-        # A run that was ended lists what was under way, too, but does not count it.
+        # An interrupted run lists the test under way, but does not count it.
         passed=int(suite.get("tests", len(cases) + own)) - own - len(failures) - skipped,
         failed=len(failures),
         skipped=skipped,
@@ -76,15 +79,15 @@ def _is_pytests_own(case: ElementTree.Element) -> bool:
 
 
 def write_summary(path: Path, summary: TestSummary) -> None:
-    """Writes it as JSON."""
+    """Writes the summary as JSON."""
     path.write_text(json.dumps(asdict(summary), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """A file of `write_summary` or `scripts/sanitize.py`; None where there is none.
+    """Loads a file of `write_summary` or `scripts/sanitize.py`; returns None if there is no file.
 
     Raises:
-        ResultsError: another schema version.
+        ResultsError: the file has another schema version.
     """
     if not path.is_file():
         return None
@@ -95,7 +98,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | None) -> str:
-    """One or two sentences for docs/correctness.md."""
+    """Makes one or two sentences for docs/correctness.md."""
     parts = []
     if tests:
         ended = ", and then the run was ended" if tests.get("was_ended") else ""

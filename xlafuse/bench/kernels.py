@@ -1,8 +1,8 @@
-"""The kernel benchmark: every argument spec of an operation tagged "bench", against XLA, peers and the copy ceiling.
+"""Kernel benchmark: times every argument spec tagged "bench" against XLA, peers and the copy ceiling.
 
-For each shape and phase, values and gradients are checked against XLA's first; then all candidates take turns in one
-run: two copies (`ceiling`), `"xla"`, the operation's other implementations, its kernel variants where asked for, and
-the same operation of other libraries (`peers`). Needs an attached NVIDIA GPU.
+For each shape and phase, the benchmark first checks values and gradients against XLA's. Then all candidates take turns
+in one run: the ceiling's candidates (`ceiling`), `"xla"`, the operation's other implementations, its kernel variants on
+request, and the same operation in other libraries (`peers`). An NVIDIA GPU must be attached.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class NoGpuError(XlafuseError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """Settings of the kernel benchmark.
 
-    match: which shapes: see `is_wanted`.
+    match: selects the shapes; see `is_wanted`.
     peers: see `xlafuse.bench.peers.PEERS`.
-    peer_bytes: peers are timed on shapes that move at least so much; compiling them takes seconds a shape.
-    seconds: no new shape is begun after so many of them.
-    only: "operation spec" of the shapes to measure, all where there is none; kernels then have their untuned
+    peer_bytes: peers run only on shapes that move at least this many bytes, since compiling them takes seconds each.
+    seconds: no shape starts after this time.
+    only: "operation spec" of the shapes to measure, or empty for all. If given, kernels run with their untuned
         configurations.
     """
 
@@ -55,7 +55,7 @@ class Settings:
 
 
 def require_gpu() -> None:
-    """Raises NoGpuError, saying what JAX sees instead, unless an NVIDIA GPU is attached."""
+    """Raises NoGpuError, which says what JAX sees, unless an NVIDIA GPU is attached."""
     device = jax.devices()[0]
     if device.platform != "gpu" or "NVIDIA" not in device.device_kind.upper():
         raise NoGpuError(
@@ -66,9 +66,9 @@ def require_gpu() -> None:
 
 
 def is_wanted(spec: str, match: str) -> bool:
-    """Whether the name holds a part of `match` (commas between them), or is what follows a part's "=".
+    """Tells whether the spec's name contains one of the comma-separated parts of `match`.
 
-    Or the name as the tables have it, with short dtypes.
+    A part that starts with "=" must equal the whole name. The name with short dtypes, as tables show it, matches too.
     """
     names = (spec, short_spec(spec))
     return any(
@@ -77,14 +77,14 @@ def is_wanted(spec: str, match: str) -> bool:
 
 
 def check_match(operations: Sequence[str], match: str) -> None:
-    """Raises UnknownNameError, with the nearest names, unless `match` names a benchmark shape of the operations."""
+    """Raises UnknownNameError, with the nearest names, unless `match` selects a benchmark shape of the operations."""
     names = [short_spec(spec.name) for name in operations for spec in get_op(name).tagged("bench")]
     if not any(is_wanted(name, match) for name in names):
         raise UnknownNameError("shape", match, dict.fromkeys(names))
 
 
 def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Measures an operation's shapes one by one; a str names a shape left out for lack of time."""
+    """Times an operation's shapes one by one; yields a str for a shape that the time limit left out."""
     deadline = time.monotonic() + settings.seconds
     for spec in op.tagged("bench"):
         if not is_wanted(spec.name, settings.match):
@@ -105,7 +105,10 @@ def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = No
 def bench_shape(
     op: OpSpec, spec: ArgSpec, phase: str, settings: Settings, sampler: Sampler | None = None
 ) -> ShapeResult:
-    """Checks and times one phase on one shape. What fails is among the result's problems."""
+    """Times one phase of an operation on one shape after checking its results.
+
+    Failures go into the result's problems.
+    """
     start = time.monotonic()
     structs = plain(spec.structs())
     traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(structs)
@@ -115,7 +118,7 @@ def bench_shape(
     try:
         cases = copies(testing.make_case(op, spec, settings.seed), sets)
         candidates = _candidates(op, structs, phase, cases, traffic, settings, problems)
-    except Exception as error:  # XLA itself failed, or memory did not suffice: nothing to compare with
+    except Exception as error:  # XLA failed or memory ran out: no baseline
         problems.append(problem_of("xla", error))
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
@@ -148,7 +151,7 @@ def _candidates(
     settings: Settings,
     problems: list[Problem],
 ) -> list[Candidate]:
-    """What runs and agrees with XLA; what does not goes into `problems`."""
+    """Returns the candidates that run and agree with XLA; failures go into `problems`."""
     inputs = [inputs_of(case, phase) for case in cases]
     calls: list[tuple[str, Any, Callable[..., Any]]] = [("xla", "implementation", callable_of(op, phase, "xla"))]
     for name in op.implementations:
@@ -169,7 +172,7 @@ def _candidates(
             if name == "xla":
                 baseline = result
             check_close(result, baseline)
-        except Exception as error:  # a variant that does not compile or is wrong must not end the run
+        except Exception as error:  # a variant that fails or is wrong must not end the run
             if name == "xla":
                 raise
             problems.append(problem_of(name, error))
@@ -182,7 +185,7 @@ def _candidates(
 
 
 def _peers(names: list[str], phase: str, cases: Sequence[testing.Case], problems: list[Problem]) -> list[Candidate]:
-    """The peers that run and agree with XLA, and in place of one that failed its fallback."""
+    """Returns the peers that run and agree with XLA; a peer that failed is replaced by its fallback."""
     if not names:
         return []
     cases = [peers.as_trained(case) for case in cases]
@@ -201,7 +204,7 @@ def _peers(names: list[str], phase: str, cases: Sequence[testing.Case], problems
 
 
 def _peers_results(case: testing.Case, phase: str) -> Mapping[str, jax.Array]:
-    """What peers must give: the outputs or true gradients, by name, as XLA computes them.
+    """Computes what peers must return, the outputs or the true gradients by name, with XLA.
 
     `OpSpec.backward` may let one array stand for another, which no other library does.
     """
@@ -221,7 +224,10 @@ def _peer(
     expected: Mapping[str, jax.Array],
     problems: list[Problem],
 ) -> list[Candidate]:
-    """The candidate, where its results on `checked` (the first case, or that without dropout) are those expected."""
+    """Returns the candidate if its results on `checked` match `expected`.
+
+    `checked` is the first case, or that case without dropout.
+    """
     try:
         library, operation = peers.load(name), checked.op.name
         if checked is not cases[0]:
@@ -230,7 +236,7 @@ def _peer(
             return [library.candidate(operation, phase, cases)[0]]
         candidate, first = library.candidate(operation, phase, cases)
         _check_results(first, expected)
-    except Exception as error:  # another library's failure is a record, no end
+    except Exception as error:  # another library's failure is recorded and does not end the run
         problems.append(problem_of(name, error))
         return []
     return [candidate]

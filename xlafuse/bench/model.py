@@ -1,7 +1,8 @@
-"""The model benchmark: a whole decoder under the strategies, called by `jax.jit` as its users call it.
+"""Model benchmark: times a whole decoder under the strategies, called through `jax.jit` as users call it.
 
-What counts is the wall clock of a step, beside the sum of its kernels' times, compile time and memory. Each phase is
-checked against the strategy `xla` first; then the strategies take turns. Needs an attached NVIDIA GPU.
+The main figure is the wall-clock time of a step. Beside it stand the sum of its kernel times, compile time and memory.
+The benchmark checks each phase against the strategy `xla` first. Then the strategies, and the same model in PyTorch
+(`peers`), take turns. An NVIDIA GPU must be attached.
 """
 
 from __future__ import annotations
@@ -24,21 +25,31 @@ from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
 PHASES = ("forward", "train", "prefill", "decode")
+PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune")
 _ROOM = 64
-"""Tokens that decoding may append before it starts over behind the prompt."""
+"""Tokens that decoding may append before it starts over after the prompt."""
 _TOLERANCE = 0.1
-"""Of a root mean square, after all layers in bfloat16: guards against timing nonsense."""
+"""Largest error, as a share of the root mean square, after all layers in bfloat16.
+
+The bound only catches a program that computes something else.
+"""
 _MESSAGE_LENGTH = 600
 _UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How to measure. layers: in place of the model's own number. seconds: no new phase is begun after so many."""
+    """Settings of the model benchmark.
+
+    peers: names from `PEERS`.
+    layers: replaces the model's number of layers.
+    seconds: after this time no phase starts, and no strategy or peer is compiled.
+    """
 
     model: str
     strategies: tuple[str, ...]
     phases: tuple[str, ...] = PHASES
+    peers: tuple[str, ...] = ()
     layers: int | None = None
     is_scanned: bool = False
     rounds: int = 5
@@ -48,11 +59,15 @@ class ModelSettings:
 
 
 class _Chain:
-    """Arguments that calls hand on: a step's results take the place of the arguments that it was given to keep."""
+    """Arguments of successive calls: a step's results replace the arguments that were donated to it.
+
+    peers: the arguments that the peers share.
+    """
 
     def __init__(self, arguments: tuple[Any, ...], advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]) -> None:
         self.arguments = arguments
         self.advance = advance
+        self.peers: Any = None
 
     def call(self, step: Callable[..., Any]) -> Any:
         result = step(*self.arguments)
@@ -61,62 +76,76 @@ class _Chain:
 
 
 def bench_model(shape: str, settings: ModelSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Measures each phase at a shape, "8x1024": sequences, and tokens of each; a str names a phase left out.
+    """Times each phase at a shape such as "8x1024", sequences x tokens; yields a str for a phase left out.
 
-    Decoding appends one token to each of so many sequences of so many tokens.
+    Decoding appends one token to each of that many sequences of that many tokens.
     """
     config = get_decoder(settings.model)
     config = replace(config, layers=settings.layers or config.layers, is_scanned=settings.is_scanned)
     deadline = time.monotonic() + settings.seconds
-    params = jax.jit(Decoder(config).params)(jax.random.key(settings.seed))
+    params = None
     for phase in settings.phases:
+        title = f"{settings.model} {phase} {shape}"
         if time.monotonic() > deadline:
-            yield f"{settings.model} {phase} {shape}: not begun within {settings.seconds:.0f} s"
-            continue
-        if phase == "train":  # gives the weights' memory away
-            params, given = None, params
-            yield _bench_phase(config, shape, phase, given, settings, sampler)
-            params = jax.jit(Decoder(config).params)(jax.random.key(settings.seed))
+            yield f"{title}: not begun within {settings.seconds:.0f} s"
+        elif refusal := refused(config, shape, phase, memory_limit()):
+            yield f"{title}: {refusal}"
         else:
-            yield _bench_phase(config, shape, phase, params, settings, sampler)
+            if params is None:
+                params = Decoder(config).params(jax.random.key(settings.seed))
+            chain = _chain(config, shape, phase, params, settings.seed)
+            if phase == "train":  # donates the weights
+                params = None
+            yield _bench_phase(config, shape, phase, chain, settings, deadline, sampler)
+            del chain
 
 
 def _bench_phase(
-    config: DecoderConfig, shape: str, phase: str, params: Any, settings: ModelSettings, sampler: Sampler | None
+    config: DecoderConfig,
+    shape: str,
+    phase: str,
+    chain: _Chain,
+    settings: ModelSettings,
+    deadline: float,
+    sampler: Sampler | None,
 ) -> ShapeResult:
     start = time.monotonic()
-    chain = _chain(config, shape, phase, params, settings.seed)
-    del params  # a training step gives its memory away
     problems: list[Problem] = []
     measured: dict[str, Measured] = {}
     candidates: list[Candidate] = []
     expected: Any = None
-    for name in dict.fromkeys((BASELINE, *settings.strategies)):
+    for name in dict.fromkeys((BASELINE, *settings.strategies, *settings.peers)):
         try:
-            step, costs = _compiled(name, config, phase, chain.arguments)
-            if phase == "train":  # there is no memory for a copy of weights and optimizer: losses hardly move
-                found = _summary(phase, chain.call(step))
+            if expected is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"not begun within {settings.seconds:.0f} s")
+            if name in PEERS:
+                made, found, costs = _of_peer(name, config, phase, chain)
             else:
-                params, *rest = chain.arguments
-                found = _summary(phase, step(params, *jax.tree.map(jnp.copy, rest)))
-                del params, rest
+                made, found, costs = _of_strategy(name, config, phase, chain)
             expected = found if expected is None else expected
             _check_close(found, expected)
-        except Exception as error:  # one strategy must not end the run of the others
+            del found
+        except Exception as error:  # one failure must not end the run of the others
             problems.append(Problem(candidate=name, message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}"))
             continue
-        candidates.append(Candidate(name=name, kind="strategy", call=partial(chain.call, step), inputs=[()]))
+        candidates.append(made)
         measured[name] = costs
+    del expected
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
     problems += [Problem(candidate=name, message=text[:_MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    batch, length = batch_and_length(shape)
+    tokens = batch * (1 if phase == "decode" else length)
     return ShapeResult(
         op=f"{settings.model}, {config.layers} layers{', scanned' if config.is_scanned else ''}",
         phase=phase,
         spec=shape,
         bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(chain.arguments[0])),
         ceiling=None,
-        candidates=tuple(replace(measured[name], timing=timing) for name, timing in run.timings.items()),
+        candidates=tuple(
+            replace(measured[name], timing=timing, tokens_per_second=tokens / timing.wall_us * 1e6)
+            for name, timing in run.timings.items()
+        ),
         problems=tuple(problems),
         seconds=time.monotonic() - start,
         warm_up_seconds=run.warm_up_seconds,
@@ -125,8 +154,72 @@ def _bench_phase(
     )
 
 
+def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
+    """Returns a strategy's candidate, the result of its first call, and the record of compile time and memory."""
+    step, costs = _compiled(name, config, phase, chain.arguments)
+    limit = memory_limit()
+    if limit is not None and (costs.peak_bytes or 0) > limit:
+        raise MemoryError(
+            f"the program takes {(costs.peak_bytes or 0) / 1e9:.1f} GB, and JAX may use {limit / 1e9:.1f} GB of this "
+            "GPU: ask for fewer layers or tokens"
+        )
+    if phase == "train":  # a copy of weights and optimizer does not fit; losses hardly change
+        found = _summary(phase, chain.call(step))
+    else:
+        params, *rest = chain.arguments
+        found = _summary(phase, step(params, *jax.tree.map(jnp.copy, rest)))
+    return Candidate(name=name, kind="strategy", call=partial(chain.call, step), inputs=[()]), found, costs
+
+
+def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
+    """Returns a peer's candidate, the result of its first call, and the record of compile time and memory."""
+    from xlafuse.bench.peers import torch_model
+
+    if chain.peers is None:
+        chain.peers = torch_model.shared_state(config, phase, chain.arguments, _ROOM)
+    made, found, seconds, peak = torch_model.candidate(name, config, phase, chain.arguments, chain.peers)
+    return made, found, Measured(name=name, kind="peer", timing=_UNTIMED, compile_seconds=seconds, peak_bytes=peak)
+
+
+def memory_limit() -> int | None:
+    """Returns the bytes of GPU memory that JAX may use, or None if JAX does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def refused(config: DecoderConfig, shape: str, phase: str, limit: int | None) -> str | None:
+    """Returns why a phase of a model cannot run in `limit` bytes or with its learned positions; None if it can."""
+    length = batch_and_length(shape)[1] + (_ROOM if phase == "decode" else 0)
+    if config.learned_positions is not None and length > config.learned_positions:
+        return f"{length} positions are needed, and the model has {config.learned_positions}: give shorter sequences"
+    if limit is None or (needed := least_bytes(config, shape, phase)) <= limit:
+        return None
+    one, two = (least_bytes(replace(config, layers=n), shape, phase) for n in (1, 2))
+    most = max(0, (limit - one) // (two - one) + 1)
+    return (
+        f"{config.layers} layers take at least {needed / 1e9:.1f} GB, and JAX may use {limit / 1e9:.1f} GB of this "
+        f"GPU: at most {most} layers fit (--layers)"
+    )
+
+
+def least_bytes(config: DecoderConfig, shape: str, phase: str) -> int:
+    """Counts the bytes of a phase's weights and what is as large: gradients and optimizer state, or the cache."""
+    decoder = Decoder(replace(config, is_scanned=True))  # quicker to trace, with the same arrays
+    params = jax.eval_shape(decoder.params, jax.random.key(0))
+    held = [params]
+    if phase == "train":
+        held += [params, jax.eval_shape(_optimizer().init, params)]
+    elif phase != "forward":
+        batch, length = batch_and_length(shape)
+        held.append(jax.eval_shape(partial(decoder.empty_cache, batch, _cache_length(length))))
+    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(held))
+
+
+def _cache_length(prompt: int) -> int:
+    return -(-(prompt + _ROOM) // _ROOM) * _ROOM
+
+
 def _chain(config: DecoderConfig, shape: str, phase: str, params: Any, seed: int) -> _Chain:
-    """The arguments of a phase's first call, on the device, and what a call's result changes in them."""
+    """Puts the arguments of a phase's first call on the device, with the rule by which a result updates them."""
     batch, length = batch_and_length(shape)
     decoder = Decoder(config)
     drawn = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
@@ -136,7 +229,7 @@ def _chain(config: DecoderConfig, shape: str, phase: str, params: Any, seed: int
     if phase == "train":
         state = jax.jit(_optimizer().init)(params)
         return _Chain((params, state, drawn), lambda arguments, result: (*result[:2], arguments[2]))
-    cache = decoder.empty_cache(batch, -(-(length + _ROOM) // _ROOM) * _ROOM)
+    cache = decoder.empty_cache(batch, _cache_length(length))
     if phase == "prefill":
         start = jnp.int32(0)
         return _Chain((params, tokens, cache, start), lambda _, result: (params, tokens, result[1], start))
@@ -160,7 +253,7 @@ def _optimizer() -> Any:
 
 
 def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...]) -> tuple[Any, Measured]:
-    """The phase's function as `jax.jit` makes it, and what it cost to make, without times of calls."""
+    """Compiles a phase's function with `jax.jit`; returns it with a record of compile time and memory."""
     fitted, _ = fit_plan(get_strategy(strategy), config.block)
     decoder = Decoder(config, fitted.plan)
     function, donated = {
@@ -191,7 +284,7 @@ def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple
 
 
 def _summary(phase: str, result: Any) -> list[jax.Array]:
-    """What is compared: logits, the loss, or the caches."""
+    """Returns the arrays to compare: the logits, the loss or the caches."""
     if phase == "forward":
         return [result]
     return [result[2]] if phase == "train" else jax.tree.leaves(jax.tree.map(jnp.copy, result[1]))
@@ -205,29 +298,23 @@ def _check_close(found: list[jax.Array], expected: list[jax.Array]) -> None:
             raise AssertionError(f"array {i} {exact.shape} is off by {error / size:.3g} of its size from {BASELINE}'s")
 
 
-def tokens_per_second(result: ShapeResult, name: str) -> float:
-    """By the wall clock: of decoding one token a sequence, else all tokens of the shape."""
-    batch, length = batch_and_length(result.spec)
-    wall = next(c.timing.wall_us for c in result.candidates if c.name == name)
-    return batch * (1 if result.phase == "decode" else length) / wall * 1e6
-
-
 def model_lines(result: ShapeResult) -> list[str]:
-    """A phase: for each strategy wall clock, tokens a second, kernels' time, seconds to compile, and memory."""
+    """Formats a phase: each candidate's wall clock, tokens a second, kernel time, compile seconds and memory."""
     base = next((c for c in result.candidates if c.name == BASELINE), None)
     lines = [f" {result.phase} {result.op} {result.spec}"]
     for each in result.candidates:
-        ratio = f"{base.timing.wall_us / each.timing.wall_us:.3f}" if base else "–"
-        timing = each.timing
+        timing, made = each.timing, f"lower {each.lower_seconds or 0:.1f} + compile {each.compile_seconds or 0:.1f} s"
+        wall, kernels = (
+            f"×{getattr(base.timing, of) / getattr(timing, of):.3f}" if base else "–" for of in ("wall_us", "median_us")
+        )
         lines.append(
-            f"      {each.name:<14} wall {timing.wall_us:10.1f} µs ×{ratio}  kernels {timing.median_us:10.1f} µs in "
-            f"{len(timing.kernels)}  {tokens_per_second(result, each.name):9.0f} tokens/s  lower "
-            f"{each.lower_seconds or 0:.1f} + compile {each.compile_seconds or 0:.1f} s  "
+            f"      {each.name:<21} wall {timing.wall_us:9.1f} µs {wall}  {each.tokens_per_second or 0:7.0f} tokens/s  "
+            f"kernels {timing.median_us:9.1f} µs {kernels} in {len(timing.kernels)}  {made}  "
             f"{(each.peak_bytes or 0) / 1e9:.1f} GB"
         )
     return lines
 
 
 def model_summary(results: Results) -> list[str]:
-    """What was left out; the lines of each phase stand above."""
+    """Lists what was left out; `model_lines` has already printed the phases."""
     return [f"left out: {note}" for run in results.runs for note in run.left_out]

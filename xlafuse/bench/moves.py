@@ -1,4 +1,4 @@
-"""What moved between two files of results: medians that differ by more than noise."""
+"""Compares two files of results and finds medians that differ by more than noise."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from xlafuse.bench.results import Measured, Results, ResultsError, ShapeResult, short_spec
 
 LEAST = 0.02
-"""A smaller change is none: medians of one kernel differ by as much between two visits."""
+"""Smallest relative change that counts; a kernel's median varies by this much between two visits."""
 _OF_XLA = ("xla", "unfused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A candidate on a shape that takes another time than before."""
+    """A candidate whose time changed between the two files."""
 
     shape: ShapeResult
-    """As it is now."""
+    """The new measurement."""
     old: Measured
     new: Measured
     xla: float | None
-    """How XLA moved on the same shape: clocks, power and versions move it, too."""
+    """XLA's relative change on the same shape, which shows the effect of clocks, power and versions."""
 
     @property
     def change(self) -> float:
-        """0.1: a tenth slower."""
+        """Relative change of the median: 0.1 is a tenth slower."""
         return self.new.timing.median_us / self.old.timing.median_us - 1
 
     @property
     def is_regression(self) -> bool:
-        """Whether something of ours is slower."""
+        """Whether one of our kernels or strategies became slower."""
         return self.change > 0 and is_ours(self.new)
 
 
 def is_ours(candidate: Measured) -> bool:
-    """Whether it is one of our kernels or a strategy with them, not XLA or another library."""
+    """Tells whether the candidate is one of our kernels or a strategy with them, not XLA or another library."""
     if candidate.kind == "strategy":
         return not candidate.name.startswith(_OF_XLA)
     return candidate.kind == "default" or (
@@ -44,12 +44,12 @@ def is_ours(candidate: Measured) -> bool:
 
 
 def moves(old: Results, new: Results) -> tuple[list[Move], int]:
-    """All moves, the largest first, and how many candidates both files have; a search's variants do not count.
+    """Returns all moves, largest first, and the number of candidates that both files have; variants do not count.
 
-    Where a shape was measured more than once, the last in its file counts.
+    If a file has several measurements of a shape, the last one counts.
 
     Raises:
-        ResultsError: of other kinds of GPU, or nothing was measured in both.
+        ResultsError: the files are from different kinds of GPU or share no measurement.
     """
     kinds = [{run.environment.device_kind for run in each.runs} for each in (old, new)]
     if kinds[0] != kinds[1]:
@@ -79,7 +79,7 @@ def _is_beyond_noise(one: Measured, other: Measured) -> bool:
 
 
 def lines(found: list[Move], compared: int) -> Iterator[str]:
-    """A table of the moves, and how many of ours are slower."""
+    """Formats a table of the moves and the number of our candidates that became slower."""
     for move in found:
         name = f"{move.shape.op} {move.shape.phase} {short_spec(move.shape.spec)} {move.new.name}"
         xla = "" if move.xla is None else f"  (xla {move.xla:+.1%})"

@@ -1,7 +1,7 @@
-"""Reads ptxas' output on Mosaic GPU kernels: which spill registers, and which products are serialized.
+"""Reads ptxas' output on Mosaic GPU kernels: register spills and serialized matrix products.
 
-Mosaic prints it on the process's standard output where the environment asks for it; `xlafuse.bench.supervisor` does for
-the processes that time configurations.
+Mosaic prints that output on the process's standard output if the environment asks for it. `xlafuse.bench.supervisor`
+asks for it in the processes that time configurations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _WAIT = re.compile(r"(warpgroup\.wait is injected) in around line \d+ by compile
 
 
 def waits(ptxas: str) -> tuple[str, ...]:
-    """Messages about matrix products that ptxas makes wait against the kernel's wish, with the kernel's name.
+    """Returns ptxas' messages about matrix products that it forces to wait, each with the kernel's name.
 
-    Where registers of an asynchronous wgmma are touched too early, or do not suffice, ptxas still makes a correct
-    kernel: each wgmma then ends before the next begins (its notes C7510 to C7516), or one wait more is put in (C7517).
-    Nothing need be spilled, and nothing fails: the kernel is only slower. A `warpgroup.arrive` put in (C7519) is no
-    wait, and common.
+    If the registers of an asynchronous wgmma are used too early or do not suffice, ptxas still makes a correct kernel.
+    Each wgmma then ends before the next one starts (notes C7510 to C7516), or ptxas adds a wait (C7517). No register
+    need spill and nothing fails; the kernel is only slower. An added `warpgroup.arrive` (C7519) is common and is no
+    wait.
     """
     found = [f"{kernel}: {' '.join(why.split())}" for why, kernel in _SERIALIZED.findall(ptxas)]
     found += [f"{kernel}: {what} {why}" for what, why, kernel in _WAIT.findall(ptxas)]
@@ -35,7 +35,7 @@ def waits(ptxas: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def faults() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Yields a function that lists, afterwards, the faults of the kernels compiled meanwhile; () without `VARIABLE`."""
+    """Yields a function that lists the faults of the kernels compiled in the context; () without `VARIABLE`."""
     if os.environ.get(VARIABLE) != "1":
         yield lambda: ()
         return
@@ -45,7 +45,7 @@ def faults() -> Iterator[Callable[[], tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def printed() -> Iterator[Callable[[], str]]:
-    """Captures the standard output of the process, C++ included; yields a function that returns it afterwards."""
+    """Captures the process's standard output, C++ included; yields a function that returns the text afterwards."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:

@@ -1,4 +1,4 @@
-"""Records of a kernel benchmark, and their JSON: write, read, merge."""
+"""Records of a kernel benchmark, and how they are written, read and merged as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +17,16 @@ from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 2
-_VISIT = timedelta(hours=2)
 PHASES = ("forward", "backward")
 
 
 class ResultsError(XlafuseError, ValueError):
-    """A file of results cannot be read or merged; the message has the file and the reason."""
+    """A file of results cannot be read or merged; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A candidate that gave no time: it failed, or ("unsupported") takes no such arguments or is not installed."""
+    """Candidate without a time: it failed, or is "unsupported" because it refuses the arguments or is not installed."""
 
     candidate: str
     message: str
@@ -37,10 +35,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A candidate on a shape. kind: see `timing.Candidate`.
+    """Timing of one candidate on one shape.
 
-    lower_seconds, compile_seconds: until the first call of a whole model can run, tracing and XLA's part. peak_bytes:
-    the device memory of that program, arguments included.
+    kind: see `timing.Candidate`.
+    lower_seconds, compile_seconds: tracing time and XLA's time before a whole model's first call.
+    peak_bytes: device memory of that program, arguments included.
+    tokens_per_second: tokens a second of a whole model, by wall clock.
     """
 
     name: str
@@ -49,16 +49,17 @@ class Measured:
     lower_seconds: float | None = None
     compile_seconds: float | None = None
     peak_bytes: int | None = None
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeResult:
-    """One phase of one operation on one shape, all candidates timed in turns.
+    """One phase of one operation on one shape, with all candidates timed in turns.
 
-    bytes: what a perfect kernel reads and writes.
-    ceiling: the name of the candidate that is the copy ceiling.
-    sets: sets of buffers that took turns.
-    activity: clocks and power while this shape was timed.
+    bytes: bytes that a perfect kernel reads and writes.
+    ceiling: name of the candidate that serves as the copy ceiling.
+    sets: number of buffer sets that took turns.
+    activity: clocks and power during the timing.
     """
 
     op: str
@@ -81,39 +82,42 @@ class ShapeResult:
 
     @property
     def is_large(self) -> bool:
-        """Whether a call moves so much that memory, and no launch or cache, sets its time."""
+        """Whether a call moves enough bytes that memory sets its time, and neither the launch nor the cache."""
         return self.bytes >= 2 * L2_CACHE_BYTES
 
     def microseconds(self, name: str) -> float:
-        """The median of a candidate, NaN where it was not timed."""
+        """Returns a candidate's median time, or NaN if it was not timed."""
         return next((c.timing.median_us for c in self.candidates if c.name == name), math.nan)
 
     def gigabytes_per_second(self, name: str) -> float:
-        """The perfect kernel's bytes over a candidate's time."""
+        """Returns a candidate's bandwidth: the perfect kernel's bytes over the candidate's time."""
         return self.bytes / self.microseconds(name) / 1e3
 
     def ceiling_share(self, name: str) -> float:
-        """The ceiling's time over a candidate's: 1 at the ceiling."""
+        """Returns the ceiling's time over a candidate's time; 1 means at the ceiling."""
         return self.microseconds(self.ceiling or "") / self.microseconds(name)
 
     def speed_up(self, name: str, over: str) -> float:
-        """How many times as fast as the candidate `over`."""
+        """Returns the speed-up of a candidate over another."""
         return self.microseconds(over) / self.microseconds(name)
 
     def of_kind(self, kind: str) -> tuple[Measured, ...]:
-        """The candidates of a kind."""
+        """Returns the candidates of a kind."""
         return tuple(c for c in self.candidates if c.kind == kind)
 
     @property
     def chosen(self) -> str | None:
-        """The implementation to quote: "mosaic" where it was timed, else the first that is not "xla", else "xla"."""
+        """The implementation to quote: "mosaic" if it was timed, else the first other than "xla", else "xla"."""
         names = [c.name for c in self.of_kind("implementation")]
         return min(names, key=lambda name: (name != "mosaic", name == "xla"), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One process's measurements. left_out: operations or shapes that were not reached, with the reason."""
+    """Measurements of one process.
+
+    left_out: operations or shapes that it did not reach, with the reason.
+    """
 
     started: str
     environment: Environment
@@ -124,49 +128,30 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A file of results. Ratios hold within a shape, whose candidates ran together."""
+    """Contents of a file of results. Ratios are valid only within a shape, whose candidates ran together."""
 
     runs: tuple[Run, ...]
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
     def shapes(self) -> tuple[ShapeResult, ...]:
-        """Of all runs."""
+        """The shapes of all runs."""
         return tuple(shape for run in self.runs for shape in run.shapes)
-
-    @property
-    def visits(self) -> tuple[int, ...]:
-        """For each run the index of its visit's first: runs on one kind of GPU that began within two hours."""
-        found: dict[int, int] = {}
-        for i in sorted(range(len(self.runs)), key=lambda i: self.runs[i].started):
-            run = self.runs[i]
-            found[i] = next((first for first in set(found.values()) if _is_one_visit(self.runs[first], run)), i)
-        return tuple(found[i] for i in range(len(self.runs)))
-
-
-def _is_one_visit(first: Run, run: Run) -> bool:
-    def place(each: Run) -> tuple[str, ...]:
-        gpu = each.environment.gpu
-        return tuple(gpu.get(name, "") for name in ("gpu", "driver", "power_limit_watts"))
-
-    if place(first) != place(run):
-        return False
-    return abs(datetime.fromisoformat(run.started) - datetime.fromisoformat(first.started)) <= _VISIT
 
 
 _RESULTS = TypeAdapter(Results)
 
 
 def to_json(results: Results) -> str:
-    """The file's text, the same for equal results."""
+    """Returns the JSON text; equal results give equal text."""
     return json.dumps(asdict(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def load(path: Path) -> Results:
-    """What `write` wrote.
+    """Loads a file that `write` wrote.
 
     Raises:
-        ResultsError: no such file, not JSON, or of another schema version.
+        ResultsError: the file is missing, is not JSON, or has another schema version.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -184,7 +169,7 @@ def load(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Writes all of it or nothing: a temporary file beside `path`, renamed."""
+    """Writes the whole file or nothing: writes a temporary file beside `path` and renames it."""
     text = to_json(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -196,7 +181,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def rivals(shape: ShapeResult) -> tuple[str, ...]:
-    """What was timed beside ours and XLA: other libraries, and the operation's Triton kernels and calls of cuDNN."""
+    """Returns the candidates to compare ours with besides XLA: peers, and the operation's Triton and cuDNN calls."""
     ours = ("mosaic", "xla")
     named = [
         c.name for c in shape.candidates if c.kind == "peer" or (c.kind == "implementation" and c.name not in ours)
@@ -205,13 +190,13 @@ def rivals(shape: ShapeResult) -> tuple[str, ...]:
 
 
 def merge(parts: Iterable[Results]) -> Results:
-    """One file of several: where a shape was measured more than once, the last in order counts.
+    """Merges files of results; the last measurement of a shape replaces earlier ones.
 
-    Of earlier measurements those stay, beside it, that have a rival which no later one has: libraries that cannot be in
-    one process are measured in several runs. See `xlafuse.bench.rows`.
+    An earlier measurement stays beside it if it has a rival that no later one has, since libraries that cannot share a
+    process are measured in several runs. See `xlafuse.bench.rows`.
 
     Raises:
-        ResultsError: measured on different kinds of GPU.
+        ResultsError: the files are from different kinds of GPU.
     """
     runs = [run for part in parts for run in part.runs]
     kinds = sorted({run.environment.device_kind for run in runs if run.shapes})
@@ -231,7 +216,11 @@ def merge(parts: Iterable[Results]) -> Results:
 
 
 def _what_is_new(shape: ShapeResult, seen: set[str] | None) -> ShapeResult | None:
-    """All of it where `seen` is None; else what its rivals outside `seen` are compared with; None without such."""
+    """Returns the measurements to keep of a shape whose rivals `seen` were measured later.
+
+    All of them stay if `seen` is None. Otherwise the new rivals and the candidates that they are compared with stay;
+    without new rivals the result is None.
+    """
     if seen is None:
         return shape
     if seen.issuperset(rivals(shape)):
@@ -244,19 +233,19 @@ _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def short_spec(spec: str) -> str:
-    """A spec's name with short dtypes."""
+    """Returns a spec's name with short dtypes."""
     for long, short in _SHORT_DTYPES.items():
         spec = spec.replace(long, short)
     return spec
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """A table in Markdown. align: 'l' or 'r' for each column."""
+    """Formats a Markdown table. align: 'l' or 'r' for each column."""
     lines = [header, [{"l": "---", "r": "---:"}[each] for each in align], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of what is finite and above zero; NaN of nothing."""
+    """Returns the geometric mean of the finite positive values; NaN if there are none."""
     logarithms = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan

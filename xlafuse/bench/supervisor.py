@@ -1,7 +1,7 @@
-"""Runs the benchmark in a process of its own, and in another one where that dies on the way.
+"""Runs a benchmark in a worker process and starts a new one if it dies.
 
-One process measures all operations, since starting JAX and PyTorch costs many seconds. A kernel's illegal access, a
-deadlock or a crash ends that process: the next one goes on with the next operation. This process uses no GPU.
+One worker measures all operations, since starting JAX and PyTorch takes many seconds. An illegal access, a deadlock or
+a crash of a kernel ends the worker; the next one continues with the next operation. The supervisor itself uses no GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
 
 
 class BenchError(XlafuseError, RuntimeError):
-    """Nothing could be measured; the message has the reason."""
+    """Nothing could be measured; the message gives the reason."""
 
 
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker.
+    """Returns the environment variables of a worker.
 
-    Where PyTorch runs beside JAX, JAX must not take the memory first. Where a kernel's configurations are timed, the
-    ptxas reports what each spills, and whether its products wait.
+    If PyTorch runs beside JAX, JAX must not preallocate the memory. If the worker times a kernel's configurations,
+    ptxas reports the spills and serialized products of each.
     """
     added = {}
     if any(name.startswith("torch") or name == "liger" for name in getattr(settings, "peers", ())):
@@ -57,18 +57,18 @@ def run(
     """Measures operations and writes `output` after every shape.
 
     Args:
-        operations: names in `pallas_kernels.REGISTRY`; of the block and model benchmarks shapes, as "2x4096", of the
-            choice calls, as "attention 7".
+        operations: names in `pallas_kernels.REGISTRY`; shapes such as "2x4096" for the block and model benchmarks;
+            calls such as "attention 7" for the choice benchmark.
         settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings`, `.choice.ChoiceSettings` or
             `.model.ModelSettings`.
         output: the JSON file.
         benchmark: "kernels", "block", "choice" or "model".
-        stall_seconds: how long a process may go without a new result before it is ended.
+        stall_seconds: how long a worker may go without a new result before it is killed.
         worker: the command, which gets a folder as its last argument.
         kept: called with all results after each write.
 
     Raises:
-        BenchError: the worker refused, or died before it measured anything.
+        BenchError: the worker refused the request, or died before it measured anything.
     """
     parts: list[Results] = []
     notes: list[str] = []
@@ -114,7 +114,7 @@ def _with_notes(results: Results, notes: Sequence[str]) -> Results:
 def _run_worker(
     command: Sequence[str], folder: Path, settings: Any, keep: Callable[[Path], None], stall_seconds: float
 ) -> str | None:
-    """Runs a worker to its end, keeping each new result. Returns how it ended, or None where it went well."""
+    """Runs a worker to its end and keeps each new result; returns how it ended, or None if it went well."""
     process = subprocess.Popen(command, env=worker_environment(settings, os.environ))
     results = folder / "results.json"
     last, seen = time.monotonic(), 0

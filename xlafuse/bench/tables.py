@@ -1,4 +1,4 @@
-"""Tables of results for README and docs/results.md, from a file of results, and their place between two markers."""
+"""Makes the tables of README and docs/results.md from a file of results and puts them between two markers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xlafuse.bench.rows import (
 )
 
 _ASIDE = ("cudnn_dense_mask",)
-"""Rivals of single shapes, which have no column among the means."""
+"""Rivals of single shapes, without a column among the means."""
 _PACKAGES = ("jax", "torch", "triton", "liger-kernel", "jax-triton")
 
 CLOCKS = (
@@ -37,7 +37,7 @@ CLOCKS = (
 
 
 def overview(results: Results) -> str:
-    """Means by operation and phase: of the shapes that memory bounds, and of those that matrix products bound."""
+    """Makes the tables of means by operation and phase: memory-bound shapes, then shapes bound by matrix products."""
     streamed, _, multiplied = _parts(results)
     parts = [_caption(results)]
     if streamed:
@@ -55,11 +55,12 @@ _CLASSES = {
     "linear + cross-entropy": ("linear_cross_entropy",),
     "attention": ("attention",),
     "attention with a cache": ("decode_attention",),
+    "recommendation": ("embedding_bag", "dot_interaction"),
 }  # fmt: skip
 
 
 def summary(results: Results) -> str:
-    """README's table: geometric means over classes of operations, against XLA and the fastest other library."""
+    """Makes README's table: geometric means over classes of operations, against XLA and the fastest other library."""
     streamed, _, multiplied = _parts(results)
     lines = []
     for name, operations in _CLASSES.items():
@@ -83,7 +84,7 @@ def summary(results: Results) -> str:
 
 
 def details(results: Results) -> str:
-    """Every shape: what memory bounds, what matrix products bound, and small calls, with the run that each is of."""
+    """Makes the tables of every shape: memory-bound, bound by matrix products, and small, each row with its run."""
     streamed, small, multiplied = _parts(results)
     parts = [_caption(results)]
     if streamed:
@@ -96,7 +97,7 @@ def details(results: Results) -> str:
 
 
 def _parts(results: Results) -> tuple[list[Row], list[Row], list[Row]]:
-    """Shapes past the cache that memory bounds, small ones, and those that matrix products bound."""
+    """Splits the rows into memory-bound shapes beyond the cache, small shapes, and shapes bound by matrix products."""
     table = [row for _, _, group in grouped(rows(results)) for row in group if row.ours]
     multiplied = [row for row in table if is_bound_by_products(row.main)]
     others = [row for row in table if not is_bound_by_products(row.main)]
@@ -118,7 +119,7 @@ def _caption(results: Results) -> str:
 
 
 def _runs(results: Results) -> str:
-    """What each run was: the rows' last column has its number."""
+    """Lists the runs by the number that the rows' last column shows."""
     lines = ["By the number in a row's last column:", ""]
     lines += [f"{i}. {_run(run)}" for i, run in enumerate(results.runs, start=1)]
     return "\n".join(lines)
@@ -207,7 +208,7 @@ def _runs_of(row: Row, rivals: list[str]) -> str:
 
 
 def clock_and_power(shape: ShapeResult) -> tuple[str, str]:
-    """The clock in MHz, median and lowest, and the power in W, median and highest, while a shape was timed."""
+    """Formats a shape's clock in MHz, median and lowest, and its power in W, median and highest."""
     read = shape.activity.quantities if shape.activity else {}
     clock, power = read.get("sm_clock_mhz"), read.get("power_watts")
     return (
@@ -225,10 +226,10 @@ def _percent(share: float) -> str:
 
 
 def place(text: str, table: str, marker: str) -> str:
-    """`text` with `table` between the two comments `<!-- marker:begin -->` and `<!-- marker:end -->`.
+    """Replaces the part of `text` between `<!-- marker:begin -->` and `<!-- marker:end -->` with `table`.
 
     Raises:
-        ResultsError: they are not there, once each and in order.
+        ResultsError: the two comments are not there once each and in order.
     """
     first, last = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
     before, begin, rest = text.partition(first)

@@ -1,4 +1,4 @@
-"""Results as lines of text for a terminal or a log: of kernels, of the block, and of the choice."""
+"""Formats results of the kernel, block and choice benchmarks as lines for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BEST_VARIANTS = 3
 
 
 def title(shape: ShapeResult) -> str:
-    """Its phase and spec, shortly."""
+    """Formats phase and spec, shortened."""
     return f"{_PHASES[shape.phase]} {short_spec(shape.spec)}"
 
 
 def kernel_lines(shape: ShapeResult) -> list[str]:
-    """A shape: µs, GB/s, share of the ceiling, times as fast as XLA and each peer; its best variants below.
+    """Formats a shape: µs, GB/s, share of the ceiling, speed-ups over XLA and the peers, and its best variants.
 
-    Of an operation that multiplies matrices TF/s.
+    Matrix products have TF/s instead of GB/s.
     """
     name = shape.chosen
     if name is None:
@@ -45,7 +45,7 @@ def kernel_lines(shape: ShapeResult) -> list[str]:
 
 
 def problem_lines(shape: ShapeResult) -> list[str]:
-    """What went wrong on a shape, a line each."""
+    """Formats the problems of a shape, one a line."""
     return [
         f"      {problem.kind}: {problem.candidate}: {' '.join(problem.message.split())[:_PROBLEM_LENGTH]}"
         for problem in shape.problems
@@ -53,7 +53,7 @@ def problem_lines(shape: ShapeResult) -> list[str]:
 
 
 def kernel_summary(results: Results) -> list[str]:
-    """Geometric means over the large shapes, by operation and phase, and what was left out."""
+    """Formats geometric means over the large shapes, by operation and phase, and lists what was left out."""
     lines = []
     for op, phase, group in grouped(rows(results)):
         large = [row for row in group if row.main.is_large and row.ours]
@@ -70,7 +70,7 @@ def kernel_summary(results: Results) -> list[str]:
 
 
 def block_lines(result: ShapeResult) -> list[str]:
-    """A case: the baseline's µs and TF/s, then how many times as fast each of the others is; wall clock below."""
+    """Formats a case: the baseline's µs and TF/s, the speed-ups of the others, and wall-clock times below."""
     title = f" {result.phase} {result.op} {result.spec}"
     if not any(c.name == BASELINE for c in result.candidates):
         return [f"{title:<32} not measured"]
@@ -86,7 +86,7 @@ def block_lines(result: ShapeResult) -> list[str]:
 
 
 def block_summary(results: Results) -> list[str]:
-    """Geometric means over the cases of each mode, and what was left out."""
+    """Formats geometric means over the cases of each mode, and lists what was left out."""
     lines = []
     for mode in MODES:
         cases = [case for case in results.shapes if case.phase == mode]
@@ -99,21 +99,21 @@ def block_summary(results: Results) -> list[str]:
 
 
 def choice_lines(result: ShapeResult) -> list[str]:
-    """A call: the ratio, then what None took and each implementation with µs and number of kernels."""
+    """Formats a call: the ratio, then what None took and each implementation with µs and number of kernels."""
     ours, theirs = default(result), best(result)
     title = f"{result.phase} {result.op} {short_spec(result.spec)}"
     if ours is None or theirs is None:
         return [f" not measured: {title}"]
     named = sorted(result.of_kind("implementation"), key=lambda c: c.timing.median_us)
     times = ", ".join(f"{c.name} {c.timing.median_us:.2f} µs ({len(c.timing.kernels)})" for c in (ours, *named))
-    # Then only what differs between two runs of one implementation makes the ratio.
+    # In that case the ratio shows only how two runs of one implementation differ.
     same = " (the same)" if ours.name.endswith(f" {theirs.name}") else ""
     unsteady = "" if result.is_steady or not result.is_large else " (not steady)"
     return [f" {ratio(result):.3f}{' !!' if ratio(result) < BAR else ''} {title}", f"      {times}{same}{unsteady}"]
 
 
 def choice_summary(results: Results) -> list[str]:
-    """The least ratio by operation and mode, each call below the bar, what was not measured, and how many calls."""
+    """Formats the least ratio by operation and mode, each call below the bar, unmeasured calls, and the call count."""
     measured = [result for result in results.shapes if is_measured(result)]
     groups: dict[str, list[float]] = {}
     for result in measured:

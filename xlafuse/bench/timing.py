@@ -1,12 +1,12 @@
-"""GPU time of several candidates in one interleaved run.
+"""Measures the GPU time of several candidates in one interleaved run.
 
-Kernel times come from CUPTI, by the extension of `jax.experimental.mosaic.gpu.profiler.measure`. It records every
-kernel of the process, those of other frameworks too. `measure` itself runs each call twice on the same buffers, which
-would time small calls out of the L2 cache. Wall-clock times sit beside.
+CUPTI gives the kernel times, through the extension behind `jax.experimental.mosaic.gpu.profiler.measure`. It records
+every kernel of the process, other frameworks' too. `measure` itself runs each call twice on the same buffers, so that
+small calls would read from the L2 cache. Wall-clock times are taken as well.
 
-Candidates take turns, so that clocks and temperature are the same for all of them. Each round has an order of its own:
-at the power limit a call pays for the one before it. Each call gets the next of several sets of input buffers, so that
-nothing is read from the L2 cache that a real program would read from memory. A ratio is only worth quoting between
+Candidates take turns, so that clocks and temperature are the same for all of them. The order changes from round to
+round, because at the power limit a call's speed depends on the one before it. Each call uses the next of several sets
+of input buffers, so that it does not find inputs in the L2 cache that a real program would read from HBM. Compare only
 candidates of one run.
 """
 
@@ -23,12 +23,12 @@ import numpy as np
 from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
 
 L2_CACHE_BYTES = 60 * 1024 * 1024
-"""Of an H100 or H200; 50 MB by the data sheet."""
+"""L2 cache of an H100 or H200; the data sheet says 50 MB."""
 
 _WINDOW_SECONDS = 0.1
-"""Over which the warm-up averages."""
+"""Length of the warm-up's windows."""
 _STEADY = 0.02
-"""How far two windows of a steady GPU are apart."""
+"""Largest relative difference between two windows of a steady GPU."""
 _TRIAL_ROUNDS = 3
 _FAR_BEHIND = 1.1
 
@@ -37,11 +37,12 @@ _FAR_BEHIND = 1.1
 class Timing:
     """Times of one call, in microseconds.
 
-    `median_us`, `p20_us` and `p80_us` are of the GPU time of a call: by CUPTI the sum over its kernels, by CUDA events
-    what lies between two events around the call, gaps included. `wall_us` is the median host time of a call among
-    several in flight, launches and idle gaps included. `kernels` are the names in launch order, none where CUPTI saw
-    none; `samples` counts calls. Where CUPTI mixes kernels of several calls (PyTorch launches a backward pass from
-    another thread, whose kernels are reported later), the time of a call is the mean over a turn.
+    `median_us`, `p20_us` and `p80_us` are the median and percentiles of a call's GPU time. With CUPTI that is the sum
+    over the call's kernels; with CUDA events it is the time between two events around the call, gaps included.
+    `wall_us` is the median host time of a call among several in flight, launches and idle gaps included. `kernels` has
+    the kernel names in launch order, and is empty without CUPTI. `samples` counts calls. If CUPTI mixes the kernels of
+    several calls, each call counts with the mean of its turn. This happens with PyTorch, whose backward pass launches
+    from another thread.
     """
 
     median_us: float
@@ -55,13 +56,14 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Something to time.
+    """One program to time.
 
     kind: "default" is the call that names no implementation.
-    call: compiled already, or compiled at its first call.
-    inputs: sets of arguments, which take turns.
-    wait: returns once the call that gave this result has finished.
-    event_us: where CUPTI sees no kernel: runs a thunk and returns the microseconds between events around it.
+    call: the function; it may compile at its first call.
+    inputs: sets of arguments, used in turns.
+    wait: blocks until the call that returned this result has finished.
+    event_us: for calls whose kernels CUPTI does not see: runs a function and returns the microseconds between two
+        events around it.
     """
 
     name: str
@@ -74,9 +76,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimingRun:
-    """What one interleaved run gave. A candidate is in `timings` or, with what went wrong, in `failures`.
+    """Results of one interleaved run. Each candidate is in `timings`, or in `failures` with its error.
 
-    `is_steady` tells whether the warm-up ended because times had settled.
+    `is_steady` tells whether the warm-up ended because the times had settled.
     """
 
     timings: Mapping[str, Timing]
@@ -86,9 +88,9 @@ class TimingRun:
 
 
 def buffer_sets(call_bytes: int) -> int:
-    """How many sets of buffers of `call_bytes` each must take turns for a call to miss the L2 cache.
+    """Returns how many sets of buffers of `call_bytes` each must take turns for a call to miss the L2 cache.
 
-    At most 64: what a tiny call reads is in the L2 cache in a real program, too.
+    At most 64: a tiny call finds its inputs in the L2 cache in a real program, too.
     """
     return max(1, min(64, -(-2 * L2_CACHE_BYTES // max(1, call_bytes)) + 1))
 
@@ -103,14 +105,14 @@ def time_candidates(
     """Times candidates against each other on the attached NVIDIA GPU.
 
     Args:
-        candidates: with names of their own.
+        candidates: what to time; names must differ.
         rounds: how often the candidates take turns.
-        calls: calls of a candidate a turn.
-        warm_up_seconds: how long all of them take turns first, until times settle: at least, and at most.
+        calls: calls of a candidate in each turn.
+        warm_up_seconds: least and longest time for which all candidates first take turns until times settle.
 
     Returns:
-        Timings of `rounds * calls` calls each; of fewer for a variant that is far behind after three rounds, whose time
-        nobody needs exactly. A candidate that fails on the way is dropped and named in `failures`.
+        Timings over `rounds * calls` calls each. A variant that is far behind after three rounds is timed no further. A
+        candidate that raises is dropped and recorded in `failures`.
     """
     turns = {candidate.name: _Turn(candidate) for candidate in candidates}
     failures: dict[str, str] = {}
@@ -121,10 +123,10 @@ def time_candidates(
             return
         try:
             step(turn)
-        except Exception as error:  # one candidate must not end the run of the others
+        except Exception as error:  # a failing candidate must not end the run of the others
             failures[name] = f"{type(error).__name__}: {error}"
 
-    for turn in turns.values():  # compiles what is not compiled
+    for turn in turns.values():  # compiles, if not done yet
         attempt(turn, _Turn.run_once)
         attempt(turn, _Turn.choose_timer)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
@@ -148,7 +150,7 @@ def _without_slow_variants(turns: Mapping[str, _Turn]) -> dict[str, _Turn]:
 
 
 def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tuple[float, bool]:
-    """Runs until two windows in a row take the same time a pass; returns the seconds spent and whether they did."""
+    """Runs until two windows in a row take the same time for a pass; returns the seconds spent and whether they did."""
     start = time.perf_counter()
     last = float("inf")
     is_steady = False
@@ -166,7 +168,7 @@ def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tup
 
 
 class _Turn:
-    """A candidate with its samples so far and the next set of its inputs."""
+    """A candidate's samples so far and the position in its inputs."""
 
     def __init__(self, candidate: Candidate):
         self.candidate = candidate
@@ -193,7 +195,7 @@ class _Turn:
         start = time.perf_counter()
         result = None
         for _ in range(calls):
-            result = self.call()  # the last one is dropped, so that its memory can be used again
+            result = self.call()  # the last result is dropped, so that its memory can be used again
         self.candidate.wait(result)
         self._wall_us.append((time.perf_counter() - start) / calls * 1e6)
         if self._timer == "cuda_events":
@@ -211,7 +213,7 @@ class _Turn:
 
     @property
     def median_us(self) -> float:
-        """So far; infinite before the first sample."""
+        """Median so far; infinite before the first sample."""
         return float(np.median(self._gpu_us)) if self._gpu_us else float("inf")
 
     def timing(self) -> Timing:
@@ -228,23 +230,23 @@ class _Turn:
 
 
 def _by_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[tuple[str, ...], list[float]]:
-    """A call's kernels and each call's microseconds, from the records of so many calls of as many kernels."""
+    """Returns the kernels of a call and the microseconds of each call, from the records of `calls` equal calls."""
     each = len(records) // calls
     names = [name for name, _ in records]
     times = [1e3 * sum(ms for _, ms in records[i : i + each]) for i in range(0, len(records), each)]
     if names == names[:each] * calls:
         return tuple(names[:each]), times
-    # One call's kernels are not beside each other: only the sum of all calls is certain.
+    # The kernels of one call are not adjacent, so that only the sum over all calls is certain.
     kernels = [name for name, count in Counter(names).items() for _ in range(-(-count // calls))]
     return tuple(kernels[:each]), [sum(times) / calls] * calls
 
 
 def _kernel_records(run_once: Callable[[], Any], calls: int) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel of `calls` calls, in launch order."""
+    """Returns name and milliseconds of each kernel of `calls` calls, in launch order."""
     extension = mosaic_gpu_lib._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
     extension._cupti_init()
     try:
-        # Each ends before the next begins, so that XLA can use its memory again.
+        # Each call ends before the next begins, so that XLA can use its memory again.
         for _ in range(calls):
             run_once()
     finally:

@@ -1,9 +1,9 @@
-"""`xlafuse tune`: fills a tuned table from measurements on the attached GPU.
+"""Implements `xlafuse tune`: fills a tuned table from measurements on the attached GPU.
 
-Every bench shape of an operation whose table dispatch reads (`OpSpec.problem`) is timed as the kernel benchmark does
-it, with all configurations in turns; what does not compile, spills registers, has its products serialized by ptxas or
-is wrong has dropped out before. The table is written after every shape, so that a run cut short keeps what it has, and
-the next one goes on from there.
+It times every bench shape of each operation whose dispatch reads the table (`OpSpec.problem`), with all configurations
+in turns, as the kernel benchmark does. Configurations that do not compile, spill registers, are serialized by ptxas or
+give wrong results are dropped before. The table is written after every shape, so that an interrupted run keeps its
+results and the next run continues there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xlafuse.bench.results import PHASES, Results, ShapeResult, merge
 from xlafuse.errors import XlafuseError
 
 _GAIN = 0.01
-"""By which a kernel must be ahead of XLA, and a configuration of the untuned one, to be taken: runs differ by less."""
+"""Least gain for taking a kernel over XLA, or a configuration over the untuned one; runs differ by less."""
 _VARIANT = "variant: "
 
 
@@ -30,12 +30,12 @@ class NothingToTuneError(XlafuseError, ValueError):
 
 
 def tunable() -> tuple[str, ...]:
-    """The operations whose table dispatch reads."""
+    """Lists the operations whose dispatch reads the table."""
     return tuple(name for name, op in REGISTRY.items() if op.problem is not None)
 
 
 def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
-    """The table's key of each bench shape; of shapes with one key, the first."""
+    """Returns the table's key of each bench shape; of shapes with the same key, only the first."""
     assert op.problem is not None
     found: dict[str, str] = {}
     for spec in op.tagged("bench"):
@@ -44,7 +44,7 @@ def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
 
 
 def entries(results: Results, operations: Sequence[str] | None = None) -> dict[str, Choice]:
-    """The fastest choice of each measured shape (of some operations), by the table's keys."""
+    """Returns the fastest choice of each measured shape, by the table's keys; `operations` selects some."""
     found = {}
     for shape in results.shapes:
         op = REGISTRY.get(shape.op)
@@ -58,9 +58,9 @@ def entries(results: Results, operations: Sequence[str] | None = None) -> dict[s
 
 
 def choice(shape: ShapeResult) -> Choice | None:
-    """The choice for one shape: XLA, unless a kernel is clearly faster; the untuned configuration, unless another is.
+    """Chooses for one shape: XLA unless a kernel is clearly faster, the untuned configuration unless another is.
 
-    None where XLA, or the untuned kernel and all others, were not timed.
+    Returns None if XLA, or every kernel, was not timed.
     """
     times = {
         c.name.removeprefix(_VARIANT): round(c.timing.median_us, 3)
@@ -84,13 +84,13 @@ def choice(shape: ShapeResult) -> Choice | None:
 def run(
     operations: Sequence[str], settings: Settings, table: Path, log: Path, *, device_kind: str, anew: bool
 ) -> Results:
-    """Times the shapes that the table does not have yet (all with `anew`), phase by phase, and adds them.
+    """Times the shapes that the table lacks (all with `anew`), phase by phase, and adds them to the table.
 
     Args:
-        operations: of `tunable`.
-        settings: phases and variants are set here.
-        table: the file of the tuned table; `device_kind` is the device's it is of.
-        log: the file of results, as of `xlafuse bench kernels`; that of a backward phase is named so.
+        operations: names from `tunable`.
+        settings: `run` sets the phases and variants itself.
+        table: file of the tuned table for the device `device_kind`.
+        log: file of results, as `xlafuse bench kernels` writes it; a backward phase has its own file.
 
     Raises:
         NothingToTuneError: nothing is left to time.
@@ -121,7 +121,7 @@ def run(
 
 
 def lines(found: Mapping[str, Choice]) -> list[str]:
-    """An entry a line: what is taken, and how many times as fast as XLA it is."""
+    """Formats one entry a line: the choice and its speed-up over XLA."""
     text = []
     for key, each in found.items():
         taken = each.microseconds[each.variant or each.implementation]

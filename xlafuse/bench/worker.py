@@ -1,8 +1,8 @@
-"""The process that measures: `python -m xlafuse.bench.worker FOLDER`, started by `xlafuse.bench.supervisor`.
+"""Process that measures: `python -m xlafuse.bench.worker FOLDER`, started by `xlafuse.bench.supervisor`.
 
-FOLDER holds request.json. The worker writes results.json after every shape, progress.txt with the current operation and
-error.txt where it cannot carry out the request. It exits with 0 when all was measured, 2 with an error.txt, 3 when the
-GPU no longer answers this process.
+FOLDER holds request.json. The worker writes results.json after every shape, the current operation into progress.txt,
+and error.txt if it cannot carry out the request. It exits with 0 when everything was measured, with 2 after writing
+error.txt, and with 3 when the GPU no longer answers this process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(folder: Path) -> int:
 
 
 def measure(operations: Sequence[str], settings: AnySettings, folder: Path, sampler: Sampler | None = None) -> int:
-    """Measures operations, a block's shapes or calls, one after another; prints each and writes it in `folder`."""
+    """Measures operations, block shapes or calls one after another; prints each result and writes it into `folder`."""
     run: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
@@ -105,7 +105,7 @@ def _result_lines(result: ShapeResult, settings: AnySettings) -> list[str]:
 
 
 def gpu_answers() -> bool:
-    """Whether this process can still use the GPU: after an illegal access nothing works any more."""
+    """Tells whether this process can still use the GPU, which an illegal access makes unusable."""
     try:
         return float(jnp.sum(jax.device_put(jnp.ones(8)))) == 8
     except Exception:

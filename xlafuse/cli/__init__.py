@@ -1,4 +1,4 @@
-"""The command line: `xlafuse report`, `xlafuse targets`, `xlafuse strategies`.
+"""Command line `xlafuse`, with commands such as `report`, `targets` and `strategies`.
 
 Heavy imports (jax, flax) wait until a command needs them, so that `xlafuse --help` answers at once.
 """

@@ -1,4 +1,4 @@
-"""`python -m xlafuse.cli`."""
+"""Entry point of `python -m xlafuse.cli`."""
 
 from xlafuse.cli.app import app
 

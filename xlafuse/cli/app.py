@@ -1,4 +1,4 @@
-"""The commands of `xlafuse` and their options; `xlafuse bench` and `tune` are in `bench.py`."""
+"""Commands of `xlafuse` with their options; `xlafuse bench` and `tune` are in `bench.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Annotated
 import typer
 
 from xlafuse.cli.bench import bench, names, tune
+from xlafuse.cli.check import check
+from xlafuse.cli.diff import diff
 from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.explain import explain
+from xlafuse.cli.export import export
+from xlafuse.cli.study import study
 
 app = typer.Typer(
     name="xlafuse",
-    help="Find what XLA fused in a JAX program, explain what it left apart and what that costs.",
+    help="Find what XLA fused in a JAX program, and explain what it did not fuse and what that costs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,7 +28,7 @@ app = typer.Typer(
 
 
 class Mode(StrEnum):
-    """What is compiled of the program."""
+    """Which function of the program is compiled."""
 
     forward = "forward"
     grad = "grad"
@@ -31,7 +36,7 @@ class Mode(StrEnum):
 
 @app.callback(invoke_without_command=True)
 def _tell_version(
-    wanted: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    wanted: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if wanted:
         from importlib.metadata import version
@@ -49,60 +54,63 @@ def report(
     fn: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION", help="Any JAX function instead, as package.module:name or file.py:name."
+            metavar="MODULE:FUNCTION", help="A JAX function instead, given as package.module:name or file.py:name."
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SHAPE",
-            help="For a block BATCHxLENGTH, as 2x4096 (the default). For a function one for each argument, as "
-            "'bf16[8192,4096]' or 'f32[]'.",
+            help="For a block: BATCHxLENGTH, such as 2x4096 (the default). For a function: one for each "
+            "argument, such as 'bf16[8192,4096]' or 'f32[]'.",
         ),
     ] = None,
     args: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:FACTORY",
-            help="For a function whose arguments are trees: what returns them as a tuple, of arrays or of "
-            "jax.ShapeDtypeStruct.",
+            help="For a function whose arguments are trees: a function that returns them as a tuple of arrays "
+            "or jax.ShapeDtypeStruct.",
         ),
     ] = None,
     capture: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Instead of compiling: a saved capture, or a folder that xla_dump_to wrote. Several are compared.",
+            help="Read a saved capture, or a folder that xla_dump_to wrote, instead of compiling. Repeat to "
+            "compare several.",
         ),
     ] = None,
     module: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which module of a folder that holds several, as jit_train_step: the largest by default.",
+            help="Module to take from a folder with several, such as jit_train_step. Default: the largest.",
         ),
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="The program itself, or a training step's gradients too.")] = Mode.forward,
+    mode: Annotated[
+        Mode, typer.Option(help="forward: the program itself; grad: with the gradients of a training step.")
+    ] = Mode.forward,
     target: Annotated[
         str,
         typer.Option(
-            metavar="TARGET", help="What to compile for: see `xlafuse targets`, or the path of a target config."
+            metavar="TARGET", help="GPU to compile for: a name from `xlafuse targets`, or the path of a target config."
         ),
     ] = "h200",
     strategies: Annotated[
         str | None,
-        typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All that apply by default."),
+        typer.Option(metavar="A,B,C", help="Strategies to compare; see `xlafuse strategies`. Default: all that apply."),
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="One strategy more: XLA with this option, as a remedy names it. Several options are set together.",
+            help="Add a strategy: XLA with this option, which a remedy may name. Several options are set together.",
         ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What differences are taken against: xla, or the first capture, by default."),
+        typer.Option(metavar="NAME", help="Strategy to compare the others with. Default: xla, or the first capture."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -110,36 +118,54 @@ def report(
             "-o",
             "--output",
             metavar="DIR",
-            help="Where report.html and report.json go: xlafuse-report by default; with --json nowhere.",
+            help="Folder for report.html and report.json. Default: xlafuse-report, or none with --json.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
     open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Also run every strategy on the attached GPU, for which it is then compiled."),
+        typer.Option("--measure", help="Compile every strategy for the attached GPU and run it there."),
     ] = False,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Times that --measure wrote elsewhere: its measured.json."),
+        typer.Option(metavar="FILE", help="Show times from the measured.json that --measure wrote elsewhere."),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Times out of a profile that jax.profiler wrote of this program."),
+        typer.Option(metavar="DIR", help="Show times from a profile of this program by jax.profiler."),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the measured launches as trace events, for ui.perfetto.dev."),
     ] = None,
     numerics: Annotated[
-        bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU, at a small size.")
+        bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU at a small size.")
     ] = True,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long one compilation may take.")] = 300.0,
+    tries: Annotated[
+        int | None,
+        typer.Option(
+            "--try",
+            metavar="N",
+            min=0,
+            help="Compile again with the first N remedies that can be tried, and show what they save. Default: "
+            "5 if the baseline is xla; 0 tries none.",
+        ),
+    ] = None,
+    keep_capture: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Save the capture of each strategy in this folder, for --capture."),
+    ] = None,
+    redact: Annotated[
+        bool,
+        typer.Option("--redact", help="Leave the program's names, paths and HLO text out of all output."),
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")] = 300.0,
 ) -> None:
-    """Compile a program under several strategies and show what became of it.
+    """Compile a program under several strategies and compare their launches, traffic and missed fusions.
 
-    Needs no GPU, but for --measure. Exits with 0 when every strategy asked for is in the report, 1 when one is not (the
-    report of the others is written), 2 on bad input.
+    Only --measure needs a GPU. Exits with 0 if the report has every requested strategy, 1 if one is missing (the report
+    of the others is written), 2 on bad input.
     """
     with cli_errors():
         from xlafuse.cli.report import Request, run
@@ -165,6 +191,9 @@ def report(
                 profile=profile,
                 trace=trace,
                 numerics=numerics,
+                tries=tries,
+                keep_capture=keep_capture,
+                redact=redact,
                 timeout=timeout,
             )
         )
@@ -172,7 +201,7 @@ def report(
 
 @app.command()
 def targets() -> None:
-    """List the targets that can be compiled for, with the peaks that the roofline uses."""
+    """List the targets to compile for, with the peak rates that the roofline uses."""
     with cli_errors():
         from xlafuse.cli.lists import print_targets
 
@@ -190,16 +219,16 @@ def strategies() -> None:
 
 @app.command()
 def kernels(
-    operation: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One operation; all by default.")] = None,
+    operation: Annotated[str | None, typer.Argument(metavar="[NAME]", help="An operation. Default: all.")] = None,
     arg: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="An argument of a call: an array as x=bf16[8192,4096], a value as is_causal=True. Shows which "
-            "implementation the call takes, and why none of the others.",
+            help="An argument of a call: an array such as x=bf16[8192,4096], or a value such as is_causal=True."
+            " Shows which implementation the call takes and why not the others.",
         ),
     ] = None,
-    target: Annotated[str, typer.Option(metavar="TARGET", help="On which GPU: see `xlafuse targets`.")] = "h200",
+    target: Annotated[str, typer.Option(metavar="TARGET", help="GPU of the call; see `xlafuse targets`.")] = "h200",
 ) -> None:
     """List the fused operations, or show what one does and which implementation its calls take.
 
@@ -216,5 +245,57 @@ def kernels(
             print_kernels()
 
 
+@app.command()
+def fuse(
+    fn: Annotated[
+        str,
+        typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
+    ],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHAPE", help="One for each argument, such as 'bf16[8192,4096]' or 'f32[]'."),
+    ] = None,
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="For arguments that are trees: a function that returns them as a tuple."
+        ),
+    ] = None,
+    ops: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(metavar="TARGET", help="GPU for which operations choose implementations; see `xlafuse targets`."),
+    ] = "h200",
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
+) -> None:
+    """Show as a diff which fused operations `xlafuse.fuse` puts into a function, and what it refuses.
+
+    Compiles nothing and needs no GPU. Exits with 0, even if there is no site, and with 2 on bad input.
+    """
+    with cli_errors():
+        from xlafuse.cli.fuse import Request, run
+
+        run(
+            Request(
+                fn=fn,
+                shapes=tuple(shape or ()),
+                args=args,
+                ops=names(ops) or None,
+                allow=names(allow),
+                target=target,
+                json=json,
+            )
+        )
+
+
 app.add_typer(bench, name="bench")
 app.command()(tune)
+app.command()(study)
+app.command()(explain)
+app.command()(diff)
+app.command()(check)
+app.command()(export)

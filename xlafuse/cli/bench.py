@@ -1,4 +1,4 @@
-"""`xlafuse bench kernels|block|model|choice|compare` and `xlafuse tune`: checks options, measures, prints a summary."""
+"""Implements `xlafuse bench kernels|block|model|choice|compare` and `xlafuse tune`."""
 
 from __future__ import annotations
 
@@ -22,37 +22,42 @@ def kernels(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
     op: Annotated[
         list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
+        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
     ] = None,
     phase: Annotated[
-        list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Both by default.")
+        list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Default: both.")
     ] = None,
     match: Annotated[
         str,
         typer.Option(
-            metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192x4096, or is one, as =8x8."
+            metavar="A,B,C",
+            help="Only shapes whose name contains one of these, such as 8192x4096, or equals one, such as =8x8.",
         ),
     ] = "",
     peers: Annotated[
         str | None,
         typer.Option(
             metavar="A,B,C",
-            help="Timed beside XLA in the same run, where they have the operation: torch_compile, torch_max_autotune, "
-            "torch_eager, liger, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask.",
+            help="Libraries to time in the same run, if they have the operation: torch_compile, "
+            "torch_max_autotune, torch_eager, liger, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask.",
         ),
     ] = None,
     peer_megabytes: Annotated[
-        float, typer.Option(metavar="MB", help="Peers only on shapes that move so much; compiling them takes a while.")
+        float,
+        typer.Option(
+            metavar="MB", help="Time peers only on shapes that move at least this much; compiling them takes a while."
+        ),
     ] = 0.0,
-    variants: Annotated[bool, typer.Option("--variants", help="Time every kernel configuration, too.")] = False,
+    variants: Annotated[bool, typer.Option("--variants", help="Also time every kernel configuration.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 10,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")
+        float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
     ] = float("inf"),
 ) -> None:
     """Measure kernels against XLA, other libraries and the copy ceiling.
 
-    Needs an NVIDIA GPU. Exits with 0 when all of ours was measured, 1 when something failed, 2 on bad input or no GPU.
+    Needs an NVIDIA GPU. Exits with 0 if all of our kernels were measured, 1 if something failed, 2 on bad input or no
+    GPU.
     """
     with cli_errors():
         from pallas_kernels import REGISTRY
@@ -86,29 +91,31 @@ def block(
         str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")
     ] = "llama3-8b",
     shapes: Annotated[
-        str, typer.Option(metavar="A,B,C", help="BATCHxLENGTH, several with commas between.")
+        str, typer.Option(metavar="A,B,C", help="BATCHxLENGTH, separated by commas.")
     ] = "2x4096,1x512,16x1,1x1",
     strategies: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`. All by default.")
+        str | None, typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all.")
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="forward, grad: the latter with the forward pass. Both by default."),
+        typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both."),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B,C", help="The same block in PyTorch: torch_compile, torch_max_autotune, torch_eager."
+            metavar="A,B,C",
+            help="The same block in PyTorch (torch_compile, torch_max_autotune, torch_eager), and in JAX without jit "
+            "(jax_eager).",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="Begin no new mode of a shape after so many seconds.")
+        float, typer.Option(metavar="S", help="Start no mode of a shape after this many seconds.")
     ] = float("inf"),
 ) -> None:
-    """Measure a whole transformer block under the fusion strategies, forward and as a training step has it.
+    """Measure a whole transformer block under the fusion strategies, forward only and with the backward pass.
 
-    Needs an NVIDIA GPU. Exits with 0 when every strategy was measured, 1 when one failed, 2 on bad input or no GPU.
+    Needs an NVIDIA GPU. Exits with 0 if every strategy was measured, 1 if one failed, 2 on bad input or no GPU.
     """
     with cli_errors():
         from xlafuse.bench.block import MODES, PEERS, BlockSettings
@@ -140,32 +147,37 @@ def block(
 def model(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
     preset: Annotated[str, typer.Option(metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = "llama3-8b",
-    shapes: Annotated[
-        str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS, several with commas between.")
-    ] = "8x1024",
+    shapes: Annotated[str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS, separated by commas.")] = "8x1024",
     strategies: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Which strategies: see `xlafuse strategies`.")
+        str, typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
     ] = "xla,xla_cudnn,best",
     phases: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="forward, train, prefill, decode. All by default."),
+        typer.Option(metavar="A,B", help="forward, train, prefill, decode. Default: all."),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C",
+            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
+        ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="In place of the model's own number of layers.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of layers, instead of the model's own.")
     ] = None,
-    scan: Annotated[bool, typer.Option("--scan", help="Compile one layer, in a loop over all of them.")] = False,
+    scan: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 5,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="Begin no new phase of a shape after so many seconds.")
+        float, typer.Option(metavar="S", help="Start no phase, strategy or peer of a shape after this many seconds.")
     ] = float("inf"),
 ) -> None:
     """Measure a whole language model under the fusion strategies: wall clock, tokens a second, compile time, memory.
 
-    Decoding appends one token to each sequence, in a cache that is donated. Needs an NVIDIA GPU. Exits with 0 when
-    every strategy was measured, 1 when one failed, 2 on bad input or no GPU.
+    Decoding appends one token to each sequence, in a donated cache. Needs an NVIDIA GPU. Exits with 0 if every strategy
+    was measured, 1 if one failed, 2 on bad input or no GPU.
     """
     with cli_errors():
-        from xlafuse.bench.model import PHASES, ModelSettings, model_summary
+        from xlafuse.bench.model import PEERS, PHASES, ModelSettings, model_summary
         from xlafuse.cli.inputs import block_shape
         from xlafuse.models.decoder import get_decoder
         from xlafuse.strategies import get_strategy
@@ -174,10 +186,12 @@ def model(
         for name in names(strategies):
             get_strategy(name)
         _check("phase", names(phases), PHASES)
+        _check("peer", names(peers), PEERS)
         settings = ModelSettings(
             model=preset,
             strategies=names(strategies),
             phases=names(phases) or PHASES,
+            peers=names(peers),
             layers=layers,
             is_scanned=scan,
             rounds=rounds,
@@ -193,26 +207,26 @@ def choice(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
     op: Annotated[
         list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
+        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="forward, grad: the latter with the forward pass. Both by default."),
+        typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both."),
     ] = None,
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="How many calls of each operation are drawn.")] = 20,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of calls to draw for each operation.")] = 20,
     numbers: Annotated[
         str | None,
-        typer.Option(metavar="A,B,C", help="Only these of the drawn calls, numbered from 0: 7 of the call 0.7."),
+        typer.Option(metavar="A,B,C", help="Only these of the drawn calls, counted from 0; call 0.7 has number 7."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Draws other calls; the same for the same seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of the calls; the same seed draws the same calls.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Begin no new call after so many seconds.")] = float(
-        "inf"
-    ),
+    seconds: Annotated[float, typer.Option(metavar="S", help="Start no call after this many seconds.")] = float("inf"),
 ) -> None:
-    """Measure whether calls that name no implementation take the fastest, at random sizes.
+    """Measure whether calls that name no implementation take the fastest one, at random sizes.
 
-    Needs an NVIDIA GPU. Exits with 0 when none is more than 2 % slower than the operation's best implementation, 1 when
+    Needs an NVIDIA GPU. Exits with 0 if no call is more than 2 % slower than the operation's best implementation, 1 if
     one is or something failed, 2 on bad input or no GPU.
     """
     with cli_errors():
@@ -236,11 +250,11 @@ def choice(
 @bench.command()
 def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A file of results.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later one, of the same GPU.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later file, of the same kind of GPU.")],
 ) -> None:
-    """Show what moved between two files of results: medians apart by more than noise (p20 to p80) and 2 %.
+    """Compare two files of results: list medians that differ by more than 2 % and by more than noise (p20 to p80).
 
-    Needs no GPU. Exits with 0 when nothing of ours is slower, 1 when something is, 2 on files that cannot be compared.
+    Needs no GPU. Exits with 0 if none of our candidates is slower, 1 if one is, 2 on files that cannot be compared.
     """
     with cli_errors():
         from xlafuse.bench.moves import lines, moves
@@ -255,33 +269,37 @@ def compare(
 def tune(
     op: Annotated[
         list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation, several by several options. All by default."),
+        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
     ] = None,
     match: Annotated[
         str,
         typer.Option(
-            metavar="A,B,C", help="Only shapes whose name holds one of these, as 8192-4096, or is one, as =8-8."
+            metavar="A,B,C",
+            help="Only shapes whose name contains one of these, such as 8192-4096, or equals one, such as =8-8.",
         ),
     ] = "",
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="The table. By default the user's own, in the cache folder."
+            "-o", "--output", metavar="FILE", help="File of the table. Default: the user's own, in the cache folder."
         ),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure nothing: take what `bench kernels --variants` kept in this file."),
+        typer.Option(
+            metavar="FILE", help="Measure nothing; take the results of `bench kernels --variants` in this file."
+        ),
     ] = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Time shapes again that the table already has.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Time shapes again that are already in the table.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="Begin no new shape of an operation after so many seconds.")
+        float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
     ] = float("inf"),
 ) -> None:
     """Time kernel configurations on the attached NVIDIA GPU and keep the fastest for dispatch.
 
-    Written after every shape: a run that was cut short goes on where it ended. Exits with 2 on bad input or no GPU.
+    Writes the table after every shape; an interrupted run continues where it ended. Exits with 2 on bad input or no
+    GPU.
     """
     with cli_errors():
         from pallas_kernels import tuning
@@ -293,7 +311,7 @@ def tune(
         operations = tuple(op or tuner.tunable())
         _check("tuned operation", operations, tuner.tunable())
         kept = None if results is None else load(results)
-        # nvidia-smi and JAX give one name, but asking JAX would take the memory that the worker needs.
+        # nvidia-smi and JAX use the same name, but asking JAX would take the memory that the worker needs.
         kind = gpu_state().get("gpu") if kept is None else kept.runs[0].environment.device_kind
         if kind is None:
             raise NoGpuError("xlafuse tune measures on an attached NVIDIA GPU, and nvidia-smi names none here.")
@@ -309,7 +327,7 @@ def tune(
 
 
 def names(text: str | None) -> tuple[str, ...]:
-    """'a,b' → ('a', 'b')."""
+    """Splits a comma-separated list: 'a,b' gives ('a', 'b')."""
     return tuple(name for part in (text or "").split(",") if (name := part.strip()))
 
 
@@ -329,7 +347,6 @@ def _measured(
     summary: Callable[[Results], list[str]],
     **options: Any,
 ) -> Results:
-    """Measures in another process, and prints the summary."""
     from xlafuse.bench import supervisor
 
     results = supervisor.run(items, settings, output, benchmark=benchmark, **options)
@@ -340,6 +357,6 @@ def _measured(
 
 
 def _is_complete(results: Results, ours: Collection[str]) -> bool:
-    """Whether nothing of ours failed or was left out."""
+    """Tells whether all of our candidates were measured."""
     failed = [p for shape in results.shapes for p in shape.problems if p.kind == "failed" and p.candidate in ours]
     return not failed and not any(run.left_out for run in results.runs)

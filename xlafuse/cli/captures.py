@@ -1,4 +1,4 @@
-"""Compares saved captures, or folders that `xla_dump_to` wrote."""
+"""Compares saved captures or folders that `xla_dump_to` wrote."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | None = None) -> Comparison:
-    """Analyses each capture, one strategy a capture, called after its file or folder.
+    """Analyzes each capture as one strategy, named after its file or folder.
 
     Args:
         paths: saved captures, or folders that `xla_dump_to` wrote.
-        baseline: the name of the one that differences are taken against; None is the first.
-        module: which module of a folder with several; None is the largest.
+        baseline: name of the capture that the others are compared with; None takes the first.
+        module: which module of a folder with several; None takes the largest.
 
     Raises:
-        InputError: `baseline` is none of their names, or there is no module to choose.
-        DumpError: a path holds no capture, or one that was cut off.
+        InputError: `baseline` is none of the names, or there is no module to choose.
+        DumpError: a path holds no capture, or a truncated one.
     """
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import Capture
@@ -38,7 +38,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
             f"{nearest_names(baseline, names)}"
         )
     captures = [Capture.load(path, module=module) for path in paths]
-    if module is not None and not any(found.provenance.mode == "unknown" for found in captures):  # as that of dumps is
+    if module is not None and not any(found.provenance.mode == "unknown" for found in captures):  # as a dump's mode is
         raise InputError(
             "--module names one of the modules in a folder that xla_dump_to wrote; "
             f"{', '.join(names)} holds one program"
@@ -52,7 +52,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
 
 
 def capture_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each path: its last part without '.zip', and as many folders before it as it takes to differ."""
+    """Names each path: its last part without '.zip', with as many folders as needed to make names differ."""
     names = [path.resolve().with_suffix("") if path.suffix == ".zip" else path.resolve() for path in paths]
     for count in range(1, max((len(name.parts) for name in names), default=1) + 1):
         short = ["/".join(name.parts[-count:]) for name in names]

@@ -1,4 +1,4 @@
-"""Errors as a message on stderr and an exit code: 1 a strategy failed, 2 bad input, 130 interrupted."""
+"""Turns errors into a message on stderr and an exit code: 1 a strategy failed, 2 bad input, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xlafuse.errors import ComparisonError, XlafuseError
 
 
 class InputError(XlafuseError, ValueError):
-    """Bad input on the command line; the message has what was expected and what came."""
+    """Bad input on the command line; the message says what was expected and what came."""
 
 
 class StrategyFailedError(XlafuseError, RuntimeError):
-    """Strategies that the user asked for have no analysis, or no times; the report of the others is written.
+    """Strategies that the user asked for have no analysis or no times; the report of the others is written.
 
-    reasons: what a strategy lacks, a colon and the reason.
+    reasons: each names a strategy and, after a colon, what it lacks.
     """
 
     def __init__(self, reasons: Mapping[str, str]):
@@ -26,12 +26,12 @@ class StrategyFailedError(XlafuseError, RuntimeError):
 
 
 _SHOWN_LINES = 15
-"""Lines of a compiler's message that are shown."""
+"""How many lines of a compiler's message are shown."""
 
 
 @contextmanager
 def cli_errors() -> Iterator[None]:
-    """Turns errors that the packages raise on purpose into a message and an exit code; others are bugs and pass."""
+    """Turns the packages' own errors into a message and an exit code; other errors are bugs and pass through."""
     from hlo_analysis.errors import HloAnalysisError
 
     try:
@@ -39,7 +39,7 @@ def cli_errors() -> Iterator[None]:
     except ComparisonError as error:
         reasons = set(error.reasons.values())
         _say(_short(str(error)))
-        # One reason for all strategies: the program itself is at fault, which is bad input.
+        # All strategies failed for one reason: the program itself is at fault, which is bad input.
         raise typer.Exit(2 if len(reasons) == 1 else 1) from None
     except StrategyFailedError as error:
         _say(_short(str(error)))

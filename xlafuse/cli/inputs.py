@@ -1,4 +1,4 @@
-"""Parses options into a program and its arguments."""
+"""Parses command-line options into a program and its arguments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DTYPES = {
     "c64": "complex64", "c128": "complex128",
     "pred": "bool", "bool": "bool",
 }  # fmt: skip
-"""HLO's names of element types (and JAX's short ones) → NumPy's, which are taken too."""
+"""HLO's names of element types and JAX's short names, with NumPy's names, which are accepted too."""
 
 
 def block_shape(texts: Sequence[str]) -> tuple[int, int]:
-    """'2x4096' → (2, 4096): batch and length of a block's input; nothing typed: (2, 4096)."""
+    """Parses batch and length of a block's input: '2x4096', the default, gives (2, 4096)."""
     if not texts:
         return 2, 4096
     parts = texts[0].lower().replace("×", "x").split("x")
@@ -37,7 +37,10 @@ def block_shape(texts: Sequence[str]) -> tuple[int, int]:
 
 
 def compiler_options(texts: Sequence[str]) -> dict[str, str | bool]:
-    """'xla_gpu_enable_triton_gemm=false' → {'xla_gpu_enable_triton_gemm': False}; numbers stay text, as XLA reads."""
+    """Parses XLA options: 'xla_gpu_enable_triton_gemm=false' gives {'xla_gpu_enable_triton_gemm': False}.
+
+    Numbers stay text, which XLA parses.
+    """
     options: dict[str, str | bool] = {}
     for text in texts:
         name, separator, value = text.removeprefix("--").partition("=")
@@ -48,7 +51,7 @@ def compiler_options(texts: Sequence[str]) -> dict[str, str | bool]:
 
 
 def argument_shape(text: str) -> tuple[tuple[int, ...], str]:
-    """'bf16[8192,4096]' → ((8192, 4096), 'bfloat16'), the shape and NumPy's name of the dtype."""
+    """Parses shape and dtype: 'bf16[8192,4096]' gives ((8192, 4096), 'bfloat16')."""
     name, bracket, rest = text.strip().partition("[")
     if not bracket or not rest.endswith("]"):
         raise InputError(f"expected --shape as 'bf16[8192,4096]' or 'f32[]' for a function's argument, got {text!r}")
@@ -65,7 +68,7 @@ def argument_shape(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that 'package.module:function' or 'file.py:function' names.
+    """Loads the function that 'package.module:function' or 'file.py:function' names.
 
     The current folder is searched first, as with `python -m`.
     """
@@ -76,7 +79,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def load_arguments(name: str) -> tuple[Any, ...]:
-    """The arguments that 'package.module:factory' returns; a tuple or list of that name is taken as it is."""
+    """Loads the arguments that 'package.module:factory' returns, or the tuple or list of that name."""
     found = load_attribute(name, "--args")
     if callable(found):
         try:
@@ -89,7 +92,7 @@ def load_arguments(name: str) -> tuple[Any, ...]:
 
 
 def load_attribute(name: str, option: str) -> Any:
-    """What 'module:attribute' names; dots after the colon reach into it."""
+    """Loads what 'module:attribute' names; dots after the colon select nested attributes."""
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise InputError(f"expected {option} package.module:name or file.py:name, got {name!r}")
@@ -106,7 +109,7 @@ def load_attribute(name: str, option: str) -> Any:
 def function_arguments(
     fn: Callable[..., Any], shapes: Sequence[str], arguments: tuple[Any, ...] | None
 ) -> tuple[Any, ...]:
-    """The arguments to trace `fn` with, from --shape or --args, checked against its signature."""
+    """Returns the arguments to trace `fn` with, from --shape or --args, checked against its signature."""
     import jax
     import jax.numpy as jnp
 
@@ -160,7 +163,7 @@ def _load_module(name: str, option: str) -> ModuleType:
 
 
 def _load_file(path: Path, option: str) -> ModuleType:
-    """The file as a module, run once: its classes and globals are the same for --fn and --args."""
+    """Runs a file once as a module, so that --fn and --args share its classes and globals."""
     if not path.is_file():
         raise InputError(f"{option}: no file {path}")
     file = path.resolve()

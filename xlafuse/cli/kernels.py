@@ -1,4 +1,4 @@
-"""`xlafuse kernels`: the operations, and which implementation of them a call takes."""
+"""Implements `xlafuse kernels`: lists the operations and the implementation that a call takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ARRAY = re.compile(r"[a-z]\w*\[.*\]")
 
 
 def print_kernels() -> None:
-    """Every operation with its implementations."""
+    """Prints every operation with its implementations."""
     from pallas_kernels import REGISTRY
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -38,7 +38,7 @@ def print_kernels() -> None:
 
 
 def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
-    """An operation's documentation and what its benchmark's calls take; or what the call described takes.
+    """Prints an operation's documentation and what its benchmark calls take, or what the described call takes.
 
     arguments: NAME=VALUE each, see `parsed`.
 
@@ -77,11 +77,14 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
 
 
 def parsed(op: OpSpec, texts: Sequence[str]) -> Mapping[str, Any]:
-    """'x=bf16[8192,4096]' is an array of that shape; 'is_causal=True' or 'window=(1023, 0)' a Python value, and any
-    other word a string.
+    """Parses a call's arguments.
+
+    'x=bf16[8192,4096]' is an array of that shape, 'is_causal=True' or 'window=(1023, 0)' a Python value, and any other
+    word a string.
 
     Raises:
-        InputError: no NAME=VALUE, a name that the operation has not, one twice, or a required one that is missing.
+        InputError: a text is not NAME=VALUE, the operation has no such name, a name comes twice, or a required one is
+            missing.
     """
     import jax
 
@@ -109,9 +112,9 @@ def parsed(op: OpSpec, texts: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _argument_names(op: OpSpec) -> tuple[list[str], list[str]]:
-    """All that a call may have, and those that it must.
+    """Returns the names that a call may have and those that it must have.
 
-    Where the registry's function takes keywords in place of objects such as a `Norm`, its specs have the names.
+    If the registry's function takes keywords in place of objects such as a `Norm`, the names come from its specs.
     """
     parameters = inspect.signature(op.function).parameters.values()
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "implementation"]
@@ -132,7 +135,7 @@ def _literal(text: str) -> Any:
 
 @contextlib.contextmanager
 def _traced_for(target: Any) -> Iterator[None]:
-    """Within, a trace is for the target's GPU, or this process's own device where the target is that."""
+    """Traces for the target's GPU within the context, or for this process's own device if that is the target."""
     import jax
 
     from hlo_analysis.capture.cudnn import answer_cudnn_checks
@@ -160,7 +163,7 @@ def _summary(op: OpSpec) -> str:
 
 
 def _public(op: OpSpec) -> Callable[..., Any]:
-    """The function as it is called: the registry's own may take another's objects in parts."""
+    """Returns the public function; the registry's own may take an object's fields as separate arguments."""
     import pallas_kernels
 
     return getattr(pallas_kernels, op.name)

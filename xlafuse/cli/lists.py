@@ -1,4 +1,4 @@
-"""`xlafuse targets` and `xlafuse strategies`."""
+"""Implements `xlafuse targets` and `xlafuse strategies`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def print_targets() -> None:
-    """The targets with their peaks and where those come from."""
+    """Prints the targets with their peak rates and the sources of those."""
     from hlo_analysis.targets import load_target, target_names
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -35,7 +35,7 @@ def print_targets() -> None:
 
 
 def print_strategies() -> None:
-    """The strategies with what they need and the XLA options that they set."""
+    """Prints the strategies with their requirements and XLA options."""
     from xlafuse.strategies import STRATEGIES
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -13,12 +13,12 @@ from xlafuse.cli.errors import InputError
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """Makes the folder if need be, and makes sure that it can be written, before anything costly is done.
+    """Creates the folder if it is missing and checks that it is writable, before any costly work.
 
-    When what follows fails, folders that were made here go again.
+    If the context raises, folders that were created here are removed.
 
     Raises:
-        InputError: the folder cannot be made or written.
+        InputError: the folder cannot be created or written.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -36,11 +36,11 @@ def output_folder(path: Path) -> Iterator[Path]:
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Writes the files, each under a passing name first: a reader sees the old file or the new one, never a part.
+    """Writes each file under a temporary name and renames it, so that a reader never sees a partial file.
 
     Raises:
-        InputError: a file cannot be written (a full disk, a folder in its place). None of them is then changed,
-            unless the very last step, the renaming, was where it failed.
+        InputError: a file cannot be written, for example because the disk is full or a folder has its name. No file has
+            changed then, unless the final renaming failed.
     """
     waiting: list[tuple[Path, Path]] = []
     try:

@@ -1,4 +1,4 @@
-"""Progress on stderr while strategies compile: live lines on a terminal, one line an event elsewhere."""
+"""Shows progress on stderr while strategies compile: live lines on a terminal, else one line for each event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FINISHED = {"done": "[green]done[/]", "failed": "[red]failed[/]", "not applicab
 
 @contextmanager
 def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
-    """Yields the `progress` function for `xlafuse.compare`; the name '' is the numerics."""
+    """Yields the `progress` function for `xlafuse.compare`; the name '' stands for the numerics."""
     if not console.is_terminal:
         yield _plain(console)
         return

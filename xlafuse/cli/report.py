@@ -1,10 +1,11 @@
-"""`xlafuse report`: checks the options, compares, prints, and writes report.html and report.json."""
+"""Implements `xlafuse report`: checks the options, compares, prints, and writes report.html and report.json."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+import warnings
 import webbrowser
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK = "llama3-8b"
 BASELINE = "xla"
 DEFAULT_TARGET = "h200"
+TRIES = 5
+"""How many remedies a report tries by default."""
 OPTIONS_STRATEGY = "xla_options"
 DEFAULT_FOLDER = Path("xlafuse-report")
-# The files by which JAX itself decides whether there is an NVIDIA GPU.
+# JAX uses these files to decide whether there is an NVIDIA GPU.
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of one `xlafuse report`, as typed."""
+    """Options of one `xlafuse report`, as typed."""
 
     block: str | None
     fn: str | None
@@ -39,39 +42,44 @@ class Request:
     args: str | None
     captures: tuple[Path, ...]
     module: str | None
-    """Which module of a dump that is among the captures."""
+    """Which module to take if a dump among the captures has several."""
     mode: Literal["forward", "grad"]
     target: str
     strategies: tuple[str, ...] | None
     options: tuple[str, ...]
-    """'NAME=VALUE' of XLA's, together one strategy more."""
+    """XLA options 'NAME=VALUE', which together make one more strategy."""
     baseline: str | None
     output: Path | None
     json: bool
     open_page: bool
     measure: bool
-    """Run every strategy on the attached GPU."""
+    """Whether to run every strategy on the attached GPU."""
     measured: Path | None
     profile: Path | None
     trace: Path | None
-    """Where trace events go."""
+    """File for the trace events."""
     numerics: bool
     timeout: float
+    tries: int | None
+    """How many remedies to try; None means `TRIES` if the baseline is XLA without changes."""
+    keep_capture: Path | None
+    redact: bool
 
 
 def run(request: Request) -> None:
-    """Carries the request out.
+    """Runs the command.
 
     Raises:
-        StrategyFailedError: a strategy that was asked for has no analysis; the files are written all the same.
-        InputError: and the other errors of `xlafuse` and `hlo_analysis`, which `cli_errors` turns into a message.
+        StrategyFailedError: a requested strategy has no analysis; the files are written all the same.
+        InputError: bad options; `cli_errors` turns this and other errors of the packages into a message.
     """
     use_cpu_without_gpu()
-    if request.measure:  # another process runs the program; tracing it would take of the GPU's memory
+    if request.measure:  # another process runs the program; tracing it here would take GPU memory
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # A program of 200 layers is millions of objects, hardly any of them in cycles: a quarter of the time less.
+    # A program of 200 layers is millions of objects, hardly any of them in cycles. This saves a quarter of the time.
     gc.set_threshold(100_000, 20, 100)
     _check(request)
+    warnings.filterwarnings("ignore", "fuse left ")  # the report says so itself
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
         comparison, written, failed = _made(request)
@@ -83,7 +91,7 @@ def run(request: Request) -> None:
 
 
 def _missing(request: Request, comparison: Comparison, failed: Collection[str]) -> dict[str, str]:
-    """Strategies that failed, or that were asked for by name and have no analysis or no times, with the reason."""
+    """Returns the strategies that failed, or were named but have no analysis or no times, with the reason."""
     asked = {*(request.strategies or ()), *([OPTIONS_STRATEGY] if request.options else []), *failed}
     without = (result for result in comparison.strategies if result.analysis is None and result.name in asked)
     missing = {result.name: f"analysis: {result.error or 'no reason given'}" for result in without}
@@ -103,7 +111,8 @@ def _last_note(analysis: Analysis) -> str:
 
 
 def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
-    """The comparison, the files that hold it, and the names of strategies that failed."""
+    """Returns the comparison, its files, and the names of the strategies that failed."""
+    from hlo_analysis.report import redacted
     from xlafuse.measurements import load, with_measurements, with_profile
 
     program, shapes = _program(request) if not request.captures else (None, ())
@@ -120,21 +129,23 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
             comparison = with_measurements(comparison, measured)
         if request.profile is not None:
             comparison = with_profile(comparison, request.profile)
+        if request.redact:
+            comparison = redacted(comparison)
         written = _write(comparison, folder, has_times=request.measure) if folder else []
         return comparison, [*written, *_write_trace(comparison, request.trace)], failed
 
 
 def use_cpu_without_gpu() -> None:
-    """On a machine without an NVIDIA GPU JAX is to look for none: the CUDA plugin would log that it found no driver.
+    """Sets JAX_PLATFORMS=cpu on a machine without an NVIDIA GPU; call it before jax is imported.
 
-    The command line owns its process, so that it may set this; a library may not. Before jax is imported.
+    Otherwise the CUDA plugin would log that it found no driver. The command line owns its process, so that it may set
+    this; a library may not.
     """
     if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _check(request: Request) -> None:
-    """Checks names and combinations of options before anything takes time."""
     from hlo_analysis.targets import load_target
     from xlafuse.cli import inputs
     from xlafuse.strategies import get_strategy, resolve_strategies
@@ -150,13 +161,17 @@ def _check(request: Request) -> None:
     if request.captures:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
         own |= {"--strategies": request.strategies, "--option": request.options}
-        own |= {"--measure": request.measure}
+        own |= {"--measure": request.measure, "--keep-capture": request.keep_capture}
         own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
         given = [option for option, value in own.items() if value]
         if given:
             raise InputError(f"a --capture is compiled already: {', '.join(given)} cannot change it")
+        if request.tries:
+            raise InputError(
+                "--try compiles the program again, and a --capture has none to compile: use --fn or --block"
+            )
         return
-    if not request.timeout > 0:  # nor not a number
+    if not request.timeout > 0:  # also true for NaN
         raise InputError(f"expected a --timeout above zero, got {request.timeout:g}")
     if request.measure:
         _check_gpu(request.target)
@@ -167,7 +182,6 @@ def _check(request: Request) -> None:
 
 
 def _check_gpu(target: str) -> None:
-    """Whether --measure can do its work."""
     from hlo_analysis.capture.plugin_log import has_nvidia_gpu
 
     if target not in (DEFAULT_TARGET, "attached"):
@@ -177,7 +191,7 @@ def _check_gpu(target: str) -> None:
 
 
 def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
-    """What `xlafuse.compare` takes: a preset's name or a function, and its shapes."""
+    """Returns what `xlafuse.compare` takes: a preset's name or a function, and its shapes."""
     from xlafuse.cli import inputs
 
     if request.fn is None:
@@ -206,6 +220,8 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
     if request.options:
         strategies = (*resolve_strategies(strategies), _with_options(request.options))
     names = [strategy.name for strategy in resolve_strategies(strategies)]
+    baseline = request.baseline or BASELINE
+    tries = request.tries if request.tries is not None else TRIES if baseline == BASELINE else 0
     states: dict[str, str] = {}
     with progress_on(Console(stderr=True), names) as show:
 
@@ -220,14 +236,16 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
                 strategies=strategies,
                 target="attached" if request.measure else request.target,
                 mode=request.mode,
-                baseline=request.baseline or BASELINE,
+                baseline=baseline,
                 numerics=request.numerics,
+                tries=tries,
+                keep_captures=request.keep_capture,
                 progress=progress,
                 timeout=request.timeout,
                 **({"measure": True} if request.measure else {}),
             )
         except ComparisonError as error:
-            # Where the others failed, it does not matter that some strategies do not apply.
+            # If the others failed, it does not matter that some strategies do not apply.
             reasons = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
             raise ComparisonError(reasons or error.reasons) from None
     return comparison, [name for name, state in states.items() if state == "failed"]

@@ -1,4 +1,4 @@
-"""A Flax NNX transformer block with presets, for fusion strategies to be compared on."""
+"""Flax NNX transformer block with presets, used to compare fusion strategies."""
 
 from hlo_analysis.capture import silence_missing_gpu
 from xlafuse.models.block import TransformerBlock
@@ -18,5 +18,5 @@ __all__ = [
     "resolve_config",
 ]
 
-# Making weights asks JAX for devices, and where the CUDA plugin is installed without a GPU it would print a traceback.
+# Making weights asks JAX for devices. With the CUDA plugin installed but no GPU, JAX would print a traceback.
 silence_missing_gpu()

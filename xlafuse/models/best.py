@@ -1,4 +1,4 @@
-"""Which implementation of a site was measured to be the fastest, for the device and shape of a trace."""
+"""Picks the implementation of a site that was measured to be the fastest, for the device and shape of a trace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from xlafuse.models.plan import FusionPlan
 
 
 def settled(plan: FusionPlan, config: BlockConfig, shape: tuple[int, int], *, arrays: Iterable[Any] = ()) -> FusionPlan:
-    """`plan` with the name of an implementation in place of every "best".
+    """Returns `plan` with the name of an implementation in place of every "best".
 
     Args:
-      plan: the plan.
-      config: the block's.
+      plan: the fusion plan.
+      config: the block's configuration.
       shape: batch and length.
-      arrays: the tokens and weights. Where one is spread over an explicit mesh all is XLA's, since a kernel sees one
-        device: inside `jax.shard_map` none is.
+      arrays: the tokens and weights. If one is sharded over an explicit mesh, every site goes to XLA, since a kernel
+        sees one device. Inside `jax.shard_map` no array is sharded.
     """
     asked = [site for site, implementation in plan.fused_sites.items() if implementation == "best"]
     is_spread = any(map(_is_spread, arrays))
@@ -46,9 +46,9 @@ def _best(site: str, config: BlockConfig, shape: tuple[int, int]) -> str:
 
 
 def _best_attention(config: BlockConfig, shape: tuple[int, int]) -> str:
-    """Of our operation's preferences the first that runs here, else cuDNN; plain for one token, which sees itself."""
+    """Returns the first of our operation's preferences that runs here, else "cudnn"; "xla" for a single token."""
     device = target_device()
-    if shape[1] == 1 or device.is_interpreted:  # jax's interpreter has no accumulators that begin with values
+    if shape[1] == 1 or device.is_interpreted:  # jax's interpreter does not support accumulators with initial values
         return "xla"
     is_cuda, takes = device.platform == "cuda", config.dtype in ("bfloat16", "float16")
     can_run = {"mosaic": support.refusal("attention", config) is None, "cudnn": is_cuda and takes}
@@ -57,7 +57,7 @@ def _best_attention(config: BlockConfig, shape: tuple[int, int]) -> str:
 
 
 def _is_faster(site: str, config: BlockConfig, rows: int) -> bool:
-    """Than XLA: norms, rotary embedding and activations at every size, products by their operations' own rules."""
+    """Tells whether our kernel beats XLA: always for norms, RoPE and activations; products have rules of their own."""
 
     def array(*sizes: int) -> jax.Array:
         return cast(jax.Array, jax.ShapeDtypeStruct(sizes, jnp.dtype(config.dtype)))

@@ -1,7 +1,8 @@
-"""A pre-norm transformer block whose sites can each be given to another implementation."""
+"""Pre-norm transformer block; each site can use its own implementation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -26,30 +27,34 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
 
     def __call__(self, x: Array, implementation: str) -> tuple[Array, Array]:
-        """Normalises `x` (B, T, hidden). Returns that, and the `x` that the residual stream goes on with."""
+        """Normalises `x` (B, T, hidden); returns the result and the `x` for the residual stream."""
         scale, epsilon = self.scale[...], self.config.epsilon
         bias = self.bias[...] if self.config.norm == "layer_norm" else None
         if implementation == "mosaic":
             from xlafuse.models import kernels
 
             return kernels.normalise(self.config, x, scale, bias)
+        if implementation == "triton":
+            from xlafuse.models import triton_kernels
+
+            return triton_kernels.normalise(self.config, x, scale, bias), x
         if bias is not None:
             return layers.layer_norm(x, scale, bias, epsilon=epsilon), x
         return layers.rms_norm(x, scale, epsilon=epsilon), x
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values of the tokens so far, each (B, S, kv heads, head_dim) of the block's dtype, S a multiple of 8."""
+    """Keys and values so far, each (B, S, kv heads, head_dim) in the block's dtype; S is a multiple of 8."""
 
     key: Array
     value: Array
 
 
 class TransformerBlock(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: one layer of Llama 3 or GPT-2, as `config` says.
+    """One layer of Llama 3 or GPT-2, as `config` says: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    Sites carry named scopes under `block`, so that everything the compiler makes can be traced back to them. The
-    weights do not depend on the plan.
+    Each site has a named scope under `block`, so that whatever the compiler makes can be traced back to it. The weights
+    do not depend on the plan.
     """
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
@@ -86,9 +91,9 @@ class TransformerBlock(nnx.Module):
     ) -> Array:
         """Applies the block to `x` (B, T, hidden).
 
-        `positions` (B, T), int32, are the tokens' places for RoPE; None counts from 0. `plan` names the implementation
-        of each site; None leaves all to XLA. Dropout acts only when `dropout_key` is given. Raises
-        `InapplicablePlanError` where the plan asks for a kernel that this block cannot use.
+        `positions` (B, T), int32, are the tokens' positions for RoPE; None counts from 0. `plan` names the
+        implementation of each site; None leaves all to XLA. Dropout acts only if `dropout_key` is given. Raises
+        `InapplicablePlanError` if the plan asks for a kernel that this block cannot use.
         """
         return self._apply(x, positions, plan, None, None, dropout_key)[0]
 
@@ -101,9 +106,10 @@ class TransformerBlock(nnx.Module):
         *,
         plan: FusionPlan | None = None,
     ) -> tuple[Array, KeyValueCache]:
-        """The block with a cache of `filled` (int32, a scalar) tokens, and the cache with those of `x` behind them.
+        """Applies the block with a cache of `filled` (int32 scalar) tokens; also returns the cache with `x` appended.
 
-        One token a sequence sees all of the cache; several are the prompt: they see each other, and `filled` is 0.
+        A single token per sequence attends to the whole cache. Several tokens are the prompt: they attend to each
+        other, and `filled` is 0.
         """
         y, extended = self._apply(x, positions, plan, cache, filled, None)
         return y, cast(KeyValueCache, extended)
@@ -152,7 +158,7 @@ class TransformerBlock(nnx.Module):
             return y, cache
 
     def _takes_norm(self, norm: str, site: str, x: Array, plan: FusionPlan) -> bool:
-        """Whether the product at `site` is to do the norm before it."""
+        """Tells whether the product at `site` computes the norm too."""
         if not getattr(plan, norm) == getattr(plan, site) == "mosaic" or x.dtype != jnp.dtype(self.config.dtype):
             return False
         from xlafuse.models import support
@@ -178,6 +184,10 @@ class TransformerBlock(nnx.Module):
             from xlafuse.models import kernels
 
             return kernels.attend(query, key, value, is_causal=self.config.is_causal)
+        if implementation == "triton":
+            from xlafuse.models import triton_kernels
+
+            return triton_kernels.attend(query, key, value, is_causal=self.config.is_causal)
         attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
         return attention(query, key, value, is_causal=self.config.is_causal)
 
@@ -192,7 +202,7 @@ class TransformerBlock(nnx.Module):
         )
 
     def _heads(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array, Array]:
-        """Query, key and value of the normed tokens, (B, T, heads, head_dim), the first two rotated."""
+        """Returns query, key and value of the normed tokens, (B, T, heads, head_dim), after RoPE."""
         config = self.config
         projections = (self.query, self.key, self.value)
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -201,14 +211,23 @@ class TransformerBlock(nnx.Module):
                 from xlafuse.models import kernels
 
                 return kernels.project_heads(config, x, projections, positions)
+            project = self._projection(plan.qkv_projection)
             query, key, value = (
-                layer(x).reshape(*x.shape[:2], heads, config.head_dim)
+                project(layer, x).reshape(*x.shape[:2], heads, config.head_dim)
                 for layer, heads in zip(projections, counts, strict=True)
             )
         if config.rope_theta is not None:
             with jax.named_scope("rope"):
                 query, key = self._rotate(query, key, positions, plan.rope)
         return query, key, value
+
+    def _projection(self, implementation: str) -> Callable[[nnx.Linear, Array], Array]:
+        """Returns the function that multiplies by a layer's weights if nothing is fused into the product."""
+        if implementation != "triton":
+            return lambda layer, x: layer(x)
+        from xlafuse.models import triton_kernels
+
+        return lambda layer, x: triton_kernels.project(self.config, x, layer)
 
     def _add_projected(
         self,
@@ -219,7 +238,7 @@ class TransformerBlock(nnx.Module):
         names: tuple[str, str],
         dropout_key: Array | None,
     ) -> Array:
-        """`stream + dropout(layer(x))`; `names` are those of the projection and of the stream's branch."""
+        """Returns `stream + dropout(layer(x))`; `names` are the scopes of the projection and of the addition."""
         drops = dropout_key is not None and self.config.dropout_rate > 0
         with jax.named_scope(f"{names[0]}_projection"):
             if implementation == "mosaic":
@@ -228,8 +247,12 @@ class TransformerBlock(nnx.Module):
                 update = kernels.project(self.config, x, layer, residual=None if drops else stream)
                 if not drops:
                     return update
+            elif implementation == "triton" and not drops:
+                from xlafuse.models import triton_kernels
+
+                return triton_kernels.project(self.config, x, layer, residual=stream)
             else:
-                update = layer(x)
+                update = self._projection(implementation)(layer, x)
         update = self._dropout(update, dropout_key)
         with jax.named_scope(f"{names[1]}_residual"):
             return stream + update
@@ -247,7 +270,7 @@ class TransformerBlock(nnx.Module):
         return layers.rotate(query, cosine, sine), layers.rotate(key, cosine, sine)
 
     def _expand(self, x: Array, plan: FusionPlan) -> tuple[Array, Array]:
-        """From the tokens (B, T, hidden) to the MLP's activations, (B, T, mlp), and the residual stream."""
+        """Returns the MLP's activations, (B, T, mlp), for tokens (B, T, hidden), and the residual stream."""
         if self._takes_norm("mlp_norm", "up_projection", x, plan):
             from xlafuse.models import kernels
 
@@ -265,6 +288,16 @@ class TransformerBlock(nnx.Module):
 
             with jax.named_scope(scope):
                 return kernels.expand(self.config, x, self.up, self.gate if is_gated else None)
+        if plan.up_projection == "triton":
+            from xlafuse.models import triton_kernels
+
+            with jax.named_scope(scope):
+                if not is_gated:
+                    return triton_kernels.project(self.config, x, self.up, activation="gelu_tanh")
+                gate = triton_kernels.project(self.config, x, self.gate, activation="silu")
+                up = triton_kernels.project(self.config, x, self.up)
+            with jax.named_scope("activation"):
+                return gate * up
         if not is_gated:
             return self._activate_up(x, plan.activation)
         with jax.named_scope(scope):

@@ -1,4 +1,4 @@
-"""The shape of a transformer block, and the presets."""
+"""Configuration of a transformer block, and the presets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xlafuse.errors import UnknownNameError
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What a pre-norm transformer block computes: sizes, kind of norm and MLP, and dtypes.
+    """Sizes, kinds of norm and MLP, and dtypes of a pre-norm transformer block.
 
-    Sizes are numbers of elements. `dtype` is what matrix products compute in, `param_dtype` what the weights are kept
-    in; norms, softmax and RoPE compute in at least float32.
+    Sizes count elements. Matrix products compute in `dtype`; weights are stored in `param_dtype`. Norms, softmax and
+    RoPE compute in at least float32.
     """
 
     name: str
@@ -25,12 +25,12 @@ class BlockConfig:
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     rope_theta: float | None = 500_000.0
-    """Base of the rotary embedding's wavelengths; None: no rotary embedding."""
+    """Base of the rotary embedding's wavelengths; None disables the rotary embedding."""
     use_bias: bool = False
     is_causal: bool = True
     epsilon: float = 1e-5
     dropout_rate: float = 0.0
-    """Applied to what attention and MLP add to the residual stream, and only when a dropout key is given."""
+    """Rate of the dropout on the outputs of attention and MLP; it acts only if a dropout key is given."""
     dtype: str = "bfloat16"
     param_dtype: str = "bfloat16"
 
@@ -57,7 +57,7 @@ PRESETS: dict[str, BlockConfig] = {
     for config in (
         # arXiv:2407.21783, table 3, and the released configuration of Llama 3 8B.
         BlockConfig(name="llama3-8b", hidden_size=4096, mlp_size=14336, num_heads=32, num_kv_heads=8, head_dim=128),
-        # The released configuration of GPT-2 medium; its positions are learned and added before the first block.
+        # The released configuration of GPT-2 medium. Its learned positions are added before the first block.
         BlockConfig(
             name="gpt2-medium",
             hidden_size=1024,
@@ -75,7 +75,7 @@ PRESETS: dict[str, BlockConfig] = {
         BlockConfig(name="tiny", hidden_size=256, mlp_size=512, num_heads=8, num_kv_heads=4, head_dim=64),
     )
 }
-"""The configurations by name."""
+"""Presets by name."""
 
 
 def get_preset(name: str) -> BlockConfig:

@@ -1,4 +1,4 @@
-"""A decoder-only language model of transformer blocks: logits, training steps, prompts and decoding with a cache."""
+"""Decoder-only language model of transformer blocks: logits, training steps, prefill, and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
 
 Params = dict[str, Any]
-"""Weights by name: embedding (vocabulary, hidden), head (hidden, vocabulary), scale (hidden,) of the last norm, bias of
-a last LayerNorm, positions where they are learned, and layers: the weights of each block, in a tuple or stacked."""
+"""Weights by name.
+
+embedding (vocabulary, hidden); head (hidden, vocabulary); scale (hidden,) of the last norm; bias if that is a
+LayerNorm; positions if they are learned; layers, the weights of each block in a tuple or stacked.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A model: its block, so many `layers` of it, and the vocabulary.
+    """Configuration of a model: its block, the number of `layers`, and the vocabulary.
 
-    learned_positions: how many there are; None: the block's own RoPE. is_scanned: one compiled layer in a loop over
-    stacked weights; else every layer is compiled.
+    learned_positions: how many learned positions there are; None uses the block's RoPE.
+    is_scanned: compiles one layer and loops over stacked weights; otherwise every layer is compiled.
     """
 
     block: BlockConfig
@@ -38,12 +41,12 @@ class DecoderConfig:
 
 
 PRESETS: dict[str, DecoderConfig] = {
-    # arXiv:2407.21783, table 3; the released configuration of GPT-2 medium, whose head has a table of its own here.
+    # arXiv:2407.21783, table 3; the released configuration of GPT-2 medium, here with an untied head.
     "llama3-8b": DecoderConfig(block=get_preset("llama3-8b"), layers=32, vocabulary=128256),
     "gpt2-medium": DecoderConfig(block=get_preset("gpt2-medium"), layers=24, vocabulary=50304, learned_positions=1024),
     "tiny": DecoderConfig(block=get_preset("tiny"), layers=2, vocabulary=512),
 }
-"""The models by name. GPT-2's vocabulary of 50257 is padded to a multiple of 128, as its users train it."""
+"""Models by name. GPT-2's vocabulary of 50257 is padded to a multiple of 128, as its users train it."""
 
 
 def get_decoder(name: str) -> DecoderConfig:
@@ -55,9 +58,9 @@ def get_decoder(name: str) -> DecoderConfig:
 
 
 class Decoder:
-    """Pure functions of a model's weights, to be given to `jax.jit`, under one fusion plan.
+    """Pure functions of a model's weights under one fusion plan, to be jitted.
 
-    tokens are (B, T) int32, logits (B, T, vocabulary) of the block's dtype.
+    tokens are (B, T) int32; logits are (B, T, vocabulary) in the block's dtype.
     """
 
     def __init__(self, config: DecoderConfig, plan: FusionPlan | None = None) -> None:
@@ -73,14 +76,16 @@ class Decoder:
         return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(layer)))
 
     def params(self, key: Array) -> Params:
-        """Random weights that keep the size of features; norms' scales are 1."""
+        """Draws random weights, scaled so that activations keep their size; the norms' scales are 1."""
         config, block = self.config, self.config.block
         dtype = jnp.dtype(block.param_dtype)
         abstract = nnx.to_pure_dict(self._split[1])
 
+        @partial(jax.jit, static_argnums=1)
         def weight(key: Array, shape: tuple[int, ...]) -> Array:
             return (jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5).astype(dtype)
 
+        @jax.jit  # compiled once for all layers
         def layer(key: Array) -> Any:
             leaves, structure = jax.tree.flatten_with_path(abstract)
             keys = jax.random.split(key, len(leaves))
@@ -107,7 +112,7 @@ class Decoder:
         return made
 
     def empty_cache(self, batch: int, length: int) -> Any:
-        """Caches of all layers, zeros, for `length` tokens a sequence."""
+        """Returns zero caches of all layers, for `length` tokens a sequence."""
         config, block = self.config, self.config.block
         shape = (batch, length, block.num_kv_heads, block.head_dim)
         shape = (config.layers, *shape) if config.is_scanned else shape
@@ -118,14 +123,14 @@ class Decoder:
         return one() if config.is_scanned else tuple(one() for _ in range(config.layers))
 
     def logits(self, params: Params, tokens: Array) -> Array:
-        """Scores of the next token at each position."""
+        """Returns the logits of the next token at each position."""
         return self._hidden(params, tokens, remat=False) @ params["head"]
 
     def loss(self, params: Params, tokens: Array, *, remat: bool = True) -> Array:
-        """Mean cross-entropy of each next token, (B, T + 1) tokens given; `remat` keeps only the layers' inputs."""
+        """Returns the mean next-token cross-entropy for tokens (B, T + 1); `remat` keeps only the layers' inputs."""
         hidden = self._hidden(params, tokens[:, :-1], remat=remat)
         with jax.named_scope("loss"):
-            if self.plan.fused_sites and self.plan.up_projection != "xla":
+            if self.plan.up_projection in ("mosaic", "best"):
                 from xlafuse.models import kernels
 
                 return kernels.head_loss(hidden, params["head"], tokens[:, 1:])
@@ -134,15 +139,15 @@ class Decoder:
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
 
     def train_step(self, optimizer: Any, params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
-        """One step of an optax `optimizer`: new weights, its new state, and the loss."""
+        """Takes one step with an optax `optimizer`; returns the new weights, its new state, and the loss."""
         loss, gradients = jax.value_and_grad(self.loss)(params, tokens)
         updates, state = optimizer.update(gradients, state, params)
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state, loss
 
     def step(self, params: Params, tokens: Array, cache: Any, filled: Array) -> tuple[Array, Any, Array]:
-        """The likeliest next token of each sequence, (B, 1); the cache with `tokens` in it, and how many that are.
+        """Returns each sequence's likeliest next token, (B, 1), the cache with `tokens` appended, and its new length.
 
-        tokens: the prompts, (B, T), into an empty cache (`filled` 0); or the last token of each, (B, 1).
+        tokens: the prompts, (B, T), with an empty cache (`filled` is 0), or the last token of each sequence, (B, 1).
         """
         config, length = self.config, tokens.shape[1]
         x = self._embed(params, tokens, filled)
@@ -201,7 +206,10 @@ class Decoder:
 
 
 def generate(decoder: Decoder, params: Params, prompts: Array, count: int, *, length: int) -> Array:
-    """The likeliest `count` tokens behind each prompt (B, T), by a cache for `length` tokens a sequence; (B, count)."""
+    """Generates the likeliest `count` tokens after each prompt (B, T); returns (B, count).
+
+    length: the cache's length, in tokens a sequence.
+    """
     step = jax.jit(partial(Decoder.step, decoder), donate_argnums=2)
     token, cache, filled = step(params, prompts, decoder.empty_cache(len(prompts), length), jnp.int32(0))
     tokens = [token]

@@ -1,4 +1,4 @@
-"""The block as a pure function of its weights, without making any weights."""
+"""The block as a pure function of its weights, without allocating weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BlockFunction = Callable[..., Array]
 
 
 def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> BlockConfig:
-    """Returns the configuration that `block` is or names; `dtype` replaces its compute and parameter dtypes."""
+    """Returns the given or named configuration; `dtype` replaces its compute and parameter dtypes."""
     config = get_preset(block) if isinstance(block, str) else block
     return config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
 
@@ -28,11 +28,12 @@ def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> Blo
 def block_function(
     block: str | BlockConfig, shape: tuple[int, int], *, plan: FusionPlan | None = None, dropout: bool = False
 ) -> tuple[BlockFunction, tuple[Any, ...]]:
-    """Returns the block as a pure function, and abstract arguments of `shape` (batch, length) to trace it with.
+    """Returns the block as a pure function, with abstract arguments of `shape` (batch, length) for tracing.
 
-    The arguments are the weights (a nested dict), `x`, and for a block with RoPE the tokens' positions: a server's
-    step gets those from its caller, and with constants in their place XLA would fold the angles away. With
-    `dropout=True` a random key (uint32[2]) comes last. No array is made, so that any size can be traced on a laptop.
+    The arguments are the weights (a nested dict), `x`, and the tokens' positions if the block has RoPE. Positions are
+    arguments because a server's step gets them from its caller; as constants, XLA would fold the angles away. With
+    `dropout=True` a random key (uint32[2]) comes last. No array is allocated, so that any size can be traced on a
+    laptop.
 
     Raises `UnknownNameError` for an unknown preset and `ValueError` for a shape that is not two positive integers.
     """
@@ -58,5 +59,5 @@ def block_function(
 
 
 def initial_params(block: str | BlockConfig, *, seed: int = 0) -> dict[str, Any]:
-    """Makes the weights of the block, the tree that `block_function`'s function takes."""
+    """Makes the block's weights, as the tree that `block_function`'s function takes."""
     return nnx.to_pure_dict(nnx.state(TransformerBlock(resolve_config(block), rngs=nnx.Rngs(seed))))

@@ -1,6 +1,6 @@
-"""The block's sites on Mosaic GPU kernels: which operation serves a site. Which blocks it takes is in `support.py`.
+"""Runs the block's sites on Mosaic GPU kernels; `support.py` tells which blocks each site's kernel takes.
 
-Every function runs its kernel or raises `NotImplementedError` with the operation's own reason.
+Every function runs its kernel or raises `NotImplementedError` with the operation's reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from xlafuse.models.config import BlockConfig
 
 
 def normalise(config: BlockConfig, x: Array, scale: Array, bias: Array | None) -> tuple[Array, Array]:
-    """The block's norm of `x` (B, T, hidden), and `x` for the residual stream.
+    """Returns the block's norm of `x` (B, T, hidden), and `x` for the residual stream.
 
-    What comes back along the residual stream in the backward pass goes through the norm's kernel, which adds it to its
-    own gradient: else that sum would be a launch of its own. The forward sum is left to the matrix product before it,
-    whose epilogue adds for one array more to read; in the norm it would be one more to read and one more to write.
+    In the backward pass, the residual stream's gradient goes through the norm's kernel, which adds it to its own
+    gradient; otherwise that sum would be a launch of its own. The forward sum belongs to the matrix product before the
+    norm, whose epilogue reads only one more array. In the norm it would cost one more read and one more write.
     """
     operands = varying_alike((x.reshape(-1, config.hidden_size), scale, bias))
     y, stream = _norm_and_stream(config.norm, config.epsilon, *operands)  # pyright: ignore
@@ -63,14 +63,14 @@ _norm_and_stream.defvjp(_norm_and_stream_fwd, _norm_and_stream_bwd)
 def project_heads(
     config: BlockConfig, x: Array, layers: Sequence[nnx.Linear], positions: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim); the first two are rotated."""
+    """Returns query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim), with RoPE on the first two."""
     return _project_heads(config, x, None, _arrays_of(layers), _positions(config, x, positions))
 
 
 def normalise_and_project_heads(
     config: BlockConfig, x: Array, scale: Array, layers: Sequence[nnx.Linear], positions: Array | None
 ) -> tuple[tuple[Array, Array, Array], Array]:
-    """`project_heads` of the normed `x` in one launch, and `x` for the residual stream.
+    """Runs norm and `project_heads` in one launch; also returns `x` for the residual stream.
 
     Its gradient is that of `normalise` and `project_heads`.
     """
@@ -116,36 +116,36 @@ def _project_heads(
 
 
 def _differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
-    """`together`, with the gradient of `apart`, which computes the same."""
+    """Returns `together` with the gradient of `apart`, which computes the same."""
     function = jax.custom_vjp(together)
     function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
     return function
 
 
 def rotate(config: BlockConfig, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
-    """Rotary embedding of query and key (B, T, N, H) at `positions` (B, T); None counts from 0."""
+    """Applies the rotary embedding to query and key (B, T, N, H) at `positions` (B, T); None counts from 0."""
     if positions is None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)
     return pallas_kernels.rope(query, key, positions, theta=cast(float, config.rope_theta), implementation="mosaic")
 
 
 def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    """Scaled dot-product attention; shapes as for `layers.attention`."""
+    """Computes scaled dot-product attention; shapes as for `layers.attention`."""
     return cast(Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation="mosaic"))
 
 
 def attend_cached(query: Array, key_cache: Array, value_cache: Array, lengths: Array) -> Array:
-    """Attention of one token a sequence, (B, 1, N, H), over caches (B, S, K, H) of `lengths` (B,) tokens."""
+    """Attends one token a sequence, (B, 1, N, H), to caches (B, S, K, H) of `lengths` (B,) tokens."""
     return pallas_kernels.decode_attention(query, key_cache, value_cache, lengths, implementation=("mosaic", "xla"))
 
 
 def head_loss(hidden: Array, head: Array, labels: Array) -> Array:
-    """Mean cross-entropy of `labels` (B, T) under `hidden @ head`, without logits in memory where that is faster."""
+    """Returns the mean cross-entropy of `labels` (B, T) under `hidden @ head`; stores no logits if that is faster."""
     return pallas_kernels.linear_cross_entropy(hidden, head.astype(hidden.dtype), labels, reduction="mean")
 
 
 def attention_order(config: BlockConfig, shape: tuple[int, int]) -> Sequence[str]:
-    """Which implementations of attention were measured to be the fastest at `shape` (batch, length), in that order."""
+    """Returns the implementations of attention, fastest first, as measured at `shape` (batch, length)."""
 
     def heads(count: int) -> Array:
         return cast(Array, ShapeDtypeStruct((*shape, count, config.head_dim), jnp.dtype(config.dtype)))
@@ -161,19 +161,19 @@ def attention_order(config: BlockConfig, shape: tuple[int, int]) -> Sequence[str
 
 
 def gate_activation(gate: Array, up: Array) -> Array:
-    """`silu(gate) * up`, all (B, T, mlp)."""
+    """Computes `silu(gate) * up`; all are (B, T, mlp)."""
     return pallas_kernels.gated_activation(gate, up, activation="silu", implementation="mosaic")
 
 
 def gelu(up: Array, bias: Array | None) -> Array:
-    """`gelu(up + bias)` in its tanh form; `up` is (B, T, mlp), `bias` (mlp,)."""
+    """Computes `gelu(up + bias)` in its tanh form; `up` is (B, T, mlp), `bias` (mlp,)."""
     return pallas_kernels.bias_activation(up, bias, activation="gelu_tanh", implementation="mosaic")
 
 
 def expand(config: BlockConfig, x: Array, up: nnx.Linear, gate: nnx.Linear | None) -> Array:
-    """The MLP's first product and its activation: of `x` (B, T, hidden) to (B, T, mlp).
+    """Computes the MLP's first product and its activation, from `x` (B, T, hidden) to (B, T, mlp).
 
-    With a gate `silu(x @ gate) * (x @ up)`, which has no biases, else `gelu(x @ up + bias)` in its tanh form.
+    With a gate it is `silu(x @ gate) * (x @ up)`, which has no biases, else `gelu(x @ up + bias)` in its tanh form.
     """
     if gate is not None:
         return _expand_gated(config, x, None, gate.kernel[...], up.kernel[...])
@@ -187,7 +187,7 @@ def expand(config: BlockConfig, x: Array, up: nnx.Linear, gate: nnx.Linear | Non
 def normalise_and_expand(
     config: BlockConfig, x: Array, scale: Array, up: nnx.Linear, gate: nnx.Linear
 ) -> tuple[Array, Array]:
-    """`expand` of the normed `x` in one launch, and `x` for the residual stream.
+    """Runs norm and `expand` in one launch; also returns `x` for the residual stream.
 
     Its gradient is that of `normalise` and `expand`.
     """
@@ -210,7 +210,7 @@ def _expand_gated(config: BlockConfig, x: Array, norm: Norm | None, gate: Array,
 
 
 def project(config: BlockConfig, x: Array, layer: nnx.Linear, *, residual: Array | None) -> Array:
-    """`x @ kernel + bias + residual` of a layer, (B, T, hidden), in the residual's dtype if there is one."""
+    """Computes a layer's `x @ kernel + bias + residual`, (B, T, hidden), in the residual's dtype if there is one."""
     dtype = jnp.dtype(config.dtype)
     bias = None if layer.bias is None else layer.bias[...]
     out_dtype = dtype if residual is None else jnp.promote_types(dtype, residual.dtype)

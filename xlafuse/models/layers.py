@@ -1,7 +1,7 @@
-"""Norms, rotary embedding and attention as plain JAX: what XLA sees when nothing helps it.
+"""Norms, rotary embedding and attention in plain JAX, without any help for XLA.
 
-Arrays are (batch, length, ...); attention uses the layout BTNH (batch, length, heads, head_dim). Everything that sums
-or exponentiates computes in float32, or in float64 for float64 input, and returns the input's dtype.
+Arrays are (batch, length, ...); attention uses the layout BTNH (batch, length, heads, head_dim). Sums and exponentials
+are computed in float32, or in float64 for float64 input; results have the input's dtype.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def layer_norm(x: Array, scale: Array, bias: Array, *, epsilon: float) -> Array:
 
 
 def rotation(positions: Array, head_dim: int, *, theta: float, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary angles at `positions` (B, T): two arrays (B, T, 1, head_dim / 2)."""
+    """Returns cosine and sine of the rotary angles at `positions` (B, T), each (B, T, 1, head_dim / 2)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
     angle = positions[..., None, None].astype(dtype) * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """Rotary embedding of `x` (B, T, N, H), pairs half a head apart (arXiv:2104.09864)."""
+    """Applies the rotary embedding to `x` (B, T, N, H), with pairs half a head apart (arXiv:2104.09864)."""
     first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return rotated.astype(x.dtype)
 
 
 def attention(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    """Scaled dot-product attention, with the scores written out; K and V are never repeated over the query groups.
+    """Scaled dot-product attention that materializes the scores and never repeats K and V over the query groups.
 
     `query` is (B, T, N, H), `key` and `value` are (B, S, K, H) where K divides N. Returns (B, T, N, H).
     """

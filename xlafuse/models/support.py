@@ -1,4 +1,4 @@
-"""Which blocks the kernel of a site takes, asked of the operations without running them."""
+"""Tells which blocks the kernel of a site takes, by asking the operations without running them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xlafuse.models.config import BlockConfig
 
 
 def takes_norm(site: str, config: BlockConfig, rows: int) -> bool:
-    """Whether the product at `site` does the norm before it in the same launch, of so many rows."""
+    """Tells whether the product at `site` computes the norm in the same launch for this number of rows."""
     if config.norm != "rms_norm":
         return False
     dtype = jnp.dtype(config.dtype)
@@ -47,14 +47,14 @@ def takes_norm(site: str, config: BlockConfig, rows: int) -> bool:
 
 
 def unsupported(site: str, config: BlockConfig) -> str | None:
-    """Why the kernel of `site` cannot serve a block of `config` at every batch and length, or None where it can."""
-    # The interpreter takes what a Hopper GPU takes, and asks for no device.
+    """Returns why the kernel of `site` cannot serve a block of `config` at every batch and length; None if it can."""
+    # The interpreter accepts what a Hopper GPU accepts and needs no device.
     with plgpu.force_gpu_interpret_mode():
         return refusal(site, config)
 
 
 def refusal(site: str, config: BlockConfig) -> str | None:
-    """The same for the device of the current trace."""
+    """Returns why the kernel of `site` cannot serve a block of `config` on the device of the current trace, or None."""
 
     def token(*shape: int) -> Array:
         return cast(Array, ShapeDtypeStruct((1, 1, *shape), jnp.dtype(config.dtype)))
@@ -83,8 +83,7 @@ def refusal(site: str, config: BlockConfig) -> str | None:
             token(config.hidden_size), weights, biases, config.head_dim, None, rotation, (None, None)
         )
     if site == "attention":
-        query, key = token(config.num_heads, config.head_dim), token(config.num_kv_heads, config.head_dim)
-        return attention.mosaic_unsupported(query, key)
+        return attention.mosaic_unsupported(token(config.num_heads, config.head_dim))
     if site == "up_projection":
         x, w = token(config.hidden_size), matrix(config.hidden_size, config.mlp_size)
         if config.mlp == "gelu":

@@ -1,8 +1,8 @@
-"""The same operations by other libraries, for comparison. Each library is loaded when asked for, and may be missing.
+"""The same operations in other libraries, for comparison. A library is imported on first use and may be missing.
 
 A peer's module has `candidate(name, operation, phase, cases)`. It returns a `timing.Candidate` and the results of its
-first call as JAX arrays, by the names that `pallas_kernels.testing` gives them ("output 0", "gradient of x"), and
-raises NotImplementedError for what the library does not have.
+first call as JAX arrays, by the names of `pallas_kernels.testing` ("output 0", "gradient of x"). It raises
+NotImplementedError for an operation that the library lacks.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _MODULES = {
 }
 PEERS = ("xla", "jax_triton", *_MODULES)
 OF_THE_OPERATION = ("xla", "jax_triton")
-"""Implementations of the operation: "xla" is always timed, "jax_triton" is the implementation "triton"."""
+"""Peers that are implementations of the operation: "xla" is always timed, "jax_triton" is "triton"."""
 
 ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
-"""Peers that are timed beside an operation in a phase without being asked for: its goal is against them."""
+"""Peers that an operation and phase always runs against."""
 
 FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
-"""What is timed where a peer fails, as Inductor does without a C compiler."""
+"""Peer to time instead if one fails; Inductor fails without a C compiler."""
 
 
 def is_joint(case: Case) -> bool:
-    """Whether the benchmark's backward phase is the loss and its gradient together, as a training step has them."""
+    """Tells whether the backward phase computes loss and gradient together, as a training step does."""
     return plain(case.arguments).get("reduction", "none") != "none"
 
 
 def as_trained(case: Case) -> Case:
-    """Where loss and gradient are computed together, with a cotangent of one, and else the case itself."""
+    """Returns the case with cotangents of one if loss and gradient are computed together, else the case itself."""
     return replace(case, cotangents=jax.tree.map(jnp.ones_like, case.cotangents)) if is_joint(case) else case
 
 
@@ -56,9 +56,9 @@ _DROPOUT_RATES = ("rate", "dropout_rate")
 
 
 def without_dropout(case: Case) -> Case:
-    """The case with nothing dropped, whose results another library can have; the case itself where it drops nothing.
+    """Returns the case without dropout, or the case itself if it drops nothing.
 
-    Every library draws a mask of its own, so that results with dropout cannot be compared.
+    Every library draws its own mask, so that results with dropout cannot be compared.
     """
     rates = {name: Static(0.0) for name in _DROPOUT_RATES if plain(case.arguments).get(name)}
     return replace(case, arguments={**case.arguments, **rates}) if rates else case
@@ -66,21 +66,21 @@ def without_dropout(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, and the module that calls it."""
+    """A library and the module that calls it."""
 
     name: str
     module: Any
 
     def candidate(self, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-        """See this package's docstring."""
+        """Returns the candidate and its first results; see the package's docstring."""
         return self.module.candidate(self.name, operation, phase, cases)
 
 
 def load(name: str) -> Peer:
-    """Loads the module of a peer.
+    """Loads a peer's module.
 
     Raises:
-        UnknownNameError: no such peer.
+        UnknownNameError: there is no such peer.
         ImportError: its library is not installed.
     """
     check_names((name,))

@@ -1,7 +1,7 @@
-"""Attention by JAX's own functions: cuDNN's flash attention, also with a dense mask, and JAX's Mosaic GPU kernel.
+"""Attention from JAX: cuDNN's flash attention, also with a dense mask, and JAX's Mosaic GPU kernel.
 
-JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale.
-Operands are cast and scaled outside the timing. Its backward pass has no mask.
+JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale,
+so that operands are cast and scaled outside the timing. Its backward pass has no mask.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OPERANDS = ("query", "key", "value")
 def attention_candidate(
     name: str, function: Callable[..., jax.Array], operation: str, phase: str, cases: Sequence[Case]
 ) -> tuple[Candidate, Mapping[str, Any]]:
-    """Something to time, and its first results. The backward pass starts from what one forward pass left.
+    """Returns the candidate and its first results. The backward pass uses the residuals of one forward pass.
 
-    function: from (query, key, value) and the other arguments of `pallas_kernels.attention` to the output; raises
-        NotImplementedError where the library cannot.
+    function: maps (query, key, value) and the other arguments of `pallas_kernels.attention` to the output; raises
+        NotImplementedError for what the library lacks.
     """
     if operation != "attention":
         raise NotImplementedError(f"{name} has no {operation}, only attention")
@@ -59,7 +59,7 @@ def attention_candidate(
 
 
 def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, bias=None, **others):
-    """See `pallas_kernels.attention`. Segments become a dense mask."""
+    """Runs `pallas_kernels.attention` by cuDNN, with segments as a dense mask."""
     unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
     if unknown:
         raise NotImplementedError(f"cuDNN's attention through JAX has no {', '.join(unknown)}")
@@ -70,7 +70,7 @@ def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, 
 
 
 def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **others):
-    """See `pallas_kernels.decode_attention`; of one token a sequence."""
+    """Runs `pallas_kernels.decode_attention` by cuDNN, for one token a sequence."""
     unknown = [name for name, wanted in others.items() if wanted is not None]
     if unknown or query.shape[1] != 1:
         raise NotImplementedError("cuDNN's decoding through JAX has one token a sequence, no window, softcap or pages")
@@ -86,7 +86,10 @@ def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **ot
 
 
 def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **others):
-    """A window as a dense mask, as a library without windows has it; made in the call, once for all heads."""
+    """Runs windowed attention with a dense mask, as a library without windows does.
+
+    The call makes the mask once for all heads.
+    """
     unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted is not None]
     if unknown or window is None:
         raise NotImplementedError("only windows are compared with a dense mask here; for segments the peer cudnn is")
@@ -102,13 +105,13 @@ def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **other
 
 
 _ROWS = 128
-"""Queries of a block, of both its warpgroups: it takes multiples of them."""
+"""Queries of a block over both warpgroups; the kernel takes multiples of it."""
 _KEYS = {64: 256, 128: 128, 256: 64}
-"""Keys of a step, by head size: the most that fit in shared memory, as its own benchmark takes them."""
+"""Keys of a step by head size: the most that fit in shared memory, as the kernel's own benchmark has them."""
 
 
 def jax_mosaic(query, key, value, *, is_causal=False, **others) -> jax.Array:
-    """See `pallas_kernels.attention`; of float16, and queries that have been scaled."""
+    """Runs `pallas_kernels.attention` by JAX's Mosaic kernel, for float16 and queries that are already scaled."""
     unknown = [name for name, wanted in others.items() if name not in ("scale", "dropout_key") and wanted]
     size, keys = query.shape[3], key.shape[1]
     if unknown or size not in _KEYS or query.shape[1] % _ROWS or keys % _KEYS[size]:
@@ -133,13 +136,13 @@ _FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic"
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-    """See `xlafuse.bench.peers`."""
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if name == "cudnn" and operation == "decode_attention" and phase == "forward":
         call = jax.jit(lambda arguments: (decode_attention(**plain(arguments)),))
         inputs = [(case.arguments,) for case in cases]
         return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
     if name == "cudnn_dense_mask" and phase != "forward":
-        raise NotImplementedError("the goal on dense masks is on the forward pass")
+        raise NotImplementedError("dense masks are compared in the forward pass only")
     if name != "jax_mosaic" or operation != "attention":
         return attention_candidate(name, _FUNCTIONS[name], operation, phase, cases)
     first = plain(cases[0].arguments)

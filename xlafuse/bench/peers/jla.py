@@ -1,6 +1,6 @@
-"""The Mosaic GPU kernels of jax-linear-attention (`jla`): attention, SwiGLU's products, and the loss of a model's head.
+"""Mosaic GPU kernels of jax-linear-attention (`jla`): attention, SwiGLU's products and the loss of a model's head.
 
-Attention is causal, with windows and segments. Weights are laid out as its kernels take them outside the timing.
+Attention is causal, with windows and segments. Weights are put into the kernels' layout outside the timing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xlafuse.bench.peers.jax_attention import attention_candidate
 from xlafuse.bench.timing import Candidate
 
 _TILE_ROWS = 128
-"""Its kernel takes multiples of so many rows."""
+"""The kernel takes multiples of this many rows."""
 
 
 def attention(query, key, value, *, is_causal=False, window=None, segment_ids=None, **others):
-    """See `pallas_kernels.attention`."""
+    """Runs `pallas_kernels.attention` by jla."""
     unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
     if unknown or not is_causal or query.shape[3] not in (64, 128):
         raise NotImplementedError("jla's attention is causal, for head sizes 64 and 128, without bias or dropout")
@@ -93,7 +93,7 @@ def _jitted(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> 
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-    """See `xlafuse.bench.peers`."""
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     products = {"gated_linear": _gated_linear, "linear_cross_entropy": _linear_cross_entropy}
     if operation in products:
         return products[operation](phase, cases)

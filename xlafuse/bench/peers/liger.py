@@ -1,7 +1,7 @@
 """Liger-Kernel's Triton kernels, for the operations that it has.
 
-Its gated activations, RoPE and cross-entropy write their results over their inputs: repeated calls then work on what
-the last one left. That moves the same bytes; the results are checked on the first call.
+Its gated activations, RoPE and cross-entropy overwrite their inputs, so that a repeated call works on the previous
+result. That moves the same bytes. Results are checked on the first call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from xlafuse.bench.timing import Candidate
 
 
 def rms_norm(x, scale, residual=None, epsilon=1e-6):
-    """Everything in float32, as ours ("gemma"); not in place."""
+    """RMS norm, computed in float32 like ours ("gemma"), not in place."""
     if residual is None:
         return (ops.LigerRMSNormFunction.apply(x, scale, epsilon, 0.0, "gemma", False),)
     return ops.LigerFusedAddRMSNormFunction.apply(x, residual, scale, epsilon, 0.0, "gemma", False)
 
 
 def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
-    """With scale and bias; the residual is added by PyTorch."""
+    """Layer norm with scale and bias; PyTorch adds the residual."""
     if scale is None or bias is None:
         raise NotImplementedError("Liger's layer norm takes a scale and a bias")
     total = x if residual is None else x + residual
@@ -35,14 +35,14 @@ def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
 
 
 def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
-    """Along the last axis, with no mask."""
+    """Softmax along the last axis, without a mask."""
     if axis not in (-1, x.ndim - 1) or mask is not None or is_causal or scale not in (None, 1.0):
         raise NotImplementedError("Liger's softmax has no scale, no mask, and no axis but the last")
     return (ops.LigerSoftmaxFunction.apply(x),)
 
 
 def gated_activation(gate, up=None, activation="silu"):
-    """SwiGLU, and GEGLU with tanh; gate and up apart."""
+    """SwiGLU, and GEGLU with tanh; gate and up are separate arrays."""
     if up is None:
         raise NotImplementedError("packed gate and up are not compared with Liger's")
     functions = {"silu": ops.LigerSiLUMulFunction, "gelu_tanh": ops.LigerGELUMulFunction}
@@ -52,13 +52,13 @@ def gated_activation(gate, up=None, activation="silu"):
 
 
 def rope(query, key, cosine, sine):
-    """The half-split form; cosines and sines are an input, not computed here."""
+    """RoPE in the half-split form; cosines and sines are inputs."""
     rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cosine, sine)
     return tuple(x.transpose(1, 2) for x in rotated)
 
 
 def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """RoPE's arguments as Liger takes them."""
+    """Returns RoPE's arguments in Liger's form."""
     if arguments.get("interleaved"):
         raise NotImplementedError("Liger's rope is the half-split one")
     prepared = torch_functions.with_angles(arguments)
@@ -70,7 +70,7 @@ def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
-    """The forward pass writes the gradient over the logits."""
+    """Cross-entropy; the forward pass writes the gradient over the logits."""
     rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     losses, *_ = ops.LigerCrossEntropyFunction.apply(
         rows, targets, None, ignore_index, z_loss, label_smoothing, reduction, None, False
@@ -79,7 +79,10 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
 
 
 def linear_cross_entropy(hidden, w, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
-    """The forward pass computes the gradients, too. w is (features, vocabulary), which Liger takes as a view."""
+    """Linear cross-entropy; the forward pass computes the gradients, too.
+
+    w is (features, vocabulary), which Liger takes as a transposed view.
+    """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     losses, *_ = ops.LigerFusedLinearCrossEntropyFunction.apply(
         rows, w.t(), targets, None, None, ignore_index, z_loss, label_smoothing, reduction
@@ -88,7 +91,7 @@ def linear_cross_entropy(hidden, w, labels, ignore_index=-1, label_smoothing=0.0
 
 
 def with_long_labels(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Labels as PyTorch has them."""
+    """Returns the arguments with int64 labels, as PyTorch requires."""
     return {**arguments, "labels": arguments["labels"].long()}
 
 
@@ -107,7 +110,7 @@ PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels, "linear_cross
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-    """See `xlafuse.bench.peers`."""
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
     if operation in ("cross_entropy", "linear_cross_entropy") and phase == "backward" and not is_joint(cases[0]):

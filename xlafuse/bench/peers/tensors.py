@@ -1,7 +1,7 @@
-"""JAX arrays as PyTorch tensors and back, and PyTorch calls as something to time.
+"""Converts between JAX arrays and PyTorch tensors, and turns PyTorch calls into candidates.
 
 Both frameworks use the GPU in one process, so that all candidates take turns under the same clocks. JAX must then leave
-memory to PyTorch: XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment, which `xlafuse bench` sees to.
+memory to PyTorch: `xlafuse bench` sets XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from xlafuse.bench.peers import is_joint
 from xlafuse.bench.timing import Candidate
 
 Function = Callable[..., tuple[Any, ...]]
-"""From an operation's arguments as tensors to its outputs."""
+"""Maps an operation's arguments as tensors to its outputs."""
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
-"""From an operation's arguments as tensors to those that a function is called with."""
+"""Maps an operation's arguments as tensors to the arguments that the peer takes."""
 
 
 def to_torch(array: jax.Array) -> Any:
-    """A tensor with a copy of its own: some peers write into their inputs."""
+    """Returns a copy as a tensor; some peers write into their inputs."""
     return torch.from_dlpack(array).clone()
 
 
 def to_jax(tensor: Any) -> jax.Array:
-    """A JAX array on the tensor's memory."""
+    """Returns a JAX array that shares the tensor's memory."""
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
 def tensors(arguments: Arguments) -> dict[str, Any]:
-    """Arguments with tensors for arrays; static values as they are; without JAX's random keys."""
+    """Converts arrays to tensors, keeps static values, and drops JAX's random keys."""
     return {
         name: to_torch(value) if isinstance(value, jax.Array) else value
         for name, value in plain(arguments).items()
@@ -44,20 +44,23 @@ def tensors(arguments: Arguments) -> dict[str, Any]:
 
 
 def unchanged(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What prepares arguments where there is nothing to prepare."""
+    """Returns the arguments unchanged; the default `Prepare`."""
     return arguments
 
 
 def forward_candidate(
     name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """The forward pass without gradients, and its first results. prepare: changes the arguments first."""
+    """Returns the forward pass without gradients as a candidate, and its first results.
+
+    prepare: changes the arguments first.
+    """
 
     def call(arguments):
         with torch.no_grad():
             return function(**arguments)
 
-    torch.cuda.empty_cache()  # what the last shape needed: JAX allocates from the same memory
+    torch.cuda.empty_cache()  # frees the last shape's memory, which JAX shares
     inputs = [(prepare(tensors(case.arguments)),) for case in cases]
     candidate, results = _ran_once(name, call, inputs)
     return candidate, {f"output {i}": result for i, result in enumerate(results)}
@@ -66,11 +69,11 @@ def forward_candidate(
 def backward_candidate(
     name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """The backward pass alone, of the graph that one forward pass left, and its first results; both passes where the
-    benchmark times them together (`peers.is_joint`).
+    """Returns the backward pass as a candidate, and its first results.
 
-    Gradients are taken of the arguments that have one; of a residual none where it is the gradient of x or of the
-    output: everywhere but after dropout.
+    It runs on the graph of one forward pass. If the benchmark times both passes together (`peers.is_joint`), it runs
+    both. Gradients are taken of the differentiable arguments. A residual's gradient is left out where it equals the
+    gradient of x or of the output, which is everywhere but after dropout.
     """
     torch.cuda.empty_cache()
     left_out = () if cases[0].op.name == "dropout_residual_norm" else ("residual",)
@@ -102,7 +105,7 @@ def _ran_once(
 
 
 def candidate_of(name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> tuple[Candidate, list[Any]]:
-    """Something to time, and copies of the tensors that it gives for its first inputs."""
+    """Returns the candidate, and copies of the tensors that it returns for its first inputs."""
     results = [result.detach().clone() for result in call(*inputs[0])]
     torch.cuda.synchronize()
     return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us), results

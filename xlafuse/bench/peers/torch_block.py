@@ -1,12 +1,12 @@
-"""The transformer block in PyTorch, as its users write it: products by `linear`, attention by its own kernels.
+"""The transformer block in PyTorch, as users write it: products by `linear`, attention by PyTorch's kernels.
 
-The weights are those of the JAX block, matrices the way round that PyTorch keeps them. Angles of the rotary embedding
-are given as cosines and sines: PyTorch's models compute them once for all layers.
+The weights are those of the JAX block, with matrices transposed to PyTorch's layout. Cosines and sines of the rotary
+embedding are inputs, since PyTorch models compute them once for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,25 @@ from xlafuse.bench.peers.torch_ops import COMPILE_MODES
 from xlafuse.bench.timing import Candidate
 from xlafuse.models import BlockConfig
 
+Attend = Callable[[Any, Any, Any], Any]
+"""Maps query, key and value, each (batch, heads, length, head_dim), to the output of attention."""
 
-def block(config: BlockConfig, weights: Mapping[str, Mapping[str, Any]], x, cosine=None, sine=None):
-    """See `xlafuse.models.TransformerBlock`. x: (batch, length, hidden); cosine and sine: (length, 1, half)."""
+
+def block(
+    config: BlockConfig,
+    weights: Mapping[str, Mapping[str, Any]],
+    x,
+    cosine=None,
+    sine=None,
+    attend: Attend | None = None,
+):
+    """Runs the block; see `xlafuse.models.TransformerBlock`.
+
+    x: (batch, length, hidden).
+    cosine, sine: (length, 1, half).
+
+    attend: attention with a cache; None lets the tokens of x attend to each other.
+    """
 
     def linear(name, x):
         return F.linear(x, weights[name]["kernel"], weights[name].get("bias"))
@@ -45,11 +61,8 @@ def block(config: BlockConfig, weights: Mapping[str, Mapping[str, Any]], x, cosi
     key, value = (heads(name, normed, config.num_kv_heads) for name in ("key", "value"))
     if cosine is not None:
         query, key = rotate(query), rotate(key)
-    mixed = F.scaled_dot_product_attention(
-        *(each.transpose(1, 2) for each in (query, key, value)),
-        is_causal=config.is_causal,
-        enable_gqa=config.num_heads != config.num_kv_heads,
-    )
+    attend = own_attention(config) if attend is None else attend
+    mixed = attend(*(each.transpose(1, 2) for each in (query, key, value)))
     x = x + linear("output", mixed.transpose(1, 2).flatten(2))
     normed = norm("mlp_norm", x)
     if config.mlp == "swiglu":
@@ -59,8 +72,18 @@ def block(config: BlockConfig, weights: Mapping[str, Mapping[str, Any]], x, cosi
     return x + linear("down", hidden)
 
 
+def own_attention(config: BlockConfig) -> Attend:
+    """Returns attention of the tokens to each other."""
+
+    def attend(query, key, value):
+        is_grouped = config.num_heads != config.num_kv_heads
+        return F.scaled_dot_product_attention(query, key, value, is_causal=config.is_causal, enable_gqa=is_grouped)
+
+    return attend
+
+
 def angles(config: BlockConfig, length: int, device: Any) -> tuple[Any, ...]:
-    """Cosine and sine at positions from 0, (length, 1, half), float32; nothing for a block without RoPE."""
+    """Returns cosine and sine at positions from 0, (length, 1, half), float32; nothing for a block without RoPE."""
     if config.rope_theta is None:
         return ()
     half = config.head_dim // 2
@@ -72,16 +95,17 @@ def angles(config: BlockConfig, length: int, device: Any) -> tuple[Any, ...]:
 def candidate(
     name: str, config: BlockConfig, mode: str, cases: Sequence[tuple[Any, ...]]
 ) -> tuple[Candidate, list[jax.Array]]:
-    """Something to time, and its first results as JAX arrays in the order that `xlafuse.bench.block.program` has.
+    """Returns the candidate and its first results as JAX arrays, in the order of `xlafuse.bench.block.program`.
 
-    mode: "forward" without gradients, "grad" both passes. cases: see `xlafuse.bench.block.Case`.
+    mode: "forward" runs without gradients, "grad" runs both passes.
+    cases: see `xlafuse.bench.block.Case`.
     """
 
     def function(weights, x, *rotation):
         return block(config, weights, x, *rotation)
 
     if compile_mode := COMPILE_MODES[name]:
-        torch._dynamo.reset()  # shapes are constants, as in XLA
+        torch._dynamo.reset()  # shapes are compile-time constants, as in XLA
         function = torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True)
 
     def forward(weights, x, rotation):
@@ -92,11 +116,11 @@ def candidate(
         y = function(weights, x, *rotation)
         return (y, *torch.autograd.grad((y,), leaves, (cotangent,)))
 
-    torch.cuda.empty_cache()  # what the last case needed: JAX allocates from the same memory
+    torch.cuda.empty_cache()  # frees the last case's memory, which JAX shares
     inputs = []
     for params, tokens, *rest in cases:
         flat, structure = jax.tree.flatten(params)
-        leaves = [_transposed(to_torch(leaf)) for leaf in flat]
+        leaves = [transposed(to_torch(leaf)) for leaf in flat]
         x = to_torch(tokens)
         call: tuple[Any, ...] = (jax.tree.unflatten(structure, leaves), x, angles(config, x.shape[1], x.device))
         if mode == "grad":
@@ -104,9 +128,9 @@ def candidate(
             call += (leaves, to_torch(rest[-1][0]))
         inputs.append(call)
     made, (y, *gradients) = candidate_of(name, step if mode == "grad" else forward, inputs)
-    return made, [to_jax(y), *(to_jax(_transposed(each)) for each in gradients)]
+    return made, [to_jax(y), *(to_jax(transposed(each)) for each in gradients)]
 
 
-def _transposed(tensor: Any) -> Any:
-    """A transposed copy of a matrix; anything else as it is."""
+def transposed(tensor: Any) -> Any:
+    """Returns a transposed copy of a matrix, or anything else as it is."""
     return tensor.transpose(0, 1).contiguous() if len(tensor.shape) == 2 else tensor

@@ -1,4 +1,4 @@
-"""The operations in plain PyTorch, as its users write them: what torch.compile compiles. float32 between the casts."""
+"""The operations in plain PyTorch, as users write them and torch.compile compiles them; float32 between the casts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def linear(x, w, bias=None, activation=None, residual=None, out_dtype=None):
-    """See `pallas_kernels.linear`; results of x's dtype only."""
+    """See `pallas_kernels.linear`; the result has x's dtype."""
     if out_dtype is not None:
         raise NotImplementedError("PyTorch's product has its operands' dtype")
     y = x @ w
@@ -32,7 +32,7 @@ def linear(x, w, bias=None, activation=None, residual=None, out_dtype=None):
 
 
 def normalised(x, norm=None, norm_scale=None, norm_bias=None, mean_square=None, epsilon=1e-6):
-    """The norm of x, as the operations that fuse one have it among their arguments."""
+    """Returns the norm of x, for operations that fuse a norm and take its parameters as arguments."""
     if norm is None:
         return x
     scale = None if norm_scale is None else norm_scale.float()
@@ -95,8 +95,10 @@ def qkv_projection(
 
 
 def with_projection_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The projections' arguments with float32 cosines and sines in place of positions: PyTorch's models compute them
-    once for all layers."""
+    """Returns the projections' arguments with float32 cosines and sines in place of positions.
+
+    PyTorch models compute them once for all layers.
+    """
     kept = {name: value for name, value in arguments.items() if name not in ("positions", "theta")}
     if "positions" not in arguments:
         return kept
@@ -183,10 +185,10 @@ def rope(query, key, cosine, sine, interleaved=False):
 
 
 def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rope's arguments with float32 cosines and sines, (batch or none, length, 1, half), in place of positions.
+    """Returns rope's arguments with float32 cosines and sines, (batch or none, length, 1, half), in place of positions.
 
-    PyTorch's models compute them once for all layers. Compiled together with the rotation, they would be computed for
-    every element, at five times the time.
+    PyTorch models compute them once for all layers. Compiled together with the rotation, they would be computed for
+    every element and take five times as long.
     """
     half = arguments["query"].shape[-1] // 2
     exponents = -torch.arange(half, device=arguments["query"].device, dtype=torch.float32) / half
@@ -226,8 +228,23 @@ def lora_linear(x, w, a, b, alpha=1.0, bias=None):
     return (y if bias is None else y + bias,)
 
 
+def embedding_bag(table, indices, weights=None, mode="sum"):
+    """See `pallas_kernels.embedding_bag`. PyTorch takes no index out of range."""
+    bags = indices.reshape(-1, indices.shape[-1])
+    given = None if weights is None else weights.reshape(bags.shape).to(table.dtype)
+    y = F.embedding_bag(bags, table, mode=mode, per_sample_weights=given)
+    return (y.reshape(*indices.shape[:-1], table.shape[1]),)
+
+
+def dot_interaction(features, self_interaction=False):
+    """See `pallas_kernels.dot_interaction`."""
+    fields = features.shape[-2]
+    first, second = torch.tril_indices(fields, fields, 0 if self_interaction else -1, device=features.device)
+    return ((features @ features.transpose(-2, -1))[..., first, second],)
+
+
 def attention(query, key, value, is_causal=False, window=None, segment_ids=None, softcap=None, dropout_rate=0.0):
-    """See `pallas_kernels.attention`: PyTorch's fused kernels, whichever it chooses. It draws dropout's mask itself."""
+    """See `pallas_kernels.attention`. PyTorch chooses the fused kernel and draws dropout's mask itself."""
     if window is not None or segment_ids is not None or softcap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no window, segments or softcap but by a dense mask")
     operands = (x.transpose(1, 2) for x in (query, key, value))
@@ -248,16 +265,18 @@ FUNCTIONS: Mapping[str, Function] = {
     "batch_norm": batch_norm,
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": lora_linear,
+    "embedding_bag": embedding_bag,
+    "dot_interaction": dot_interaction,
     **_PRODUCTS,
 }
 
 
 PREPARE: Mapping[str, Prepare] = {"rope": with_angles, "qkv_projection": with_projection_angles}
-"""What is done to the arguments beforehand, outside of what is timed."""
+"""Changes to the arguments, made outside the timing."""
 
 
 def get_function(name: str) -> Function:
-    """The operation called `name`; NotImplementedError where it is not written in PyTorch here."""
+    """Returns the operation called `name`; raises NotImplementedError if it is not written in PyTorch here."""
     if name not in FUNCTIONS:
         raise NotImplementedError(f"no {name} in PyTorch here, only {', '.join(FUNCTIONS)}")
     return FUNCTIONS[name]

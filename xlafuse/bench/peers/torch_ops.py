@@ -1,4 +1,4 @@
-"""The operations in plain PyTorch: a kernel for each of its functions, or compiled by torch.compile."""
+"""The operations in plain PyTorch: run eagerly, or compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xlafuse.bench.peers.torch_functions import PREPARE, get_function
 from xlafuse.bench.timing import Candidate
 
 COMPILE_MODES = {"torch_eager": None, "torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
-"""torch.compile's mode of each peer. Autotuning is Inductor's best, at many seconds a shape."""
+"""torch.compile's mode of each peer. Autotuning takes many seconds a shape and gives Inductor's best."""
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-    """See `xlafuse.bench.peers`."""
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     function, prepare = get_function(operation), PREPARE.get(operation, unchanged)
     if mode := COMPILE_MODES[name]:
-        # Shapes are constants, as in XLA: a second shape of the same function would otherwise become a dynamic one.
+        # Makes shapes compile-time constants, as in XLA; a second shape of the same function would become dynamic.
         torch._dynamo.reset()
         function = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
     if phase == "forward":
         return forward_candidate(name, function, cases, prepare)
-    # The graph of one forward pass is run backward again and again, so that its buffers must not be given away.
+    # The graph of one forward pass runs backward many times, so that its buffers must not be donated.
     with torch._functorch.config.patch(donated_buffer=False):
         return backward_candidate(name, function, cases, prepare)

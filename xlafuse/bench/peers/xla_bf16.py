@@ -1,4 +1,4 @@
-"""XLA's product with 16-bit weights: the baseline of integer weights."""
+"""XLA's product with 16-bit weights, the baseline for integer weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGERS = ("values", "scales", "group_size")
 
 
 def with_wide_weights(case: Case) -> dict[str, Any]:
-    """`quantized_linear`'s arguments with weights of x's dtype in place of integers; made outside the timing."""
+    """Returns `quantized_linear`'s arguments with weights in x's dtype instead of integers, made outside the timing."""
     arguments = plain(case.arguments)
     values, bits = arguments["values"], 4 if arguments["values"].dtype.name == "int4" else 8
     weight = QuantizedWeight(values=values, scales=arguments["scales"], bits=bits, group_size=arguments["group_size"])
@@ -26,7 +26,7 @@ def with_wide_weights(case: Case) -> dict[str, Any]:
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
-    """See `xlafuse.bench.peers`."""
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if operation != "quantized_linear" or phase != "forward":
         raise NotImplementedError("only quantized_linear forward is compared with 16-bit weights")
     call = jax.jit(lambda arguments: (linear_reference(**plain(arguments)),))

@@ -1,0 +1,52 @@
+"""`xlafuse explain` on saved reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from hlo_analysis.saved import save
+from tests.report.examples import llama_comparison
+
+
+def test_without_names_the_costliest_edges(invoke, report: str):
+    result = invoke("explain", "--capture", report, "-n", "2")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1].strip() == "1. #4 gemm_fusion_dot.2 → #5 softmax_fusion"
+    assert "897 µs at stake (estimated)" in result.stdout
+    assert " 3. " not in result.stdout
+
+
+def test_one_edge(invoke, report: str):
+    result = invoke("explain", "block/rope", "#4", "--capture", f"{report}:xla")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("#3 loop_concatenate_fusion → #4 gemm_fusion_dot.2\n")
+    assert "Fusing costs more than it saves" in result.stdout
+
+
+def test_another_strategy_and_an_analysis_alone(invoke, report: str):
+    pallas = llama_comparison()["pallas"].analysis
+    assert pallas is not None
+    save(pallas, "pallas.json.gz")
+    results = [invoke("explain", "--capture", path) for path in (f"{report}:pallas", "pallas.json.gz")]
+    assert results[0].exit_code == results[1].exit_code == 0
+    assert results[0].stdout == results[1].stdout != invoke("explain", "--capture", report).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["soft", "xyz", "--capture", "report.json"], "has 'xyz' in its name"),
+        (["--capture", "report.json:xlaa"], "no strategy 'xlaa'; did you mean 'xla'"),
+        (["--capture", "absent.json"], "cannot read absent.json"),
+        (["--capture", "absent"], "absent does not exist"),
+        (["--capture", "report.json", "--fn", "a:b"], "expected one of --fn, --block and --capture, got 2"),
+        (["--capture", "report.json", "--target", "h100"], "compiled already: --target cannot change it"),
+        ([], "expected one of --fn, --block and --capture, got 0"),
+        (["--block", "tiny", "--strategy", "fused"], "fused and --args are for --fn"),
+    ],
+)
+def test_bad_input(invoke, report: str, words: list[str], message: str):
+    result = invoke("explain", *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""

@@ -1,0 +1,270 @@
+"""`xlafuse fuse`: the sites of a file's functions as a diff, the refusals, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = """\
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def rms(h, weight):
+    wide = h.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return (wide * inverse * weight).astype(h.dtype)
+
+
+def block(x, residual, params):
+    total = x + residual
+    wide = total.astype(jnp.float32)
+    variance = jnp.mean(wide**2, axis=-1, keepdims=True)
+    print("traced")
+
+    normed = (wide * jax.lax.rsqrt(variance + 1e-6) * params["scale"]).astype(x.dtype)
+    y = jax.nn.softmax(
+        normed.astype(jnp.float32)
+    )
+    return 2 * rms(y, 1 + params["scale"]), total
+
+
+def block_arguments():
+    array = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    return array, array, {"scale": jax.ShapeDtypeStruct((256,), jnp.float32)}
+
+
+def near(x, scale):
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    return (wide * inverse).astype(x.dtype) * scale
+
+
+@jax.jit
+def softmax(x):
+    return jax.nn.softmax(x)
+
+
+def twice(x):
+    a = jax.nn.softmax(x)
+    b = 2 * jax.nn.softmax(a)
+    c = softmax(b)
+    return softmax(c)
+
+
+def scanned(x, weights):
+    return jax.lax.scan(lambda h, w: (rms(h, w), None), x, weights)[0]
+
+
+def multiplied(x, power):
+    return x**power
+
+
+gradient = jax.grad(lambda x: rms(x, 1.0).sum())
+number = 3
+
+
+def broken(x, w):
+    y = x * 2
+    return y @ w
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.RMSNorm(256, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(self.norm(x))
+
+
+layer = Layer()
+
+
+def apply(layer, x):
+    return layer(layer(x))
+
+
+def layer_arguments():
+    return layer, jnp.ones((8, 256))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # --fn puts the current folder on it
+    monkeypatch.delitem(sys.modules, "fused_model", raising=False)
+    (tmp_path / "fused_model.py").write_text(MODEL)
+
+
+@pytest.fixture
+def fused(invoke):
+    """What `xlafuse fuse --json` gives of a function of the file."""
+
+    def found(name: str, *words: str):
+        result = invoke("fuse", "--fn", f"fused_model.py:{name}", "--json", *words)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return found
+
+
+ROWS, SCALE = ("--shape", "bf16[8,256]"), ("--shape", "f32[256]")
+ALL = ("--ops", "rms_norm,softmax")
+"""Takes sites also where XLA fuses them with their neighbours."""
+
+
+def test_the_sites_as_a_diff(invoke):
+    result = invoke("fuse", "--fn", "fused_model.py:block", "--args", "fused_model.py:block_arguments", *ALL)
+    assert result.exit_code == 0
+    printed, heading, rest = result.stdout.partition("block: 3 sites taken, 0 refused\n")
+    assert (printed, bool(heading)) == ("traced\n", True)
+    assert rest.splitlines() == [
+        "",
+        "@@ fused_model.py:13-18 @@ rms_norm by mosaic for 12 equations",
+        "-    total = x + residual",
+        "-    wide = total.astype(jnp.float32)",
+        "-    variance = jnp.mean(wide**2, axis=-1, keepdims=True)",
+        '     print("traced")',
+        " ",
+        '-    normed = (wide * jax.lax.rsqrt(variance + 1e-6) * params["scale"]).astype(x.dtype)',
+        "+    normed, total = rms_norm(x, params['scale'], residual=residual, epsilon=1e-06)",
+        "  # x bf16[8,256], scale f32[256], residual bf16[8,256]",
+        "",
+        "@@ fused_model.py:19-21 @@ softmax by mosaic for 9 equations",
+        "-    y = jax.nn.softmax(",
+        "-        normed.astype(jnp.float32)",
+        "-    )",
+        "+    y = softmax(normed.astype(jnp.float32))",
+        "  # x f32[8,256]",
+        "",
+        "@@ fused_model.py:8-9 @@ rms_norm by mosaic for 9 equations",
+        "-    inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)",
+        "-    return (wide * inverse * weight).astype(h.dtype)",
+        "+    return (rms_norm(x, scale, epsilon=1e-05)).astype(h.dtype)",
+        "  # x f32[8,256], scale f32[256]",
+    ]
+
+
+def test_json_has_the_same(fused):
+    found = fused("block", "--args", "fused_model.py:block_arguments", *ALL)
+    assert (found["function"], found["note"], found["refused"]) == ("block", None, [])
+    first = found["taken"][0]
+    assert first.pop("diff")[-1] == ["+", f"    normed, total = {first['call']}"]
+    assert first == {
+        "operation": "rms_norm",
+        "implementation": "mosaic",
+        "where": "fused_model.py:13-18",
+        "call": "rms_norm(x, params['scale'], residual=residual, epsilon=1e-06)",
+        "arrays": {"x": "bf16[8,256]", "scale": "f32[256]", "residual": "bf16[8,256]"},
+        "equations": 12,
+        "count": 1,
+    }
+
+
+def test_target_and_operations(fused):
+    found = fused("block", "--args", "fused_model.py:block_arguments", "--target", "cpu", "--ops", "softmax")
+    assert [(each["operation"], each["implementation"]) for each in found["taken"]] == [("softmax", "xla")]
+
+
+def test_refusals_with_line_and_difference(invoke, fused):
+    result = invoke("fuse", "--fn", "fused_model.py:near", *ROWS, "--shape", "bf16[256]")
+    assert "near: 0 sites taken, 2 refused" in result.stdout
+    assert "no rms_norm: XLA fuses it with what reads its result (mul)" in result.stdout  # the norm without its scale
+    assert "fused_model.py:33: no rms_norm: the scale is multiplied after the cast" in result.stdout
+    assert "\n    return (wide * inverse).astype(x.dtype) * scale\n" in result.stdout
+    assert [
+        each["operation"] for each in fused("near", *ROWS, "--shape", "bf16[256]", "--allow", "rounding")["taken"]
+    ] == ["rms_norm"]
+
+
+def test_what_jit_keeps_is_told_by_where_it_is_called(fused):
+    taken = fused("twice", "--shape", "f32[8,256]", *ALL)["taken"]
+    assert [(each["diff"][0][1].strip(), each["diff"][-1][1].strip()) for each in taken] == [
+        ("a = jax.nn.softmax(x)", "a = softmax(x)"),
+        ("b = 2 * jax.nn.softmax(a)", "b = 2 * softmax(a)"),
+        ("return jax.nn.softmax(x)", "return softmax(x, scale=2.0)"),
+        ("return jax.nn.softmax(x)", "return softmax(x)"),
+    ]
+
+
+def test_bodies_of_loops(fused):
+    (site,) = fused("scanned", "--shape", "bf16[8,256]", "--shape", "f32[3,256]")["taken"]
+    assert (site["where"], site["diff"][-1][1]) == (
+        "fused_model.py:7-9",
+        "    return rms_norm(x, scale, epsilon=1e-05)",
+    )
+
+
+def test_modules_show_the_lines_that_call_flax(fused):
+    (site,) = fused("apply", "--args", "fused_model.py:layer_arguments", *ALL)["taken"]
+    assert (site["operation"], site["count"]) == ("rms_norm", 2)
+    assert site["diff"] == [
+        ["-", "        return self.dropout(self.norm(x))"],
+        ["+", "        return self.dropout(rms_norm(x, scale, epsilon=1e-06))"],
+    ]
+
+
+def test_differentiated_functions_are_told(fused, invoke):
+    found = fused("gradient", "--shape", "f32[8,256]")
+    assert found["taken"] == found["refused"] == []
+    assert "is differentiated already" in found["note"]
+    assert (
+        "is differentiated already" in invoke("fuse", "--fn", "fused_model.py:gradient", "--shape", "f32[8,256]").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("number", [], "expected a function from --fn fused_model.py:number, got a int"),
+        ("blok", [], "no 'blok' in fused_model; did you mean 'block'"),
+        ("near", [*ROWS], "Give one --shape "),
+        ("near", [*ROWS, *SCALE, "--ops", "rms"], "fuse: no operation 'rms'; ops are among"),
+        ("near", [*ROWS, *SCALE, "--allow", "all"], "unknown --allow 'all'; there are rounding, empty_rows"),
+        ("near", [*ROWS, *SCALE, "--target", "h2000"], "h2000"),
+        ("near", [*ROWS, "--shape", "f32[256"], "expected --shape as"),
+        ("layer", ["--shape", "f32[8,256]"], "have --args return the module, and --fn take it as an argument"),
+    ],
+)
+def test_bad_input(invoke, name, words, message):
+    result = invoke("fuse", "--fn", f"fused_model.py:{name}", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout in ("", "traced\n")
+
+
+def test_an_error_of_the_function_comes_with_its_line(invoke):
+    result = invoke("fuse", "--fn", "fused_model.py:broken", "--shape", "f32[8,256]", "--shape", "f32[8]")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "xlafuse: broken could not be traced with arguments (x: f32[8,256], w: f32[8]): TypeError: dot_general requires"
+    )
+    assert result.stderr.endswith("\n  at fused_model.py:62, in broken: return y @ w\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_static_arguments(fused, tmp_path: Path):
+    (tmp_path / "given.py").write_text("import jax.numpy as jnp\narguments = (jnp.ones((8, 256)), 2)\n")
+    assert fused("multiplied", "--args", "given.py:arguments")["taken"] == []
+
+
+def test_the_page_shows_what_the_command_prints(invoke, tmp_path: Path):
+    root = Path(__file__).parents[2]
+    blocks = {
+        name: re.findall(rf"```{name}\n(.*?)```", text, re.DOTALL)
+        for name, text in (
+            ("python", (root / "README.md").read_text(encoding="utf-8")),
+            ("text", (root / "docs/drop-ins.md").read_text(encoding="utf-8")),
+        )
+    }
+    (tmp_path / "readme_model.py").write_text(blocks["python"][0])
+    rows = ("--shape", "bf16[8192,4096]")
+    result = invoke("fuse", "--fn", "readme_model.py:add_norm", *rows, *rows, "--shape", "bf16[4096]")
+    assert result.stdout.replace("readme_model", "model") == blocks["text"][0]

@@ -1,0 +1,261 @@
+"""Sites that are made of several operations, and what keeps the operations apart."""
+
+from __future__ import annotations
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rewriting import normal
+
+from xlafuse.fusion.sites_rope import theta_of
+
+BF16 = jnp.bfloat16
+X, W = normal((2, 8, 64), BF16), normal((64, 64), BF16, 1) / 8
+UP, SCALE, BIAS = normal((64, 64), BF16, 2) / 8, normal((64,), seed=3), normal((64,), BF16, 4)
+POSITIONS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8) % 11
+
+
+def wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rms(x, scale=1.0, epsilon=1e-6):
+    value = wide(x)
+    return (value * jax.lax.rsqrt(jnp.mean(value * value, -1, keepdims=True) + epsilon) * scale).astype(x.dtype)
+
+
+def angles(x, positions, theta=5e5):
+    half = x.shape[-1] // 2
+    return positions.astype(wide(x).dtype)[..., None, None] * theta ** (-jnp.arange(half, dtype=wide(x).dtype) / half)
+
+
+def halves(x, positions):
+    cosine, sine = jnp.cos(angles(x, positions)), jnp.sin(angles(x, positions))
+    a, b = jnp.split(wide(x), 2, -1)
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1).astype(x.dtype)
+
+
+def neighbours(x, positions):
+    wavelength = 10000.0 ** (jnp.arange(0, x.shape[-1], 2, dtype=wide(x).dtype) / x.shape[-1])
+    angle = (positions.astype(wide(x).dtype)[..., None] / wavelength)[..., None, :]
+    a, b = wide(x)[..., 0::2], wide(x)[..., 1::2]
+    pairs = [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)]
+    return jnp.stack(pairs, -1).reshape(x.shape).astype(x.dtype)
+
+
+def rotate_half(x, positions):
+    angle = jnp.concatenate([angles(x, positions)] * 2, -1)
+    half = x.shape[-1] // 2
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
+    return x * jnp.cos(angle).astype(x.dtype) + turned * jnp.sin(angle).astype(x.dtype)
+
+
+Q, K = normal((2, 8, 4, 16), seed=5), normal((2, 8, 2, 16), seed=6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float32])
+@pytest.mark.parametrize("rotate", [halves, neighbours, rotate_half])
+def test_rope(sites, rotate, dtype):
+    reports = []
+
+    def fn(q, k, positions):
+        return rotate(q, positions), rotate(k, positions)
+
+    assert sites(fn, Q.astype(dtype), K.astype(dtype), POSITIONS, told=reports.append) == ["rope"]
+    options = reports[0].taken[0].options
+    assert options["interleaved"] == (rotate is neighbours)
+    assert options["theta"] == (10000.0 if rotate is neighbours else 5e5)
+    assert sites(fn, Q.astype(dtype), K.astype(dtype), POSITIONS[0]) == ["rope"]
+
+
+def test_rope_of_floating_positions(sites):
+    def fn(q, k):
+        positions = jnp.arange(8, dtype=wide(q).dtype) + 3
+        return halves(q, positions), halves(k, positions)
+
+    assert sites(fn, Q, K) == ["rope"]
+    assert sites(lambda q, k: (halves(q, jnp.arange(8) / 2), halves(k, jnp.arange(8) / 2)), Q, K) == []
+
+
+def test_the_base_of_frequencies_is_found_to_float32():
+    base = 50.0
+    for length, exponent in ((2, 4), (2, 2), (64, 64)):
+        frequency = np.asarray(1 / base ** (np.arange(length) / exponent), np.float32)
+        expected = base ** (length / exponent)
+        assert abs(theta_of(frequency) / expected - 1) < 1e-7 * length
+
+
+NOT_ROPE = {
+    "one array": lambda q, k, p: (halves(q, p), k),
+    "other positions": lambda q, k, p: (halves(q, p), halves(k, p + 1)),
+    "the other way round": lambda q, k, p: (halves(q, -p[..., ::-1]), halves(k, p)),
+    "frequencies of no one base": lambda q, k, p: tuple(_stretched(x, p) for x in (q, k)),
+    "halves become neighbours": lambda q, k, p: tuple(neighbours(halves(x, p), 0 * p)[..., ::-1] for x in (q, k)),
+}
+
+
+def _stretched(x, positions):
+    frequency = jnp.asarray([1.0, 0.5, 0.4, 0.1, 0.05, 0.01, 0.005, 0.001], wide(x).dtype)
+    angle = positions.astype(wide(x).dtype)[..., None, None] * frequency
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+
+
+@pytest.mark.parametrize("name", NOT_ROPE)
+def test_what_is_no_rope(sites, name):
+    assert "rope" not in sites(NOT_ROPE[name], Q, K, POSITIONS) or name == "halves become neighbours"
+
+
+def test_a_rotation_alone_is_refused_with_the_reason(sites):
+    reports = []
+    sites(halves, Q, POSITIONS, told=reports.append)
+    assert any(each.operation == "rope" and "together" in each.reason for each in reports[0].refused)
+
+
+COMBINED = {
+    "norm_linear": lambda x, w, u, s, b: jax.nn.gelu(rms(x, s) @ w + b),
+    "gated_linear": lambda x, w, u, s, b: jax.nn.silu(rms(x, s) @ w) * (rms(x, s) @ u),
+    "linear_residual_norm": lambda x, w, u, s, b: (
+        lambda total: (total, jax.nn.silu(rms(total) @ w) * (rms(total) @ u))
+    )(x @ u + x[::-1]),
+    "lora_linear": lambda x, w, u, s, b: x @ w + (x @ u[:, :4]) @ w[:4] * 0.5 + b,
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_products(sites, name):
+    found = sites(COMBINED[name], X, W, UP, SCALE, BIAS)
+    assert found == (["gated_linear", name] if name == "linear_residual_norm" else [name])
+
+
+def test_a_norm_that_others_read_stays_by_itself(sites):
+    assert sites(lambda x, w, s: (rms(x, s) @ w, rms(x, s)), X, W, SCALE) == ["linear", "rms_norm"]
+    assert sites(lambda x, w, u, s: (rms(x, s) @ w, rms(x, s) @ u), X, W, UP, SCALE) == ["linear", "linear", "rms_norm"]
+
+
+def test_a_sum_before_a_norm_goes_to_its_product(sites):
+    reports = []
+
+    def fn(x, w, u, s):
+        total = x @ u + x[::-1]
+        return total, rms(total, s) @ w
+
+    assert sites(fn, X, W, UP, SCALE, told=reports.append) == ["linear", "norm_linear"]
+    assert "residual" in next(each for each in reports[0].taken if each.operation == "linear").arrays
+
+
+def test_low_rank_of_another_input_is_left(sites):
+    assert "lora_linear" not in sites(lambda x, y, w, u: x @ w + (y @ u[:, :4]) @ w[:4], X, X[::-1], W, UP)
+
+
+def block(rotate=None, biased=False, normed=False):
+    def fn(x, wq, wk, wv, s, head_scale, b, positions):
+        h = rms(x, s)
+        q, k, v = (h @ w + b[: w.shape[1]] if biased else h @ w for w in (wq, wk, wv))
+        q, k, v = (y.reshape(2, 8, -1, 16) for y in (q, k, v))
+        q, k = (rms(q, head_scale), rms(k, head_scale)) if normed else (q, k)
+        q, k = (rotate(q, positions), rotate(k, positions)) if rotate else (q, k)
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rotate": halves}, {"rotate": neighbours, "biased": True}, {"rotate": halves, "normed": True}]
+)
+def test_qkv_projection(sites, options):
+    reports = []
+    arguments = (X, W, UP[:, :32], W[:, 32:], SCALE, normal((16,), seed=8), BIAS, POSITIONS)
+    assert sites(block(**options), *arguments, told=reports.append) == ["attention", "qkv_projection"]
+    found = next(each for each in reports[0].taken if each.operation == "qkv_projection")
+    assert found.arrays["w_k"] == "bfloat16[64,32]" and "norm_scale" in found.arrays
+    assert ("q_scale" in found.arrays) == ("normed" in options)
+
+
+H, TABLE = normal((4, 6, 64), BF16, 9), normal((128, 64), BF16, 10) / 8
+LABELS = jnp.arange(24, dtype=jnp.int32).reshape(4, 6) * 5
+
+LOSSES = {
+    "optax": lambda h, t, y: optax.softmax_cross_entropy_with_integer_labels(wide(h @ t.T), y).mean(),
+    "by hand": lambda h, t, y: -jnp.take_along_axis(jax.nn.log_softmax(wide(h @ t.T)), y[..., None], -1).mean(),
+    "one-hot": lambda h, t, y: optax.softmax_cross_entropy(wide(h @ t.T), jax.nn.one_hot(y, 128)).sum(),
+    "rows in one": lambda h, t, y: optax.softmax_cross_entropy_with_integer_labels(
+        wide(h @ t.T).reshape(-1, 128), y.reshape(-1)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_linear_cross_entropy(sites, name):
+    reports = []
+    assert sites(LOSSES[name], H, TABLE, LABELS, told=reports.append) == ["linear_cross_entropy"]
+    assert reports[0].taken[0].options["reduction"] == "sum"
+
+
+def test_logits_that_are_returned_are_computed(sites):
+    def fn(h, t, y):
+        logits = wide(h @ t.T)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+    assert sites(fn, H, TABLE, LABELS) == ["cross_entropy", "linear"]
+
+
+INTEGERS = jnp.asarray(np.random.default_rng(0).integers(-127, 128, (64, 64)), jnp.int8)
+SCALES = jnp.abs(normal((64,), seed=11)) / 64
+
+
+def test_quantized_linear(sites):
+    def fn(x, integers, scales, b):
+        return jax.nn.silu(x @ (integers.astype(scales.dtype) * scales).astype(x.dtype) + b)
+
+    assert sites(fn, X, INTEGERS, SCALES, BIAS) == ["quantized_linear"]
+    transposed = lambda x, i, s: x @ (i.astype(x.dtype) * s[:, None].astype(x.dtype)).T  # noqa: E731
+    assert sites(transposed, X, INTEGERS, SCALES) == ["quantized_linear"]
+
+
+def test_scales_of_the_inputs_are_left(sites):
+    def fn(x, integers, scales):
+        return x @ (integers.astype(scales.dtype) * scales[:, None]).astype(x.dtype)
+
+    assert sites(fn, X, INTEGERS, SCALES) == ["linear"]
+
+
+def test_batch_norm(sites):
+    def fn(x, s, b):
+        mean, variance = x.mean((0, 1)), x.var((0, 1))
+        return (x - mean) / jnp.sqrt(variance + 1e-3) * s + b, 0.9 * mean, variance
+
+    x = normal((4, 8, 64), seed=12)
+    assert sites(fn, x, SCALE, SCALE[::-1]) == ["batch_norm"]
+
+
+def test_a_norm_by_the_mean_of_other_axes_is_left(sites):
+    def fn(x, s, b):
+        return (x - x.mean((0, 2), keepdims=True)) / jnp.sqrt(x.var((0, 1)) + 1e-3) * s + b
+
+    assert "batch_norm" not in sites(fn, normal((4, 8, 64), seed=12), SCALE, SCALE[::-1])
+
+
+def test_batch_norm_of_nnx(sites):
+    module = nnx.BatchNorm(64, rngs=nnx.Rngs(0))
+    assert sites(module, normal((16, 64)), checks=False) == ["batch_norm"]
+
+
+def test_dropout_before_a_norm_is_refused_with_the_reason(sites):
+    def fn(x, residual, s, key):
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        return rms(jnp.where(kept, x / 0.9, 0) + residual, s)
+
+    reports = []
+    sites(fn, X, X[::-1], SCALE, jax.random.PRNGKey(0), checks=False, told=reports.append)
+    assert any(each.operation == "dropout_residual_norm" and "mask" in each.reason for each in reports[0].refused)
+
+
+def test_operations_that_are_named_are_the_only_ones(sites):
+    assert sites(COMBINED["norm_linear"], X, W, UP, SCALE, BIAS, ops=["norm_linear"]) == ["norm_linear"]
+    assert sites(COMBINED["norm_linear"], X, W, UP, SCALE, BIAS, ops=["linear"]) == ["linear"]
+    with pytest.raises(ValueError, match="no operation 'rotation'"):
+        sites(COMBINED["norm_linear"], X, W, UP, SCALE, BIAS, ops=["rotation"])

@@ -1,0 +1,143 @@
+"""Matrix products, attention and losses: what is taken, in which spellings, and what only looks like one of them."""
+
+from __future__ import annotations
+
+import math
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rewriting import normal
+
+BF16 = jnp.bfloat16
+X, W, B, R = (normal(s, BF16, k) for k, s in enumerate(((2, 16, 64), (64, 128), (128,), (2, 16, 128))))
+W = W / 8
+
+LINEAR = {
+    "bias": lambda x, w, b, r: x @ w + b,
+    "bias, activation and residual": lambda x, w, b, r: jax.nn.gelu(x @ w + b) + r,
+    "residual first": lambda x, w, b, r: r + jnp.einsum("btf,fn->btn", x, w),
+    "of the transposed": lambda x, w, b, r: jnp.einsum("nf,btf->btn", w.T, x) + b,
+    "rows in one": lambda x, w, b, r: (x.reshape(-1, 64) @ w + b).reshape(2, 16, 128),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear(sites, name):
+    assert sites(LINEAR[name], X, W, B, R) == ["linear"]
+
+
+def test_gated_linear(sites):
+    assert sites(lambda x, w, v: jax.nn.silu(x @ w) * (x @ v), X, W, W[::-1]) == ["gated_linear"]
+    assert "gated_linear" not in sites(lambda x, y, w, v: jax.nn.silu(x @ w) * (y @ v), X, X[::-1], W, W[::-1])
+
+
+def test_a_product_used_elsewhere_is_left_to_itself(sites):
+    def fn(x, w, b):
+        y = x @ w
+        return jax.nn.silu(y + b), y
+
+    reports = []
+    sites(fn, X, W, B, told=reports.append)
+    assert not any("bias" in each.arrays for each in reports[0].taken if each.operation == "linear")
+
+
+def test_a_precise_product_is_left(sites):
+    assert sites(lambda x, w, b: jnp.matmul(x, w, precision="highest") + b, X, W, B, checks=False) == []
+
+
+def attend(q, k, v, *, seen=None, scale=None, transposed=False, cap=None):
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("bqhd,bkhd->bhkq" if transposed else "bqhd,bkhd->bhqk", q, k)
+    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = scores if seen is None else jnp.where(seen, scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+Q = normal((2, 16, 4, 32), seed=4)
+K, V = normal((2, 16, 2, 32), seed=5), normal((2, 16, 2, 32), seed=6)
+TRIL = jnp.tril(jnp.ones((16, 16), bool))
+
+
+def heads_first(q, k, v):
+    q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.repeat(2, 2), v.repeat(2, 2)))
+    return jnp.swapaxes(jax.nn.softmax(0.2 * q @ jnp.swapaxes(k, 2, 3), axis=-1) @ v, 1, 2)
+
+
+ATTENTION = {
+    "einsum": (attend, {}),
+    "soft cap": (lambda q, k, v: attend(q, k, v, cap=20.0), {}),
+    "causal": (lambda q, k, v: attend(q, k, v, seen=jnp.tril(jnp.ones((16, 16), bool))), {"is_causal": True}),
+    "jax": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="xla"), {}),
+    "jax, causal": (
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"),
+        {"is_causal": True},
+    ),
+    "heads first": (heads_first, {}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(sites, name):
+    function, options = ATTENTION[name]
+    reports = []
+    assert sites(function, Q, K, V, told=reports.append) == ["attention"]
+    assert reports[0].taken[0].options.items() >= options.items()
+    assert reports[0].taken[0].arrays["key"] == "float32[2,16,2,32]"
+
+
+@pytest.mark.parametrize("name", ["jax", "jax, causal"])
+def test_attention_in_bfloat16(sites, name):
+    assert sites(ATTENTION[name][0], *(a.astype(BF16) for a in (Q, K, V)), checks=False) == ["attention"]
+
+
+NOT_ATTENTION = {
+    "scores transposed": lambda q, k, v: attend(q, k, v, transposed=True),
+    "softmax over queries": lambda q, k, v: jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q), axis=2), q
+    ),
+    "heads in another order": lambda q, k, v: attend(q, jnp.tile(k, (1, 1, 2, 1)), jnp.tile(v, (1, 1, 2, 1))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ATTENTION)
+def test_what_is_another_attention(sites, name):
+    reports = []
+    sites(NOT_ATTENTION[name], Q, K, V, told=reports.append)  # what is taken must give the same numbers
+    assert not any(each.arrays.get("key") == "float32[2,16,2,32]" for each in reports[0].taken)
+
+
+@pytest.mark.parametrize("seen", [~TRIL, jnp.tril(jnp.ones((16, 16), bool), 1), TRIL.T])
+def test_masks_that_are_not_causal(sites, seen):
+    assert "attention" not in sites(lambda q, k, v, m: attend(q, k, v, seen=m), Q, K, V, seen, checks=False)
+
+
+def test_attention_of_nnx(sites):
+    module = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    assert sites(lambda x: module(x), normal((2, 16, 64)), checks=False) == ["attention"]
+
+
+LOGITS, LABELS = normal((8, 32), seed=7), jnp.arange(8) - 1  # -1 is the last class to JAX's indexing
+
+LOSSES = {
+    "optax": lambda x, y: optax.softmax_cross_entropy_with_integer_labels(x, y).mean(),
+    "log_softmax": lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], -1).mean(),
+    "one-hot": lambda x, y: optax.softmax_cross_entropy(x, jax.nn.one_hot(y, 32)).sum(),
+    "logsumexp": lambda x, y: (jax.nn.logsumexp(x, axis=-1) - jnp.take_along_axis(x, y[:, None], -1)[:, 0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_cross_entropy(sites, name):
+    assert sites(LOSSES[name], LOGITS, LABELS) == ["cross_entropy"]
+
+
+def test_losses_over_another_axis_are_left(sites):
+    def fn(x, y):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x, axis=0), y[:, None], -1).mean()
+
+    assert sites(fn, LOGITS, LABELS) == []

@@ -1,0 +1,221 @@
+"""Ways to write operations that public models have."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rewriting import normal
+
+from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+from hlo_analysis.targets import load_target
+from xlafuse.fusion import fuse
+from xlafuse.fusion.plan import Plan, make_plan
+from xlafuse.fusion.sites import spellings
+from xlafuse.models.config import get_preset
+from xlafuse.models.functional import block_function
+
+BF16 = jnp.bfloat16
+Q, K, V = normal((2, 8, 4, 16), BF16), normal((2, 8, 2, 16), BF16, 1), normal((2, 8, 2, 16), BF16, 2)
+SEEN = jnp.tril(jnp.ones((8, 8), bool))
+LOGITS, LABELS = 4 * normal((2, 8, 48)), jnp.arange(16, dtype=jnp.int32).reshape(2, 8) * 5 % 48
+
+
+def wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def scores_in_float32(q, k, v, seen):
+    """The product is in float32, and the query is scaled before it."""
+    k, v = (jnp.repeat(each, 2, axis=2) for each in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", wide(q) / jnp.sqrt(16).astype(wide(q).dtype), wide(k))
+    bias = jnp.where(seen, 0.0, jnp.finfo(q.dtype).min).astype(q.dtype)
+    weights = jax.nn.softmax(scores + bias[None, None]).astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def test_attention_with_scores_of_widened_arrays(sites):
+    told = []
+    assert sites(scores_in_float32, Q, K, V, SEEN, told=told.append) == ["attention"]
+    (site,) = told[0].taken
+    assert site.options == {"scale": 0.25}
+    assert site.arrays["query"] == "bfloat16[2,8,4,16]"
+
+
+def test_attention_is_not_narrowed_where_one_array_is_wide(sites):
+    assert "attention" not in sites(scores_in_float32, Q, normal((2, 8, 2, 16)), V, SEEN)
+
+
+def test_attention_with_16_bit_scores_and_a_wide_softmax(sites):
+    def fn(q, k, v, seen):
+        grouped = q.reshape(2, 8, 2, 2, 16)
+        scores = jnp.einsum("btkgh,bskh->btskg", grouped, k) * 0.25
+        scores = jnp.where(seen[None, :, :, None, None], scores, jnp.finfo(BF16).min)
+        weights = jax.nn.softmax(wide(scores), axis=2).astype(scores.dtype)
+        return jnp.einsum("btskg,bskh->btkgh", weights, v).reshape(q.shape)
+
+    assert sites(fn, Q, K, V, SEEN, allow={"empty_rows"}) == ["attention"]
+
+
+def test_a_product_behind_grouped_attention_reads_its_result(sites):
+    """And not the array in groups inside it, which would be computed as it is written."""
+
+    def fn(q, k, v, w, stream):
+        scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(2, 8, 2, 2, 16), k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores * 0.25).astype(v.dtype)
+        mixed = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+        return stream + mixed.reshape(2, 8, 64) @ w
+
+    told = []
+    w, stream = normal((64, 64), BF16, 3), normal((2, 8, 64), BF16, 4)
+    assert sorted(sites(fn, Q, K, V, w, stream, told=told.append)) == ["attention", "linear"]
+    assert {site.implementation for site in told[0].taken} == {"xla"}  # on the CPU; not "not computed"
+
+
+@pytest.mark.parametrize("by", ["product", "choice"])
+def test_attention_whose_weights_are_dropped_is_told(sites, by):
+    def fn(q, k, v, key):
+        weights = jax.nn.softmax(wide(jnp.einsum("btnh,bsnh->bnts", q, k))).astype(q.dtype)
+        keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 0.75, weights.shape)
+        weights = weights * (keep.astype(q.dtype) / 0.75) if by == "product" else jnp.where(keep, weights / 0.75, 0)
+        return jnp.einsum("bnts,bsnh->btnh", weights.astype(q.dtype), v)
+
+    told = []
+    arguments = Q, normal(Q.shape, BF16, 3), normal(Q.shape, BF16, 4), jnp.asarray([0, 7], jnp.uint32)
+    assert "attention" not in sites(fn, *arguments, checks=False, told=told.append)
+    dropped = [each for each in told[0].refused if "drops weights at random" in each.reason]
+    assert [each.operation for each in dropped] == ["attention"]
+
+
+def shifted(logits, labels):
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+    )
+    return loss.mean()
+
+
+def chosen(labels, count, on=1.0):
+    hot = labels[..., None] == jnp.arange(count).reshape(1, 1, -1)
+    return jax.lax.select(hot, jnp.full(hot.shape, on, jnp.float32), jnp.full(hot.shape, 0.0, jnp.float32))
+
+
+LOSSES = {
+    "one-hot likelihood": lambda logits, labels: jnp.sum(jax.nn.one_hot(labels, 48) * jax.nn.log_softmax(logits), -1),
+    "in one sum": lambda logits, labels: -jnp.sum(jax.nn.one_hot(labels, 48) * jax.nn.log_softmax(logits)) / 16,
+    "a selected one": lambda logits, labels: -jnp.sum(chosen(labels, 48) * jax.nn.log_softmax(logits), -1),
+    "optax": lambda logits, labels: optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 48)),
+    "optax of integers": optax.softmax_cross_entropy_with_integer_labels,
+    "shifted and flat": shifted,
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(sites, name, dtype):
+    assert sites(LOSSES[name], LOGITS.astype(dtype), LABELS) == ["cross_entropy"]
+    assert sites(LOSSES[name], LOGITS.astype(dtype), LABELS.at[0, 1].set(48), checks=False) == ["cross_entropy"]
+
+
+def test_what_is_no_loss(sites):
+    def doubled(logits, labels):
+        return -jnp.sum(chosen(labels, 48, on=2.0) * jax.nn.log_softmax(logits), -1)
+
+    def of_rows(logits, labels):
+        return -jnp.sum(jax.nn.one_hot(labels, 48) * jax.nn.log_softmax(logits), 1)
+
+    assert sites(doubled, LOGITS, LABELS) == []
+    assert sites(of_rows, LOGITS, LABELS) == []
+
+
+def test_rope_by_a_contraction_of_integers(sites):
+    def rotated(x, positions):
+        frequency = 1.0 / 1e6 ** (jnp.arange(0, 16, 2, dtype=wide(x).dtype) / 16)
+        angle = jnp.einsum("bt,f->btf", positions, frequency, precision="highest")[:, :, None]
+        a, b = x[..., :8], x[..., 8:]
+        halves = [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
+        return jnp.concatenate(halves, -1).astype(x.dtype)
+
+    positions = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    assert sites(lambda q, k, p: (rotated(q, p), rotated(k, p)), Q, K, positions) == ["rope"]
+
+
+def test_a_late_scale_in_float32(sites):
+    def fn(x, scale, w):
+        value = wide(x)
+        normed = (value / jnp.sqrt(jnp.mean(value**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+        return (scale * normed).astype(x.dtype) @ w
+
+    arguments = normal((8, 64), BF16), normal((64,), seed=1), normal((64, 64), BF16, 2) / 8
+    assert sites(fn, *arguments, allow={"rounding"}) == ["norm_linear"]
+    told = []
+    sites(fn, *arguments, told=told.append)
+    assert any("allow={'rounding'}" in each.reason for each in told[0].refused)
+
+
+def planned(fn, *arguments, ops=None) -> Plan:
+    """The plan for the H200."""
+    target = load_target("h200")
+    structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments]
+    with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        return make_plan(jax.make_jaxpr(fn)(*structs).jaxpr, spellings(ops), ops=ops)
+
+
+X, SCALE, W = normal((512, 1024), BF16), normal((1024,)), normal((1024, 1024), BF16)
+
+
+def norm(x, scale):
+    value = x.astype(jnp.float32)
+    return (value * jax.lax.rsqrt(jnp.mean(value**2, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+
+
+FUSED_BY_XLA = {
+    "before": (lambda x, s, w: jax.nn.softmax(jnp.where(x > 0, x, -1.0)), "select_n, which computes x"),
+    "behind": (lambda x, s, w: jnp.tanh(norm(x, s)), "reads its result (tanh)"),
+    "epilogue": (lambda x, s, w: jax.nn.relu(x.astype(jnp.float32) @ s[:, None] * w[0, 0] @ s[None] + s), "epilogue"),
+    "slice": (lambda x, s, w: norm((w @ w)[:, 1:-1], s[1:-1]), "the slice that x is"),
+    "norm behind norm": (lambda x, s, w: norm(w + norm(x, s), s) @ w, "which computes"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED_BY_XLA)
+def test_a_site_that_xla_fuses_with_its_neighbours_is_refused(name):
+    fn, reason = FUSED_BY_XLA[name]
+    x = w = W
+    plan = planned(fn, x, SCALE, w)
+    assert not [site for site in plan.sites if site.operation in ("rms_norm", "softmax")]
+    assert any(reason in refusal.reason for refusal in plan.refusals)
+    assert planned(fn, x, SCALE, w, ops=("rms_norm", "softmax", "bias_activation")).sites
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_loss_of_logits_that_xla_computes_on_the_way_is_refused(has_bias):
+    def loss(x, s, w, labels):
+        logits = x @ w
+        logits = logits + s.astype(BF16) if has_bias else logits
+        return optax.softmax_cross_entropy(logits.astype(jnp.float32), jax.nn.one_hot(labels, 1024)).mean()
+
+    plan = planned(loss, X, SCALE, W, jnp.zeros(512, jnp.int32))
+    assert [site.operation for site in plan.sites] == ([] if has_bias else ["cross_entropy"])
+
+
+def test_a_site_between_products_is_taken():
+    plan = planned(lambda x, s, w: norm(x @ w, s), X, SCALE, W)
+    assert [site.operation for site in plan.sites] == ["rms_norm"]
+
+
+def test_what_xla_computes_best_stays_as_written():
+    plan = planned(lambda x, s, w: x @ w, X, SCALE, W)
+    assert [site.operation for site in plan.written] == ["linear"]
+    assert not plan.changes
+
+
+def test_the_plain_llama_block_takes_kernels_everywhere():
+    """The same launches as the strategy `best`, whose kernels are placed by hand."""
+    told, target = [], load_target("h200")
+    function, arguments = block_function(get_preset("llama3-8b"), (2, 4096))
+    with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        jax.eval_shape(fuse(function, report=told.append), *arguments)
+    taken = [(site.operation, site.implementation) for site in told[0].taken]
+    operations = ("attention", "gated_linear", "linear", "linear", "qkv_projection")
+    assert sorted(taken) == [(operation, "mosaic") for operation in operations]

@@ -1,0 +1,223 @@
+"""Implements `xlafuse check`: limits on a program's launches and HBM traffic, for continuous integration."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.programs import (
+    Args,
+    Block,
+    Fn,
+    ModeOption,
+    Program,
+    Saved,
+    Shape,
+    StrategyOption,
+    Target,
+    Timeout,
+    analysis_of,
+    load_analysis,
+)
+
+if TYPE_CHECKING:
+    from hlo_analysis.budget import Lock
+    from hlo_analysis.records import Analysis, Launch
+
+_UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_ANNOTATIONS = 10
+"""GitHub shows at most this many errors of a step."""
+
+
+def check(
+    max_launches: Annotated[
+        int | None, typer.Option("--max-launches", metavar="N", min=0, help="Most launches in one run.")
+    ] = None,
+    max_hbm_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-hbm-bytes", metavar="BYTES", help="Most HBM traffic in one run, such as 250000000 or 250MB."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Allow no more launches or bytes than in this file from --write, or a report.json "
+            "(report.json:STRATEGY).",
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the numbers to this file, for --baseline.")
+    ] = None,
+    annotations: Annotated[
+        bool | None,
+        typer.Option(
+            "--annotations/--no-annotations",
+            help="Also print GitHub annotations. Default: if GITHUB_ACTIONS is set.",
+        ),
+    ] = None,
+    fn: Fn = None,
+    shape: Shape = None,
+    args: Args = None,
+    block: Block = None,
+    capture: Saved = None,
+    mode: ModeOption = "forward",
+    target: Target = "h200",
+    strategy: StrategyOption = "xla",
+    timeout: Timeout = 300.0,
+) -> None:
+    """Check that a program makes no more launches and moves no more bytes through HBM than the limits allow.
+
+    Needs no GPU. Exits with 0 if the program keeps to the limits, 1 if it exceeds one, 2 on bad input.
+    """
+    with cli_errors():
+        if max_launches is None and max_hbm_bytes is None and baseline is None and write is None:
+            raise InputError("expected --max-launches, --max-hbm-bytes or --baseline to check, or --write")
+        limit = None if max_hbm_bytes is None else parse_bytes(max_hbm_bytes)
+        before, full = _baseline(baseline) if baseline is not None else (None, None)
+        analysis = analysis_of(
+            Program(
+                block=block,
+                fn=fn,
+                shapes=tuple(shape or ()),
+                args=args,
+                saved=capture,
+                mode=mode,
+                target=target,
+                strategy=strategy,
+                timeout=timeout,
+            )
+        )
+        is_annotated = os.environ.get("GITHUB_ACTIONS") == "true" if annotations is None else annotations
+        exceeded = _checked(analysis, max_launches, limit, before, full, baseline or "", is_annotated=is_annotated)
+        if write is not None:
+            _write(analysis, write)
+    raise typer.Exit(1 if exceeded else 0)
+
+
+def parse_bytes(text: str) -> int:
+    """Parses a number of bytes with a decimal unit: '1.5GB' gives 1500000000.
+
+    Raises:
+        InputError: the text is not a number of bytes.
+    """
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]?b?)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise InputError(f"expected --max-hbm-bytes as 250000000, 250MB or 1.5GB, got {text!r}")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _checked(
+    analysis: Analysis,
+    max_launches: int | None,
+    max_bytes: int | None,
+    before: Lock | None,
+    full: Analysis | None,
+    baseline: str,
+    *,
+    is_annotated: bool,
+) -> bool:
+    """Prints what is exceeded and by which launches; returns whether anything is."""
+    from hlo_analysis.budget import differences_in_making, excesses, lock_of, responsible
+    from hlo_analysis.report.budget import excess_text, responsible_lines
+    from hlo_analysis.report.formats import format_bytes, plural
+
+    found = [
+        (excess, None)
+        for excess in excesses(
+            analysis,
+            max_launches=max_launches,
+            max_hbm_bytes=max_bytes,
+            origins=("--max-launches", "--max-hbm-bytes"),
+        )
+    ]
+    if before is not None:
+        changed = differences_in_making(before, lock_of(analysis))
+        if apart := [text for text in changed if text.startswith(("target:", "mode:"))]:
+            raise InputError(f"{baseline} is of another program: {'; '.join(apart)}")
+        for text in changed:
+            typer.echo(f"note: {text}")
+        found += [
+            (excess, _changed_launches(full, analysis))
+            for excess in excesses(
+                analysis,
+                max_launches=before.launches,
+                max_hbm_bytes=before.hbm_bytes,
+                origins=(f"as in {baseline}", f"as in {baseline}"),
+            )
+        ]
+    for excess, among in found:
+        blamed = responsible(analysis, excess, among)
+        typer.echo(f"exceeded: {excess_text(excess)}")
+        for line in responsible_lines(blamed):
+            typer.echo(line)
+        if is_annotated:
+            for launch, reason in blamed[:_ANNOTATIONS]:
+                typer.echo(annotation(launch, f"{excess_text(excess)}; #{launch.index} {launch.name}: {reason}"))
+    if not found:
+        total = f"{plural(analysis.launch_count, 'launch')}, {format_bytes(analysis.traffic.bytes)} of HBM traffic"
+        typer.echo(f"ok: {analysis.label} on {analysis.provenance.target}: {total}")
+    return bool(found)
+
+
+def _changed_launches(before: Analysis | None, after: Analysis) -> Sequence[int] | None:
+    """Returns the launches of `after` that do other work than those of `before`; None without `before`."""
+    if before is None:
+        return None
+    from hlo_analysis.changes import difference
+
+    return [index for change in difference(before, after).changes for index in change.after]
+
+
+def _baseline(text: str) -> tuple[Lock, Analysis | None]:
+    from hlo_analysis.budget import is_lock, lock_from_json, lock_of
+    from hlo_analysis.saved import is_json, read_text
+
+    if is_json(text) and Path(text).is_file() and is_lock(content := read_text(text)):
+        return lock_from_json(content), None
+    analysis = load_analysis(text)
+    return lock_of(analysis), analysis
+
+
+def _write(analysis: Analysis, path: Path) -> None:
+    from hlo_analysis.budget import lock_of, lock_to_json
+    from xlafuse.cli.output import write_files
+
+    if path.suffix != ".json":
+        raise InputError(f"expected --write FILE.json, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: no folder {path.parent}")
+    write_files(path.parent, {path.name: lock_to_json(lock_of(analysis))})
+    typer.echo(f"wrote {path}")
+
+
+def annotation(launch: Launch, message: str) -> str:
+    """Returns a GitHub annotation at the launch's source line, or without a place if that is unknown."""
+    place = ""
+    if launch.source is not None:
+        name, _, line = launch.source.rpartition(":")
+        place = f"file={_escaped(_path_from_here(name), is_property=True)},line={line},"
+    return f"::error {place}title=xlafuse check::{_escaped(message)}"
+
+
+def _escaped(text: str, *, is_property: bool = False) -> str:
+    """Escapes text as GitHub's workflow commands require for data and properties."""
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
+
+
+def _path_from_here(name: str) -> str:
+    """Returns the path of the imported file of that name from the current folder; the name unless exactly one fits."""
+    here = Path.cwd()
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    paths = [Path(file) for file in files if file and Path(file).name == name]
+    inside = [path for path in paths if path.is_relative_to(here)]
+    return inside[0].relative_to(here).as_posix() if len(inside) == 1 else name

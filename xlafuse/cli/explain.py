@@ -1,0 +1,75 @@
+"""Implements `xlafuse explain`: tells about one edge between launches, or lists the costliest edges."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.programs import (
+    Args,
+    Block,
+    Fn,
+    ModeOption,
+    Program,
+    Saved,
+    Shape,
+    StrategyOption,
+    Target,
+    Timeout,
+    analysis_of,
+)
+
+
+def explain(
+    producer: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PRODUCER]",
+            help="A launch or an instruction: its HLO name, a launch's number, or part of an op name, scope or "
+            "source line. Without CONSUMER, lists the edges at it; without both, the costliest edges.",
+        ),
+    ] = None,
+    consumer: Annotated[
+        str | None, typer.Argument(metavar="[CONSUMER]", help="The launch or instruction that reads the value.")
+    ] = None,
+    fn: Fn = None,
+    shape: Shape = None,
+    args: Args = None,
+    block: Block = None,
+    capture: Saved = None,
+    mode: ModeOption = "forward",
+    target: Target = "h200",
+    strategy: StrategyOption = "xla",
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of edges to list.")] = 10,
+    timeout: Timeout = 300.0,
+) -> None:
+    """Tell why two parts of a program are in one launch or in two, what that costs, and what to do.
+
+    Needs no GPU. Exits with 2 on bad input, such as a name that matches no edge or several.
+    """
+    with cli_errors():
+        from hlo_analysis.explain import edges_of, find_edge, find_edges
+        from hlo_analysis.report.edges import edge_list, edge_story
+
+        analysis = analysis_of(
+            Program(
+                block=block,
+                fn=fn,
+                shapes=tuple(shape or ()),
+                args=args,
+                saved=capture,
+                mode=mode,
+                target=target,
+                strategy=strategy,
+                timeout=timeout,
+            )
+        )
+        if producer is not None and consumer is not None:
+            lines = edge_story(analysis, find_edge(analysis, producer, consumer))
+        else:
+            edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
+            lines = edge_list(analysis, edges, count)
+        for line in lines:
+            typer.echo(line)

@@ -1,0 +1,197 @@
+"""Loads the saved program of a command, or compiles one under one strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from xlafuse.cli.errors import InputError
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Analysis, Comparison
+
+FUSED = "fused"
+"""The strategy that applies `xlafuse.fuse` to a function."""
+
+Block = Annotated[str | None, typer.Option(metavar="PRESET", help="A transformer block: llama3-8b, gpt2-medium, tiny.")]
+Fn = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
+]
+Shape = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SHAPE",
+        help="For a block: BATCHxLENGTH, such as 2x4096. For a function: one for each argument, such as "
+        "'bf16[8192,4096]'.",
+    ),
+]
+Args = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FACTORY", help="Function that returns the arguments of --fn as a tuple."),
+]
+Saved = Annotated[
+    str | None,
+    typer.Option(
+        "--capture",
+        metavar="PATH",
+        help="Read this instead of compiling: a saved capture, a folder that xla_dump_to wrote, or a "
+        "report.json (report.json:STRATEGY for a strategy other than its baseline).",
+    ),
+]
+ModeOption = Annotated[
+    str, typer.Option("--mode", metavar="MODE", help="forward, or grad: with the gradients of a training step.")
+]
+Target = Annotated[str, typer.Option(metavar="TARGET", help="GPU to compile for; see `xlafuse targets`.")]
+StrategyOption = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help="How to compile: a name from `xlafuse strategies`, or fused for a function under xlafuse.fuse.",
+    ),
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program as typed: a saved one, or a block or function with its arguments."""
+
+    block: str | None = None
+    fn: str | None = None
+    shapes: Sequence[str] = ()
+    args: str | None = None
+    saved: str | None = None
+    mode: str = "forward"
+    target: str = "h200"
+    strategy: str = "xla"
+    timeout: float = 300.0
+
+
+def analysis_of(program: Program) -> Analysis:
+    """Loads or compiles the program.
+
+    Raises:
+        InputError: not exactly one program, or bad names, shapes or files.
+        ComparisonError: the program does not compile.
+    """
+    given = [program.block is not None, program.fn is not None, program.saved is not None]
+    if sum(given) != 1:
+        raise InputError(f"expected one of --fn, --block and --capture, got {sum(given)} of them")
+    if program.saved is None:
+        return _compiled(program)
+    own = {"--shape": program.shapes, "--args": program.args, "--mode": program.mode != "forward"}
+    own |= {"--target": program.target != "h200", "--strategy": program.strategy != "xla"}
+    if named := [option for option, value in own.items() if value]:
+        raise InputError(f"a --capture is compiled already: {', '.join(named)} cannot change it")
+    return load_analysis(program.saved)
+
+
+def load_analysis(text: str) -> Analysis:
+    """Loads the analysis at PATH or PATH:STRATEGY; a report without a strategy gives its baseline's.
+
+    See `load_analyses`.
+    """
+    from hlo_analysis.records import Comparison
+
+    path, strategy = _split(text)
+    record = _record(path, strategy)
+    if not isinstance(record, Comparison):
+        return record
+    return _strategy(record, path, strategy or record.baseline)
+
+
+def load_analyses(text: str) -> list[Analysis]:
+    """Loads the analyses at PATH or PATH:STRATEGY, from a capture, a dump, or the JSON of a report or an analysis.
+
+    Raises:
+        InputError: there is no such strategy, or none has an analysis.
+        DumpError: there is nothing there, or nothing readable.
+    """
+    from hlo_analysis.records import Comparison
+
+    path, strategy = _split(text)
+    record = _record(path, strategy)
+    if not isinstance(record, Comparison):
+        return [record]
+    if strategy:
+        return [_strategy(record, path, strategy)]
+    return [result.analysis for result in record.strategies if result.analysis is not None]
+
+
+def _record(path: Path, strategy: str) -> Analysis | Comparison:
+    from hlo_analysis.analysis import analyze
+    from hlo_analysis.capture import Capture
+    from hlo_analysis.records import Analysis
+    from hlo_analysis.saved import is_json, load
+    from xlafuse.catalogue import KERNELS
+
+    if is_json(path):
+        record = load(path)
+        if isinstance(record, Analysis) and strategy not in ("", record.label):
+            raise InputError(f"{path} holds the analysis {record.label!r} alone, got {strategy!r}")
+        return record
+    if strategy:
+        raise InputError(f"{path} holds one program: {strategy!r} names a strategy of a report.json")
+    return analyze(Capture.load(path), catalogue=KERNELS)
+
+
+def _strategy(comparison: Comparison, path: Path, wanted: str) -> Analysis:
+    from hlo_analysis.errors import nearest_names
+
+    names = [result.name for result in comparison.strategies]
+    if wanted not in names:
+        raise InputError(f"{path} has no strategy {wanted!r}{nearest_names(wanted, names)}; it has {', '.join(names)}")
+    found = comparison[wanted]
+    if found.analysis is None:
+        raise InputError(f"{path}: {wanted} has no analysis: {found.error or 'no reason given'}")
+    return found.analysis
+
+
+def _split(text: str) -> tuple[Path, str]:
+    path, colon, strategy = text.rpartition(":")
+    return (Path(path), strategy) if colon and not Path(text).exists() else (Path(text), "")
+
+
+def _compiled(program: Program) -> Analysis:
+    from xlafuse.cli.report import use_cpu_without_gpu
+
+    if program.mode not in ("forward", "grad"):
+        raise InputError(f"expected --mode forward or grad, got {program.mode!r}")
+    mode: Literal["forward", "grad"] = "grad" if program.mode == "grad" else "forward"
+    use_cpu_without_gpu()
+    from xlafuse.cli import inputs
+    from xlafuse.comparison import compare
+
+    strategy = "xla" if program.strategy == FUSED else program.strategy
+    if program.fn is None:
+        if program.strategy == FUSED or program.args is not None:
+            raise InputError(f"{FUSED} and --args are for --fn; a block takes --shape BATCHxLENGTH and a strategy")
+        made: Any = program.block
+        shapes: tuple[Any, ...] = inputs.block_shape(program.shapes)
+    else:
+        made = inputs.load_function(program.fn)
+        arguments = inputs.load_arguments(program.args) if program.args else None
+        shapes = inputs.function_arguments(made, program.shapes, arguments)
+        if program.strategy == FUSED:
+            from xlafuse.fusion import fuse
+
+            made = fuse(made)
+    comparison = compare(
+        made,
+        shapes,
+        strategies=[strategy],
+        baseline=strategy,
+        target=program.target,
+        mode=mode,
+        numerics=False,
+        timeout=program.timeout,
+    )
+    analysis = comparison[strategy].analysis
+    assert analysis is not None  # compare raises if its only strategy has none
+    return replace(analysis, label=program.strategy)

@@ -1,0 +1,174 @@
+"""`fuse` replaces parts of a function by calls of fused operations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.core import Tracer, eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
+
+from xlafuse.fusion.cache import rewritten
+from xlafuse.fusion.modules import Modules, bound_module
+from xlafuse.fusion.report import Report, make_report
+from xlafuse.fusion.sites import Spelling, spellings
+
+ALLOWANCES = ("rounding", "empty_rows")
+
+
+class FuseWarning(UserWarning):
+    """`fuse` left a function as it is."""
+
+
+def fuse[**P, T](
+    fn: Callable[P, T],
+    *,
+    ops: Sequence[str] | None = None,
+    allow: Collection[str] = (),
+    report: Callable[[Report], object] | None = None,
+    verify: Literal["numerics"] | None = None,
+) -> Callable[P, T]:
+    """Returns a function that computes what `fn` does, with calls of the operations of `xlafuse.kernels`.
+
+        loss = xlafuse.fuse(loss)
+        step = jax.jit(jax.value_and_grad(loss))
+
+    `fuse` traces the function and replaces each part that means the same as an operation. It compares the part with the
+    operation's own definition, traced at the same shapes and dtypes: each primitive, axis, dtype and constant must
+    agree, up to layouts and the order of sums and products. The operation chooses its implementation.
+
+    Fuse a function before you differentiate it: `jax.grad(fuse(f))`. `fuse(jax.grad(f))` warns with a `FuseWarning` and
+    changes nothing. The result works under `jit`, `grad`, `vmap`, `remat`, and inside `shard_map`. `fuse` searches
+    loops, conditionals and `remat` inside `fn`, but no functions with derivatives of their own.
+
+    Args:
+        fn: any JAX function of arrays in trees; also a `flax.nnx` module or a method of one, or a function of modules,
+            whose changed variables are kept. Arguments that are not arrays are static.
+        ops: the operations to look for, by name, also at sites that XLA fuses with what is around them; None: all, at
+            the other sites.
+        allow: differences to accept. "rounding": the program rounds an intermediate value that the operation does not.
+            "empty_rows": where a mask hides a whole row of a softmax, the program gives equal weights and the operation
+            zeros.
+        report: called with a `Report` each time the function is traced.
+        verify: "numerics" also runs both programs on random arguments, at each trace, and raises where they differ.
+
+    Returns:
+        A function with the arguments and results of `fn`. Each call traces `fn`: put it under `jax.jit`. `fuse`
+        searches a program once for the same shapes, dtypes, mesh and configuration.
+
+    Raises:
+        TypeError: `fn` is no function.
+        ValueError: unknown names in `ops` or `allow`.
+    """
+    if not callable(fn):
+        raise TypeError(f"fuse: expected a function, got {type(fn).__name__}; call fuse(f) and not fuse(f(x)).")
+    sought = spellings(ops)
+    for name in allow:
+        if name not in ALLOWANCES:
+            raise ValueError(f"fuse: unknown allowance {name!r}; there are {', '.join(map(repr, ALLOWANCES))}.")
+    if verify not in (None, "numerics"):
+        raise ValueError(f"fuse: verify must be 'numerics' or None, got {verify!r}.")
+    call = _Call(fn, sought, None if ops is None else tuple(ops), frozenset(allow), report, verify is not None)
+
+    @functools.wraps(fn)
+    def fused(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call(args, kwargs)
+
+    return fused
+
+
+@dataclass(frozen=True)
+class _Call:
+    fn: Callable[..., Any]
+    spellings: tuple[Spelling, ...]
+    ops: tuple[str, ...] | None
+    allow: frozenset[str]
+    report: Callable[[Report], object] | None
+    verifies: bool
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = bound_module(self.fn)
+        modules, structure, leaves = Modules.of((own, args, kwargs))
+        is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+        arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+        outcome = _Outcome()
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            mixed = [next(given) if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)]
+            live, (own, args, kwargs) = modules.merged(structure, mixed)
+            function = self.fn if own is None else _rebound(self.fn, own)
+            results, outcome.structure = jax.tree.flatten(function(*args, **kwargs))
+            outcome.is_array = [isinstance(each, jax.Array | np.ndarray | np.generic) for each in results]
+            outcome.static = results
+            outcome.changes, changed = modules.changes(live)
+            return [each for each, dynamic in zip(results, outcome.is_array, strict=True) if dynamic] + changed
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        values = self._run(closed, arrays)
+        given = iter(values)
+        results = [
+            next(given) if dynamic else each for each, dynamic in zip(outcome.static, outcome.is_array, strict=True)
+        ]
+        modules.update(outcome.changes, list(given))
+        return jax.tree.unflatten(outcome.structure, results)
+
+    def _run(self, closed: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        inputs = [*closed.consts, *arrays]
+        if (reason := _refusal(closed.jaxpr, inputs)) is not None:
+            warnings.warn(f"fuse left {name} as it is: {reason}.", FuseWarning, stacklevel=4)
+            if self.report is not None:
+                self.report(Report(function=name, notes=(reason,)))
+            return eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+        source = getattr(self.fn, "__code__", type(self.fn))
+        found = rewritten(closed, inputs, self.spellings, self.allow, self.ops, source)
+        if self.verifies and found.plan.changes:
+            from xlafuse.fusion.verify import check_numerics
+
+            check_numerics(name, found.plan, closed)
+        if self.report is not None:
+            self.report(make_report(name, found.plan, found.implementations, outside=__file__))
+        if any(isinstance(each, Tracer) for each in inputs):
+            return found.call(*inputs)
+        return eval_jaxpr(found.program.jaxpr, found.program.consts, *inputs)
+
+
+@dataclass
+class _Outcome:
+    """Holds what a trace finds of the results besides their arrays."""
+
+    structure: Any = None
+    is_array: list[bool] = field(default_factory=list)
+    static: list[Any] = field(default_factory=list)
+    changes: Any = None
+
+
+def _rebound(fn: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Returns the module, or its method, with traced variables."""
+    return getattr(module, fn.__name__) if inspect.ismethod(fn) else module
+
+
+def _refusal(jaxpr: Any, inputs: Sequence[Any]) -> str | None:
+    """Returns why `fuse` leaves a program as it is; None where it does not."""
+    if is_differentiated(jaxpr):
+        return "it is differentiated already; fuse what is given to jax.grad, as in jax.grad(fuse(loss))"
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if any(kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds):
+        shape = dict(mesh.shape)
+        return f"the mesh {shape} shards it automatically, and a kernel sees one device; use it inside jax.shard_map"
+    for each in inputs:
+        if not isinstance(each, Tracer) and isinstance(each, jax.Array) and len(each.devices()) > 1:
+            return "an array is spread over several devices and a kernel sees one; use it inside jax.shard_map"
+    return None
+
+
+def is_differentiated(jaxpr: Any) -> bool:
+    """Returns whether a program contains the transposition of another one, as gradients do."""
+    return any("transpose(" in str(equation.source_info.name_stack) for equation in jaxpr.eqns)

@@ -1,0 +1,123 @@
+"""Runs a planned program: equations outside its sites, and operations at them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import source_info_util
+from jax.extend import core as jex
+
+from pallas_kernels.dispatch import Choice, listening
+from xlafuse.fusion.binding import laid_out
+from xlafuse.fusion.graph import Equation, Value
+from xlafuse.fusion.plan import Plan
+from xlafuse.fusion.schedule import schedule
+from xlafuse.fusion.site import Site
+
+Told = Callable[[Site, str], object] | None
+"""Called with each site and the implementation that its operation took."""
+
+
+def evaluate(plan: Plan, inputs: Sequence[Any], told: Told = None, implementation: str | None = None) -> list[Any]:
+    """Computes the outputs of a plan's graph.
+
+    inputs: the constants, then the arguments. implementation: the one for all sites; None: each operation's own choice.
+    """
+    known: dict[Value, Any] = dict(zip(plan.graph.inputs, inputs, strict=True))
+
+    def read(value: Value) -> Any:
+        return value.literal if value.literal is not None else known[value]
+
+    for unit in schedule(plan.graph, plan.sites):
+        if isinstance(unit, Site):
+            known.update(zip(unit.results, _call(unit, read, told, implementation), strict=True))
+        else:
+            operands = [read(value) for value in unit.inputs]
+            known.update(zip(unit.outputs, _bind(plan, unit, operands, told, implementation), strict=True))
+    return [_typed(read(value), value) for value in plan.graph.outputs]
+
+
+def _typed(result: Any, value: Value) -> Any:
+    return result if hasattr(result, "dtype") and result.dtype == value.dtype else jnp.asarray(result, value.dtype)
+
+
+def _call(site: Site, read: Callable[[Value], Any], told: Told, implementation: str | None) -> tuple[Any, ...]:
+    with _names_of(site.root), _listening(site, told):
+        arrays = {
+            name: laid_out(binding, read(binding.value), keeps_missing=name in site.broadcasting)
+            for name, binding in site.arrays.items()
+        }
+        return site.call(arrays, implementation)
+
+
+def _listening(site: Site, told: Told) -> contextlib.AbstractContextManager[None]:
+    if told is None:
+        return contextlib.nullcontext()
+
+    def listener(choice: Choice) -> None:
+        told(site, choice.taken or "nothing")
+
+    return listening(listener)
+
+
+def _bind(
+    plan: Plan, equation: Equation, inputs: Sequence[Any], told: Told, implementation: str | None
+) -> Sequence[Any]:
+    source = equation.source
+    bodies = plan.inner.get(equation, {})
+    params = dict(equation.params)
+    with _names_of(equation), source.ctx.manager:
+        if any(inner.changes for plans in bodies.values() for inner in plans):
+            if equation.primitive == "shard_map":
+                return _in_shard_map(bodies["jaxpr"][0], params, inputs, told, implementation)
+            for name, plans in bodies.items():
+                params[name] = _rewritten(plans, params[name], told, implementation)
+        results = source.primitive.bind(*inputs, **source.primitive.get_bind_params(params))
+    return results if source.primitive.multiple_results else [results]
+
+
+def _rewritten(plans: Sequence[Plan], given: Any, told: Told, implementation: str | None) -> Any:
+    """Rewrites the bodies of a loop or call."""
+    bodies = given if isinstance(given, tuple | list) else (given,)
+    made = []
+    for plan, body in zip(plans, bodies, strict=True):
+        if not plan.changes:
+            made.append(body)
+            continue
+        is_closed = isinstance(body, jex.ClosedJaxpr)
+        consts = body.consts if is_closed else ()
+        avals = [value.aval for value in plan.graph.inputs[len(consts) :]]
+
+        def body_of(*own: Any, plan: Plan = plan, consts: Sequence[Any] = consts) -> list[Any]:
+            return evaluate(plan, (*consts, *own), told, implementation)
+
+        closed = jax.make_jaxpr(body_of)(*avals)
+        made.append(closed if is_closed else closed.jaxpr)
+    return tuple(made) if isinstance(given, tuple | list) else made[0]
+
+
+def _in_shard_map(
+    plan: Plan, params: Mapping[str, Any], inputs: Sequence[Any], told: Told, implementation: str | None
+) -> Sequence[Any]:
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    return jax.shard_map(
+        lambda *own: tuple(evaluate(plan, own, told, implementation)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*inputs)
+
+
+def _names_of(equation: Equation) -> Any:
+    """Enters the scopes and the line of the user's program that an equation comes from."""
+    info = equation.source.source_info
+    stack = source_info_util.current_name_stack()
+    for call in (*equation.calls, equation.source):
+        stack = stack + call.source_info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)

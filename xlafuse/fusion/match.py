@@ -1,0 +1,342 @@
+"""Matches a program's formula for an element with a pattern's.
+
+A pattern is an operation's own definition, traced. Its inputs stand for any array, and some of its numbers for any
+number. The matcher compares the elements of both from the results down. A match is thus equal in each part of the
+formula, its dtypes, axes and constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xlafuse.fusion.binding import Binding, bind
+from xlafuse.fusion.graph import Graph, Value
+from xlafuse.fusion.indices import Index
+from xlafuse.fusion.layouts import Ref, element, number_of, peel, peeled
+from xlafuse.fusion.terms import Head, expand, head, narrowed
+
+_COMMUTATIVE = frozenset(("dot_general", "max", "min", "eq", "ne", "and", "or"))
+_MOST_STATES = 48
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A traced definition.
+
+    names: the names of the graph's inputs. unknowns: numbers in it that stand for any other, by name.
+    """
+
+    graph: Graph
+    names: tuple[str, ...]
+    unknowns: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The arrays and numbers that fit, by name. variables: the program's, by the pattern's."""
+
+    arrays: Mapping[str, Binding]
+    numbers: Mapping[str, float]
+    variables: Mapping[int, int]
+
+
+@dataclass
+class Failure:
+    """The difference that ended the longest attempt. fitted: how many parts fitted before it."""
+
+    fitted: int = 0
+    reason: str = ""
+    at: Value | None = None
+
+
+class Matcher:
+    """Compares elements with those of one pattern."""
+
+    def __init__(self, pattern: Pattern):
+        self._unknowns = pattern.unknowns
+        self._inputs = dict(zip(pattern.graph.inputs, pattern.names, strict=True))
+        self._outputs = pattern.graph.outputs
+        self.failure = Failure()
+        self._fitted = 0
+
+    def first(self, result: Value, pieces: Sequence[tuple[int, int]] = ((0, 1),)) -> Match | None:
+        """Returns the first way in which a value is the pattern's output.
+
+        pieces: for each of several outputs, its (offset, stride) on the value's last axis.
+        """
+        found = element(result)
+
+        def all_from(place: int, so_far: Match) -> Iterator[Match]:
+            if place == len(pieces):
+                yield so_far
+                return
+            for fits in self._piece(place, found, pieces[place], so_far):
+                yield from all_from(place + 1, fits)
+
+        return next(all_from(0, Match({}, {}, {})), None)
+
+    def _piece(self, place: int, whole: Ref, piece: tuple[int, int], so_far: Match) -> Iterator[Match]:
+        wanted, found = element(self._outputs[place]), whole
+        offset, stride = piece
+        if piece != (0, 1) or wanted.value.shape != whole.value.shape:
+            last = Index(wanted.indices[-1].digits, offset, stride)
+            found = Ref(whole.value, (*whole.indices[:-1], last))
+        names = dict(so_far.variables)
+        for mine, own in zip(wanted.indices, found.indices, strict=True):
+            if own.digits:
+                names[mine.digits[0][0]] = own.digits[0][0]
+        yield from self._match(wanted, found, replace(so_far, variables=names))
+
+    def output(self, place: int) -> Value:
+        """Returns an output of the pattern."""
+        return self._outputs[place]
+
+    def further(self, place: int, value: Value, so_far: Match) -> bool:
+        """Returns whether a value is another output of the pattern, for the arguments of a match."""
+        wanted = element(self._outputs[place])
+        sizes = [size for size in value.shape if size != 1]
+        if [size for size in wanted.value.shape if size != 1] != sizes:
+            return False
+        own, mine = element(value), [index for index in wanted.indices if index.digits]
+        names = dict(so_far.variables)
+        for index, other in zip(mine, (each for each in own.indices if each.digits), strict=True):
+            names[index.digits[0][0]] = other.digits[0][0]
+        return next(self._match(wanted, own, replace(so_far, variables=names)), None) is not None
+
+    def _match(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
+        wanted, given = peel(wanted), found
+        found = peel(given)
+        if wanted.value in self._inputs:
+            yield from self._bind(wanted, given, so_far)
+        elif (number := number_of(wanted)) is not None:
+            other = number_of(found)
+            if other is None:
+                self._fail(found, f"there is {_described(found)} in place of the number {float(number):g}")
+            elif (fits := self._number(float(number), float(other), wanted.value.dtype, so_far)) is not None:
+                yield fits
+            else:
+                self._fail(found, f"the number is {float(other):g} and not {float(number):g}")
+        elif expand("sum", wanted) is not None and wanted.value.primitive != "neg":
+            yield from self._terms("sum", wanted, found, so_far)
+        elif expand("product", wanted) is not None:
+            yield from self._terms("product", wanted, found, so_far)
+        else:
+            yield from self._heads(wanted, found, so_far)
+
+    def _heads(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
+        mine, other = head(wanted), head(found)
+        if (
+            mine is not None
+            and other is not None
+            and mine.kind == other.kind == "dot_general"
+            and _is_narrower(mine, other)
+        ):
+            other = narrowed(other) or other
+        if mine is None or other is None or mine.kind != other.kind:
+            return self._fail(found, f"there is {_described(found)} in place of {_described(wanted)}")
+        if mine.dtype != other.dtype:
+            return self._fail(found, f"{_described(found)} is in {other.dtype} and not in {mine.dtype}")
+        if mine.data != other.data:
+            return self._fail(found, f"{_described(found)} has another {_differences(other.data, mine.data)}")
+        if mine.kind == "position":
+            if mine.index.renamed(so_far.variables) == other.index:
+                yield so_far
+            else:
+                self._fail(found, "positions are counted along another axis")
+            return None
+        if mine.whole is not None and other.whole is not None:
+            own = tuple(index.renamed(so_far.variables) for index in mine.whole)
+            if own != other.whole or any(a.value.shape != b.value.shape for (a, _), (b, _) in _both(mine, other)):
+                return self._fail(found, f"{_described(found)} is of other places")
+            pairs = {}
+            for (a, _), (b, _) in _both(mine, other):
+                for one, two in zip(a.indices, b.indices, strict=True):
+                    pairs |= {one.digits[0][0]: two.digits[0][0]} if one.digits else {}
+            inside = replace(so_far, variables={**so_far.variables, **pairs})
+            self._fitted += 1
+            yield from self._all([ref for ref, _ in mine.parts], [ref for ref, _ in other.parts], inside)
+            self._fitted -= 1
+            return None
+        if len(mine.bound) != len(other.bound):
+            return self._fail(found, f"{_described(found)} goes over {len(other.bound)} axes and not {len(mine.bound)}")
+        self._fitted += 1
+        swaps = (0, 1) if mine.kind in _COMMUTATIVE else (0,)
+        for own in itertools.permutations(other.bound):
+            if [index.size for index in own] != [index.size for index in mine.bound]:
+                continue
+            pairs = {a.digits[0][0]: b.digits[0][0] for a, b in zip(mine.bound, own, strict=True) if a.digits}
+            inside = replace(so_far, variables={**so_far.variables, **pairs})
+            for swapped in swaps:
+                parts = [ref for ref, _ in other.parts]
+                yield from self._all([ref for ref, _ in mine.parts], parts[::-1] if swapped else parts, inside)
+        self._fitted -= 1
+        return None
+
+    def _all(self, wanted: Sequence[Ref], found: Sequence[Ref], so_far: Match) -> Iterator[Match]:
+        if not wanted:
+            yield so_far
+            return
+        # An input fits anything: what computes something is compared first.
+        place = next((k for k, ref in enumerate(wanted) if peel(ref).value not in self._inputs), 0)
+        rest_wanted, rest_found = list(wanted), list(found)
+        first_wanted, first_found = rest_wanted.pop(place), rest_found.pop(place)
+        for fits in self._match(first_wanted, first_found, so_far):
+            yield from self._all(rest_wanted, rest_found, fits)
+
+    def _terms(self, kind: str, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
+        if wanted.value.dtype != found.value.dtype:
+            return self._fail(found, f"a {kind} is in {found.value.dtype} and not in {wanted.value.dtype}")
+        mine, number = self._flat(kind, wanted)
+        # What computes something first: an input fits anything.
+        mine.sort(key=lambda part: peel(part[0]).value in self._inputs)
+        self._fitted += 1
+        for parts, other in _flattenings(kind, found, len(mine)):
+            fits = self._number(number, other, wanted.value.dtype, so_far, kind)
+            if fits is not None:
+                yield from self._assigned(mine, parts, fits)
+            else:
+                self._fail(found, _other_number(kind, other, number))
+        self._fail(found, f"the {kind} of {len(mine)} is another one")
+        self._fitted -= 1
+        return None
+
+    def _assigned(self, wanted, found, so_far: Match) -> Iterator[Match]:
+        if not wanted:
+            yield so_far
+            return
+        (first, sign), *rest = wanted
+        for place, (other, other_sign) in enumerate(found):
+            if sign != other_sign:
+                continue
+            for fits in self._match(first, other, so_far):
+                yield from self._assigned(rest, [*found[:place], *found[place + 1 :]], fits)
+
+    def _flat(self, kind: str, wanted: Ref) -> tuple[list[tuple[Ref, int]], float]:
+        """Takes a pattern's sum or product apart, into all its parts and a number."""
+        parts, number = [], 0.0 if kind == "sum" else 1.0
+        pending = [(wanted, 1)]
+        while pending:
+            ref, sign = pending.pop(0)
+            inner = None if peel(ref).value in self._inputs else expand(kind, ref)
+            if inner is None:
+                parts.append((ref, sign))
+                continue
+            number = _with(kind, number, inner[1], sign)
+            pending = [(part, sign * own) for part, own in inner[0]] + pending
+        return parts, number
+
+    def _number(self, wanted: float, found: float, dtype: Any, so_far: Match, kind: str = "") -> Match | None:
+        for name, unknown in self._unknowns.items():
+            for power in (1, -1) if kind == "product" else (1,):
+                if not _close(wanted, unknown**power, dtype):
+                    continue
+                value = _shortest(found, dtype) ** power if found else found
+                known = so_far.numbers.get(name, value)
+                if not _close(known, value, dtype):
+                    return None
+                return replace(so_far, numbers={**so_far.numbers, name: known})
+        return so_far if _close(wanted, found, dtype) else None
+
+    def _bind(self, wanted: Ref, given: Ref, so_far: Match) -> Iterator[Match]:
+        name = self._inputs[wanted.value]
+        layouts = peeled(given)
+        found = layouts[-1]
+        if wanted.value.dtype != found.value.dtype:
+            return self._fail(found, f"{name} is in {found.value.dtype} and not in {wanted.value.dtype}")
+        if found.value.literal is not None or number_of(found) is not None:
+            return self._fail(found, f"{name} is a number")
+        # The value behind most layouts that the argument is a layout of, too.
+        bound = (bind(wanted, ref, so_far.variables) for ref in reversed(layouts) if not ref.value.is_imagined)
+        binding = next((each for each in bound if each is not None), None)
+        if binding is None:
+            return self._fail(
+                found, f"{name} is not {wanted.value.shape} of {found.value.shape} with its axes in order"
+            )
+        if so_far.arrays.get(name, binding) != binding:
+            return self._fail(found, f"{name} is not the same everywhere")
+        yield replace(so_far, arrays={**so_far.arrays, name: binding})
+        return None
+
+    def _fail(self, found: Ref, reason: str) -> None:
+        if self._fitted > self.failure.fitted:
+            self.failure = Failure(self._fitted, reason, found.value)
+
+
+def _flattenings(kind: str, found: Ref, wanted: int) -> Iterator[tuple[list[tuple[Ref, int]], float]]:
+    """Takes a sum or product apart, in all ways, into as many parts as wanted and a number."""
+    ways: list[tuple[list[tuple[Ref, int]], float]] = [([(found, 1)], 0.0 if kind == "sum" else 1.0)]
+    done = 0
+    while done < min(len(ways), _MOST_STATES):
+        parts, number = ways[done]
+        done += 1
+        for place, (ref, sign) in enumerate(parts):
+            inner = expand(kind, ref)
+            if inner is None:
+                continue
+            new, total = [], _with(kind, number, inner[1], sign)
+            for part, own in inner[0]:
+                if (constant := number_of(part)) is None:
+                    new.append((part, sign * own))
+                else:
+                    total = _with(kind, total, float(constant), sign * own)
+            if len(parts) - 1 + len(new) <= wanted:
+                ways.append(([*parts[:place], *new, *parts[place + 1 :]], total))
+    yield from (way for way in reversed(ways) if len(way[0]) == wanted)
+
+
+def _with(kind: str, number: float, other: float, sign: int) -> float:
+    if kind == "sum":
+        return number + sign * other
+    return number * other if sign > 0 else number / other if other else math.nan
+
+
+def _close(one: float, other: float, dtype: Any) -> bool:
+    if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
+        epsilon = 2 ** -(22 if np.dtype(dtype).itemsize >= 4 else 7)
+        return one == other or abs(one - other) <= epsilon * max(abs(one), abs(other))
+    return one == other
+
+
+def _shortest(number: float, dtype: Any) -> float:
+    """Returns a number as one writes it: 1e-6 and not what float32 makes of it."""
+    rounded = np.asarray(number, np.float32)
+    return float(str(rounded)) if float(rounded) == number else float(number)
+
+
+def _is_narrower(mine: Head, other: Head) -> bool:
+    """Returns whether the operands of a contraction have fewer bits than those of another one."""
+    if not mine.kind == other.kind == "dot_general":
+        return False
+    return all(a.value.dtype.itemsize < b.value.dtype.itemsize for (a, _), (b, _) in _both(mine, other))
+
+
+def _both(mine: Head, other: Head):
+    return zip(mine.parts, other.parts, strict=True)
+
+
+def _other_number(kind: str, found: float, wanted: float) -> str:
+    if kind == "product" and found and 0 < wanted < 1 and _close(round(1 / wanted) * wanted, 1.0, np.float32):
+        return f"a mean divides by {1 / found:g} and not by {1 / wanted:g}, the length of the rows"
+    return f"the {kind} has the number {found:g} and not {wanted:g}"
+
+
+def _differences(found: Any, wanted: Any) -> str:
+    """Names the parameters that differ, with their values where these are short."""
+    own = dict(wanted) if all(isinstance(each, tuple) and len(each) == 2 for each in wanted) else {}
+    words = []
+    for name, value in own.items():
+        other = dict(found).get(name)
+        if other != value:
+            both = f"{other} and not {value}"
+            words.append(f"{name} ({both})" if len(both) <= 60 else name)
+    return ", ".join(words) or "precision"
+
+
+def _described(ref: Ref) -> str:
+    return ref.value.primitive or ("a number" if ref.value.literal is not None else "an array")

@@ -1,0 +1,78 @@
+"""Fuses a function for a compilation that needs at least one site: the strategy `fused`, and trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from hlo_analysis.records import SiteRecord
+from xlafuse.errors import XlafuseError
+from xlafuse.fusion.api import fuse
+from xlafuse.fusion.report import Report, SiteRefused
+
+_NEAREST = 3
+"""The largest number of refusals that an error names."""
+
+
+class NothingFusedError(XlafuseError, NotImplementedError):
+    """`fuse` took no site of a program, which would be compiled as it is."""
+
+    def __init__(self, report: Report):
+        self.report = report
+        super().__init__(
+            f"fuse left {report.function} as it is: {'; '.join(report.notes)}."
+            if report.notes
+            else f"fuse takes no site of {report.function}{_nearest(report.refused)}."
+        )
+
+
+def _nearest(refused: Sequence[SiteRefused]) -> str:
+    if not refused:
+        return ", and finds nothing that is nearly one"
+    more = f"; and {len(refused) - _NEAREST} more" if len(refused) > _NEAREST else ""
+    return f" ({'; '.join(map(str, refused[:_NEAREST]))}{more})"
+
+
+class FusedProgram:
+    """A function through `fuse`, and what the last trace of it found.
+
+    function: what to compile in place of `fn`. Tracing it raises `NothingFusedError` where no site is taken.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, ops: Sequence[str] | None = None, allow: Collection[str] = ()):
+        self.function = _jitted_alike(fuse(fn, ops=ops, allow=allow, report=self._found), fn)
+        self._report: Report | None = None
+
+    def _found(self, report: Report) -> None:
+        self._report = report
+        if not report.taken:
+            raise NothingFusedError(report)
+
+    @property
+    def sites(self) -> tuple[SiteRecord, ...]:
+        """Returns the sites taken and refused; none before the function is traced."""
+        return () if self._report is None else site_records(self._report)
+
+
+def _jitted_alike(fused: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits `fused` with the static and donated arguments that `fn` is jitted with, if it is."""
+    given = getattr(fn, "_jit_info", None)
+    if given is None:
+        return fused
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    return jax.jit(fused, **{name: getattr(given, name) for name in names})
+
+
+def site_records(report: Report) -> tuple[SiteRecord, ...]:
+    """Returns the sites of a report as records of a comparison, those taken first."""
+    taken = (
+        SiteRecord(operation=site.operation, source=site.where, outcome="taken", implementation=site.implementation)
+        for site in report.taken
+    )
+    refused = (
+        SiteRecord(operation=site.operation, source=site.where, outcome="refused", reason=site.reason)
+        for site in report.refused
+    )
+    return (*taken, *refused)

@@ -1,0 +1,90 @@
+"""Reports what `fuse` did with a program: sites taken, sites refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xlafuse.fusion.plan import Plan
+from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.sources import line_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteTaken:
+    """A call of an operation in place of equations of the program.
+
+    where: file and line of the last of these, as the user wrote it. arrays: the dtypes and shapes, by name.
+    options: the other arguments. implementation: what the operation took; with "xla" on a GPU that has kernels, the
+    program stays as it is written. equations: how many it replaces.
+    """
+
+    operation: str
+    where: str
+    arrays: Mapping[str, str]
+    options: Mapping[str, Any]
+    implementation: str
+    equations: int
+
+    def __str__(self) -> str:
+        given = [*(f"{name}={array}" for name, array in self.arrays.items())]
+        given += [f"{name}={value!r}" for name, value in self.options.items()]
+        return (
+            f"{self.where}: {self.operation}({', '.join(given)}) for {self.equations} equations; {self.implementation}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteRefused:
+    """A line of the program that looks like an operation, and the difference."""
+
+    operation: str
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: no {self.operation}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one trace of a function found. notes: the reasons why `fuse` did not search it."""
+
+    function: str
+    taken: tuple[SiteTaken, ...] = ()
+    refused: tuple[SiteRefused, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.function}: {len(self.taken)} sites taken, {len(self.refused)} refused", *self.notes]
+        return "\n".join([*lines, *(f"+ {each}" for each in self.taken), *(f"- {each}" for each in self.refused)])
+
+
+def make_report(function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str) -> Report:
+    """Makes the report of a plan that has been evaluated. outside: the file that traced the function."""
+    plans = list(plan.walk())
+    taken = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    taken += [_taken(site, "xla", outside) for each in plans for site in each.written]
+    refused = [_refused(refusal, outside) for each in plans for refusal in each.refusals]
+    return Report(function=function, taken=tuple(taken), refused=tuple(dict.fromkeys(refused)))
+
+
+def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
+    shapes = {
+        name: f"{binding.value.dtype}[{','.join(map(str, binding.shape))}]" for name, binding in site.arrays.items()
+    }
+    return SiteTaken(
+        operation=site.operation,
+        where=line_of(site.root, outside=outside),
+        arrays=shapes,
+        options=dict(site.options),
+        implementation=implementation,
+        equations=len(site.covered),
+    )
+
+
+def _refused(refusal: Refusal, outside: str) -> SiteRefused:
+    equation = refusal.value.equation
+    where = line_of(equation, outside=outside) if equation else "an argument"
+    return SiteRefused(operation=refusal.operation, where=where, reason=refusal.reason)

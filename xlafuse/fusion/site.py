@@ -1,0 +1,96 @@
+"""A call of an operation in place of equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels.dispatch import Choice, listening
+from xlafuse.fusion.binding import Binding, is_permuted
+from xlafuse.fusion.graph import Equation, Value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Site:
+    """A call of an operation in place of equations.
+
+    arrays, options: the arguments. prepare: changes the arrays before the call. negated: whether the value is the
+    negative of the result. results: the values that the call's results replace. orders: how the axes of each result are
+    transposed, () for not at all. covered: the equations that the call replaces. shared: covered equations that other
+    sites may need.
+    """
+
+    operation: str
+    arrays: Mapping[str, Binding]
+    options: Mapping[str, Any]
+    results: tuple[Value, ...]
+    orders: tuple[tuple[int, ...], ...]
+    covered: frozenset[Equation]
+    shared: frozenset[Equation] = frozenset()
+    broadcasting: frozenset[str] = frozenset()
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    negated: bool = False
+
+    @property
+    def root(self) -> Equation:
+        """Returns the equation whose result the call computes."""
+        assert self.results[0].equation is not None
+        return self.results[0].equation
+
+    def call(self, arrays: dict[str, Any], implementation: str | None = None) -> tuple[Any, ...]:
+        """Calls the operation with arrays that are laid out, and returns the values of the results."""
+        arrays = arrays if self.prepare is None else self.prepare(arrays)
+        more = {} if implementation is None else {"implementation": implementation}
+        results = getattr(pallas_kernels, self.operation)(**arrays, **self.options, **more)
+        results = tuple(results) if isinstance(results, tuple | list) else (results,)
+        if self.negated:
+            results = (-results[0], *results[1:])
+        return tuple(
+            (jnp.transpose(each, order) if is_permuted(order) else each).reshape(value.shape).astype(value.dtype)
+            for each, value, order in zip(results, self.results, self.orders, strict=False)
+        )
+
+
+class _Chosen(Exception):
+    """Ends a call as soon as its implementation is known."""
+
+
+def implementation_of(site: Site) -> str | None:
+    """Returns the implementation that the operation takes here; None where it refuses the arguments."""
+    chosen: list[str | None] = []
+
+    def listener(choice: Choice) -> None:
+        chosen.append(choice.taken)
+        raise _Chosen
+
+    structs = {}
+    for name, binding in site.arrays.items():
+        keeps = name in site.broadcasting
+        shape = tuple(1 if keeps and axis in binding.missing else size for axis, size in enumerate(binding.shape))
+        structs[name] = jax.ShapeDtypeStruct(shape, binding.value.dtype)
+    try:
+        with listening(listener):
+            jax.eval_shape(site.call, structs)
+    except _Chosen:
+        return chosen[0]
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refusal:
+    """A value that looks like the result of an operation, and why no operation is called.
+
+    covered: the equations that compute it, where it is the result of the operation.
+    """
+
+    operation: str
+    value: Value
+    reason: str
+    covered: frozenset[Equation] = frozenset()

@@ -1,0 +1,149 @@
+"""The operations that `fuse` searches a program for, and the ways to write them.
+
+A spelling is a function that means the same as the operation. It is traced, and its jaxpr is the pattern: a new way of
+writing an operation is a new function here, and no matcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlafuse.fusion.graph import Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Arguments of an operation whose result a value may be.
+
+    order: the axis of the operation's result that each axis of the value is. static: further arguments of the spelling.
+    """
+
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
+    order: tuple[int, ...]
+    static: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spelling:
+    """One way to write an operation, or a part of one.
+
+    function: computes it of the arrays, the unknown numbers and the static arguments, by name.
+    propose: yields the arguments that may have made a value. The search calls it for values of the primitives `roots`
+        that are computed by all of the primitives `needs` (see `terms.primitives_before`).
+    unknowns: the numbers that stand for any others while the function is traced.
+    floating: arrays that may come in any floating dtype. broadcasting: arrays that need not have all axes.
+    allowed_by: the name in `allow=` without which it is refused, with `difference` as the reason.
+    accepts: returns whether the numbers found are acceptable.
+    arguments: makes the call's options of the static arguments and the numbers found.
+    prepare: changes the arrays before the call.
+    negated: whether the function computes the negative of the operation.
+    pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
+    further: the number of results after those.
+    constants: for each array that must be known when the program is traced, the option that it becomes and a function
+        that makes this of it, or None where it is not possible.
+    """
+
+    operation: str
+    function: Callable[..., Any]
+    propose: Callable[[Value], Iterator[Proposal]]
+    roots: frozenset[str]
+    needs: frozenset[str] = frozenset()
+    unknowns: Mapping[str, float] = field(default_factory=dict)
+    floating: frozenset[str] = frozenset()
+    broadcasting: frozenset[str] = frozenset()
+    allowed_by: str | None = None
+    difference: str = ""
+    accepts: Callable[[Mapping[str, float]], bool] = lambda numbers: True
+    arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    negated: bool = False
+    pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
+    further: int = 0
+    constants: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+
+
+def wide(dtype: Any) -> Any:
+    """Returns the dtype that operations compute in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def is_narrow(value: Value) -> bool:
+    """Returns whether a value has 16 bits."""
+    return value.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def is_rows(value: Value) -> bool:
+    """Returns whether a value can be the result of a row-wise operation."""
+    return bool(value.shape) and jnp.issubdtype(value.dtype, jnp.floating) and value.shape[-1] > 1
+
+
+def same_order(value: Value) -> tuple[int, ...]:
+    """Returns the order of a result whose axes are the value's."""
+    return tuple(range(len(value.shape)))
+
+
+ACTIVATION_NEEDS = {
+    "gelu_tanh": frozenset(("tanh",)),
+    "gelu": frozenset(("erfc",)),
+    "silu": frozenset(("logistic",)),
+    "relu": frozenset(("custom_jvp_call",)),
+    "relu_squared": frozenset(("custom_jvp_call",)),
+}
+"""The primitives that tell an activation from others."""
+
+PARTS = {
+    "norm_linear": ("rms_norm", "layer_norm", "linear"),
+    "qkv_projection": ("linear", "rms_norm", "layer_norm", "rotation", "attention"),
+    "linear_residual_norm": ("linear", "rms_norm", "gated_linear"),
+    "linear_cross_entropy": ("linear", "cross_entropy"),
+    "quantized_linear": ("dequantized", "linear"),
+    "rope": ("rotation",),
+    "gated_linear": ("rms_norm", "layer_norm"),
+}
+"""The parts that `combine` makes operations of: other operations, "rotation" and "dequantized"."""
+
+
+def spellings(operations: Sequence[str] | None = None) -> tuple[Spelling, ...]:
+    """Returns the spellings of some operations and their parts, or all; the largest sites first.
+
+    Raises:
+        ValueError: no such operation.
+    """
+    from xlafuse.fusion import (
+        sites_attention,
+        sites_batch_norm,
+        sites_losses,
+        sites_low_rank,
+        sites_products,
+        sites_quantized,
+        sites_rope,
+        sites_rows,
+    )
+
+    every = tuple(
+        spelling
+        for module in (
+            sites_attention,
+            sites_losses,
+            sites_low_rank,
+            sites_products,
+            sites_quantized,
+            sites_rope,
+            sites_batch_norm,
+            sites_rows,
+        )
+        for spelling in module.SPELLINGS
+    )
+    if operations is None:
+        return every
+    known = ({spelling.operation for spelling in every} | PARTS.keys()) - {"rotation", "dequantized"}
+    for name in operations:
+        if name not in known:
+            raise ValueError(f"fuse: no operation {name!r}; ops are among {', '.join(map(repr, sorted(known)))}.")
+    needed = {*operations, *(part for name in operations for part in PARTS.get(name, ()))}
+    return tuple(spelling for spelling in every if spelling.operation in needed)

@@ -1,0 +1,194 @@
+"""Attention, in the spellings that `einsum`, `jax.nn.dot_product_attention` and Flax have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlafuse.fusion.graph import Value
+from xlafuse.fusion.layouts import Ref, element, peel
+from xlafuse.fusion.sites import Proposal, Spelling, wide
+from xlafuse.fusion.sites_rows import HIDDEN, hides
+from xlafuse.fusion.terms import head
+
+_UNKNOWN = {"scale": 0.3217654321}
+_CAPPED = {"softcap": 23.4567891, "ratio": 0.0137174213}  # ratio: scale / softcap, of which only that is seen
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    scale: float = 1.0,
+    ratio: float = 1.0,
+    hidden: float = -jnp.inf,
+    softcap: float | None = None,
+    is_causal: bool = False,
+    scores_in: str = "wide",
+    result_in: str = "narrow",
+    window: int | None = None,
+) -> jax.Array:
+    """Computes `pallas_kernels.attention`.
+
+    scores_in: "wide", "narrow" (the product alone), "narrow scores" (all but the softmax), or
+        "all narrow".
+    """
+    batch, queries, heads, size = query.shape
+    keys, key_heads = key.shape[1:3]
+    dtype, more = query.dtype, wide(query.dtype)
+    grouped = query.reshape(batch, queries, key_heads, heads // key_heads, size)
+    product_in = more if scores_in == "wide" else dtype
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=product_in)
+    scores = scores.astype(more) if scores_in == "narrow" else scores
+    scores = scores * jnp.asarray(scale, scores.dtype) if softcap is None else jnp.tanh(scores * ratio) * softcap
+    if bias is not None:
+        scores = scores + bias.reshape(batch, key_heads, heads // key_heads, queries, keys)
+    if is_causal:
+        seen = jnp.arange(keys) <= jnp.arange(queries)[:, None]
+        scores = jnp.where(seen, scores, jnp.asarray(hidden, scores.dtype))
+    if mask is not None:
+        mask = mask.reshape(batch, key_heads, heads // key_heads, queries, keys)
+        scores = jnp.where(mask, scores, jnp.asarray(hidden, scores.dtype))
+    scores = scores.astype(more) if scores_in == "narrow scores" else scores
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    result_type = more if result_in == "wide" else dtype
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=result_type)
+    return out.reshape(query.shape).astype(dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _roles(result: Value) -> tuple[tuple[int, ...], int, int] | None:
+    """Returns the axes of (batch, queries, heads, size) in what may be attention, its keys, and its key heads.
+
+    The result may lack the axis of batches.
+    """
+    if not jnp.issubdtype(result.dtype, jnp.floating) or len(result.shape) not in (3, 4):
+        return None
+    whole = element(result)
+    ref = peel(whole)
+    if ref.value.primitive == "convert_element_type" and ref.value.equation is not None:
+        ref = peel(Ref(ref.value.equation.inputs[0], ref.indices))
+    if ref.value.primitive != "dot_general":
+        return None
+    product = head(ref)
+    if product is None or not product.bound[0].digits:
+        return None
+    for weights, values in itertools.permutations([part for part, _ in product.parts]):
+        if not _is_softmax(peel(weights).value):
+            continue
+        values = peel(values)  # whose heads may be repeated
+        own = [_variables(each) for each in (weights, values)]
+        places = [axis.digits[0][0] if axis.digits else None for axis in whole.indices]
+        size = [k for k, v in enumerate(places) if v in own[1] and v not in own[0]]
+        queries = [k for k, v in enumerate(places) if v in own[0] and v not in own[1]]
+        shared = [k for k in range(len(places)) if k not in (*size, *queries)]
+        if len(shared) == 1 and len(queries) == 2:  # the only key head of several query heads
+            shared, queries = _heads_of(queries, shared)
+        if (len(size), len(queries), len(shared)) != (1, 1, len(places) - 2):
+            continue
+        heads = shared[-1]
+        axes = (*shared[:-1], queries[0], heads, size[0])
+        variable = places[heads]
+        digits = [d for index in values.indices for d in index.digits if d[0] == variable]
+        key_heads = 1
+        for _, _, count in digits:
+            key_heads *= count
+        return axes, product.bound[0].size, key_heads
+    return None
+
+
+def _heads_of(queries: list[int], shared: list[int]) -> tuple[list[int], list[int]]:
+    """Chooses the heads among two axes: those next to the last axis, as in (batch, queries, heads, size)."""
+    return [shared[0], queries[1]], [queries[0]]
+
+
+def _variables(ref: Ref) -> set[int]:
+    return {variable for index in ref.indices for variable, _, _ in index.digits}
+
+
+def _is_softmax(value: Value) -> bool:
+    seen = 0
+    pending = [value]
+    while pending and seen < 12:
+        each = pending.pop(0)
+        seen += 1
+        if each.primitive == "exp":
+            return True
+        pending += each.equation.inputs if each.equation else ()
+    return False
+
+
+def _attentions(result: Value, *, more: str | None = None, more_in: Callable[[Any], Any] = wide, **static: Any):
+    if (roles := _roles(result)) is None:
+        return
+    axes, keys, key_heads = roles
+    shape = [result.shape[axis] for axis in axes]
+    batch, queries, heads, size = shape if len(shape) == 4 else (1, *shape)
+    order = tuple(axes.index(axis) for axis in range(len(axes)))
+    if len(shape) == 3:
+        order = (0, *(place + 1 for place in order))
+    if heads % key_heads or (static.get("is_causal") and queries == 1):
+        return
+    given = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
+    arrays = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
+    if more is not None:
+        arrays[more] = jax.ShapeDtypeStruct((batch, heads, queries, keys), more_in(result.dtype))
+    yield Proposal(arrays=arrays, order=order, static=static)
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    options = {name: each for name, each in given.items() if name not in ("hidden", "ratio")}
+    if "ratio" in given:
+        options["scale"] = float(f"{given['ratio'] * given['softcap']:.7g}")
+    return options
+
+
+def _accepts(numbers: Mapping[str, float]) -> bool:
+    return hides(numbers) and numbers.get("softcap", 1.0) > 0
+
+
+_EMPTY = "a query whose mask hides every key has the mean of all values in the program, and zeros in attention"
+
+
+def _spellings() -> Iterator[Spelling]:
+    ways = (
+        ("wide", "narrow"),
+        ("narrow", "narrow"),
+        ("narrow scores", "narrow"),
+        ("all narrow", "narrow"),
+        ("wide", "wide"),
+    )
+    for (scores_in, result_in), capped, masked in itertools.product(
+        ways, (True, False), ("causal", "mask", "bias", "")
+    ):
+        unknowns = {**(_CAPPED if capped else _UNKNOWN), **(HIDDEN if masked in ("causal", "mask") else {})}
+        more = masked if masked in ("mask", "bias") else None
+        more_in: Callable[[Any], Any] = (lambda dtype: jnp.bool_) if masked == "mask" else wide
+        if masked == "bias" and scores_in in ("narrow scores", "all narrow"):
+            more_in = jnp.dtype
+        static = {"is_causal": True} if masked == "causal" else {}
+        yield Spelling(
+            operation="attention",
+            function=functools.partial(_attend, scores_in=scores_in, result_in=result_in),
+            propose=functools.partial(_attentions, more=more, more_in=more_in, **static),
+            roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
+            needs=frozenset(("dot_general",)),
+            unknowns=unknowns,
+            broadcasting=frozenset(("mask", "bias")),
+            floating=frozenset(("bias",)),
+            accepts=_accepts,
+            arguments=_options,
+            allowed_by="empty_rows" if masked == "mask" else None,
+            difference=_EMPTY if masked == "mask" else "",
+        )
+
+
+SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())

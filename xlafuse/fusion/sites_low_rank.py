@@ -1,0 +1,77 @@
+"""A linear layer with a low-rank correction."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
+from xlafuse.fusion.graph import Equation, Value
+from xlafuse.fusion.sites import Proposal, Spelling, is_narrow
+from xlafuse.fusion.sites_products import layouts, product_before, products_before
+
+
+def _depth(equation: Equation) -> int:
+    contracted, _ = equation.params["dimension_numbers"]
+    return math.prod(equation.inputs[0].shape[axis] for axis in contracted[0])
+
+
+def _low_ranks(value: Value, *, bias: bool, wide: bool) -> Iterator[Proposal]:
+    if not is_narrow(value):
+        return
+    for outer in products_before(value):
+        for operand in outer.inputs:
+            inner = product_before(operand)
+            if inner is None or _depth(outer) >= _depth(inner):
+                continue
+            depth, rank = _depth(inner), _depth(outer)
+            for rows, columns, order in layouts(value):
+                shapes = {"x": (*rows, depth), "w": (depth, columns), "a": (depth, rank), "b": (rank, columns)}
+                arrays = {name: jax.ShapeDtypeStruct(shape, value.dtype) for name, shape in shapes.items()}
+                more = jnp.float32 if wide else value.dtype
+                arrays |= {"bias": jax.ShapeDtypeStruct((columns,), more)} if bias else {}
+                yield Proposal(arrays=arrays, order=order)
+
+
+def _narrow(
+    x: jax.Array,
+    w: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    alpha: float,
+    scaled: str,
+) -> jax.Array:
+    """Computes each step in 16 bits. scaled: the factor of alpha, "result" or "rank"."""
+    factor = jnp.asarray(alpha, x.dtype)
+    low = x @ a
+    low = (low * factor) @ b if scaled == "rank" else (low @ b) * factor
+    y = x @ w + low
+    return y if bias is None else y + bias
+
+
+def _spellings() -> Iterator[Spelling]:
+    functions = (
+        (functools.partial(_narrow, scaled="result"), False),
+        (functools.partial(_narrow, scaled="rank"), False),
+        (lora_linear_reference, True),
+    )
+    for bias, (function, wide) in itertools.product((True, False), functions):
+        yield Spelling(
+            operation="lora_linear",
+            function=function,
+            propose=functools.partial(_low_ranks, bias=bias, wide=wide),
+            roots=frozenset(("add", "convert_element_type")),
+            needs=frozenset(("dot_general",)),
+            unknowns={"alpha": 0.3217654321},
+            floating=frozenset(("bias",)),
+        )
+
+
+SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())

@@ -1,0 +1,132 @@
+"""Matrix products with what follows them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
+from pallas_kernels.ops.linear.reference import linear_reference
+from pallas_kernels.primitives.activations import ACTIVATIONS
+from xlafuse.fusion.graph import LAYOUTS, Equation, Value
+from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow
+from xlafuse.fusion.terms import ELEMENTWISE
+
+_THROUGH = ELEMENTWISE | LAYOUTS | {"add", "sub", "mul", "square", "integer_pow", "custom_jvp_call"}
+_REACH = 24
+
+
+@functools.lru_cache(maxsize=4096)
+def products_before(value: Value) -> tuple[Equation, ...]:
+    """Returns the matrix products that a value is computed from by elements alone, the nearest first."""
+    found: list[Equation] = []
+    seen, pending = {value}, [value]
+    while pending and len(seen) < _REACH:
+        each = pending.pop(0)
+        if each.equation is None:
+            continue
+        if each.primitive == "dot_general":
+            found.append(each.equation)
+        elif each.primitive in _THROUGH:
+            for inner in each.equation.inputs:
+                if inner not in seen:
+                    seen.add(inner)
+                    pending.append(inner)
+    return tuple(found)
+
+
+def product_before(value: Value) -> Equation | None:
+    """Returns the nearest of `products_before`."""
+    return next(iter(products_before(value)), None)
+
+
+def layouts(value: Value) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    """Yields the rows and columns that a product may have, and the order of its axes in the value."""
+    shape, rank = value.shape, len(value.shape)
+    if rank >= 2:
+        yield shape[:-1], shape[-1], tuple(range(rank))
+        yield shape[1:], shape[0], (rank - 1, *range(rank - 1))
+    if rank >= 3:
+        yield shape[:-2], math.prod(shape[-2:]), tuple(range(rank - 1))
+
+
+def _products(
+    value: Value, weights: tuple[str, ...], *, bias: bool = False, residual: bool = False, wide: bool = False
+):
+    """Proposes the arguments of a product in 16 bits."""
+    if not is_narrow(value):
+        return
+    equation = product_before(value)
+    if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
+        return
+    contracted = equation.params["dimension_numbers"][0][0]
+    depth = math.prod(equation.inputs[0].shape[axis] for axis in contracted)
+    for rows, columns, order in layouts(value):
+        if not rows or (math.prod(rows) == 1 and len(rows) > 1):
+            continue
+        arrays = {"x": jax.ShapeDtypeStruct((*rows, depth), value.dtype)}
+        arrays |= {name: jax.ShapeDtypeStruct((depth, columns), value.dtype) for name in weights}
+        more = jnp.float32 if wide else value.dtype
+        arrays |= {"bias": jax.ShapeDtypeStruct((columns,), more)} if bias else {}
+        arrays |= {"residual": jax.ShapeDtypeStruct((*rows, columns), value.dtype)} if residual else {}
+        yield Proposal(arrays=arrays, order=order)
+
+
+def _narrow(x: jax.Array, w: jax.Array, *, bias: Any = None, activation: str | None = None, residual: Any = None):
+    """Computes `linear` with each step in 16 bits."""
+    y = x @ w
+    y = y if bias is None else y + bias
+    y = y if activation is None else ACTIVATIONS[activation].reference(y)
+    return y if residual is None else y + residual
+
+
+def _narrow_gate(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, activation: str) -> jax.Array:
+    return ACTIVATIONS[activation].reference(x @ w_gate) * (x @ w_up)
+
+
+def _with_activation(given: dict[str, Any], activation: str | None) -> dict[str, Any]:
+    return {**given, "activation": activation} if activation else given
+
+
+def _needs(activation: str | None) -> frozenset[str]:
+    return frozenset(("dot_general",)) | (ACTIVATION_NEEDS[activation] if activation else frozenset())
+
+
+def _linears() -> Iterator[Spelling]:
+    ends = frozenset(("add", "mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow"))
+    for bias, residual, activation in itertools.product((True, False), (True, False), (*ACTIVATIONS, None)):
+        is_plain = not (bias or residual or activation)
+        for function, wide in ((_narrow, False), (linear_reference, True)):
+            if is_plain and wide:
+                continue
+            yield Spelling(
+                operation="linear",
+                function=functools.partial(function, activation=activation),
+                propose=functools.partial(_products, weights=("w",), bias=bias, residual=residual, wide=wide),
+                roots=frozenset(("dot_general",)) if is_plain else ends,
+                needs=_needs(activation),
+                arguments=functools.partial(_with_activation, activation=activation),
+                floating=frozenset(("bias",)),
+            )
+
+
+def _gated() -> Iterator[Spelling]:
+    for activation in ACTIVATIONS:
+        for function in (_narrow_gate, gated_linear_reference):
+            yield Spelling(
+                operation="gated_linear",
+                function=functools.partial(function, activation=activation),
+                propose=functools.partial(_products, weights=("w_gate", "w_up")),
+                roots=frozenset(("mul", "convert_element_type")),
+                needs=_needs(activation),
+                arguments=functools.partial(_with_activation, activation=activation),
+            )
+
+
+SPELLINGS: tuple[Spelling, ...] = (*_gated(), *_linears())

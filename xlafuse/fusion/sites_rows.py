@@ -1,0 +1,208 @@
+"""Row-wise operations and elementwise ones: norms, softmax, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
+from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
+from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.activations import ACTIVATIONS
+from xlafuse.fusion.graph import Value
+from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
+
+_EPSILON = {"epsilon": 0.0123454321}
+_SCALE = {"scale": 0.3217654321}
+_ENDS = frozenset(("mul", "div", "convert_element_type", "add", "sub"))
+
+
+def _rows(value: Value, *columns: str, narrow: bool = False) -> Iterator[Proposal]:
+    """Proposes x like the value, and arrays of one number a column."""
+    if is_rows(value):
+        dtype = value.dtype if narrow else wide(value.dtype)
+        own = {name: jax.ShapeDtypeStruct(value.shape[-1:], dtype) for name in columns}
+        x = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        yield Proposal(arrays={"x": x, **own}, order=same_order(value))
+
+
+def _late_scale(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
+    """Computes RMSNorm as many libraries do for Llama: rounded before it is scaled."""
+    value = x.astype(wide(x.dtype))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
+    return ((value * inverse).astype(x.dtype) * scale).astype(x.dtype)
+
+
+def _without_scale(x: jax.Array, *, epsilon: float) -> jax.Array:
+    value = x.astype(wide(x.dtype))
+    mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+    return (value * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)
+
+
+def _ones(arrays: dict[str, Any]) -> dict[str, Any]:
+    x = arrays["x"]
+    return {**arrays, "scale": jnp.ones(x.shape[-1:], wide(x.dtype))}
+
+
+def _fast_variance(
+    x: jax.Array, scale: jax.Array | None = None, bias: jax.Array | None = None, *, epsilon: float, clipped: bool
+) -> jax.Array:
+    """Computes LayerNorm with the variance as E[x²] - E[x]², as Flax does by default."""
+    value = x.astype(wide(x.dtype))
+    mean = jnp.mean(value, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(value), axis=-1, keepdims=True) - jnp.square(mean)
+    variance = jnp.maximum(0.0, variance) if clipped else variance
+    y = (value - mean) * jax.lax.rsqrt(variance + epsilon)
+    y = y if scale is None else y * scale
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _norms() -> Iterator[Spelling]:
+    common: dict[str, Any] = {"roots": _ENDS, "needs": frozenset(("sqrt", "reduce_sum")), "unknowns": _EPSILON}
+    rms = {**common, "operation": "rms_norm", "floating": frozenset(("scale",))}
+    yield Spelling(function=rms_norm_reference, propose=lambda value: _rows(value, "scale"), **rms)
+    yield Spelling(function=_without_scale, propose=_rows, prepare=_ones, **rms)
+    for columns in (("scale", "bias"), ("scale",), ("bias",), ()):
+        layer = {**common, "operation": "layer_norm", "floating": frozenset(columns)}
+
+        def propose(value: Value, columns: tuple[str, ...] = columns) -> Iterator[Proposal]:
+            return _rows(value, *columns)
+
+        yield Spelling(function=layer_norm_reference, propose=propose, **layer)
+        for clipped in (True, False):
+            yield Spelling(function=partial(_fast_variance, clipped=clipped), propose=propose, **layer)
+    for narrow in (True, False):
+        yield Spelling(
+            function=_late_scale,
+            propose=lambda value, narrow=narrow: _rows(value, "scale", narrow=narrow) if is_narrow(value) else iter(()),
+            allowed_by="rounding",
+            difference="the scale is multiplied after the cast, so that the program rounds twice and rms_norm once",
+            **rms,
+        )
+
+
+def _softmax(x: jax.Array, *, scale: float) -> jax.Array:
+    value = x.astype(wide(x.dtype)) * scale
+    weight = jnp.exp(value - jnp.max(value, axis=-1, keepdims=True))
+    return (weight / jnp.sum(weight, axis=-1, keepdims=True)).astype(x.dtype)
+
+
+def _masked_softmax(x: jax.Array, mask: jax.Array, *, scale: float, hidden: float) -> jax.Array:
+    value = x.astype(wide(x.dtype)) * scale
+    value = jnp.where(mask, value, hidden) if mask.dtype == jnp.bool_ else value + mask
+    weight = jnp.exp(value - jnp.max(value, axis=-1, keepdims=True))
+    return (weight / jnp.sum(weight, axis=-1, keepdims=True)).astype(x.dtype)
+
+
+def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
+    queries, keys = x.shape[-2:]
+    mask = jnp.arange(keys)[None, :] <= jnp.arange(queries)[:, None]
+    return _masked_softmax(x, mask, scale=scale, hidden=hidden)
+
+
+HIDDEN = {"hidden": -1.2345e30}
+
+
+def hides(numbers: Mapping[str, float]) -> bool:
+    """Returns whether the number for hidden scores is low enough that their weights are zero."""
+    return numbers.get("hidden", -jnp.inf) <= -1e29
+
+
+def given_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that differ from their defaults."""
+    return {name: value for name, value in given.items() if name != "hidden" and (name, value) != ("scale", 1.0)}
+
+
+def _masks(value: Value, *dtypes: Any) -> Iterator[Proposal]:
+    for proposal in _rows(value):
+        for dtype in dtypes:
+            mask = jax.ShapeDtypeStruct(value.shape, dtype)
+            yield Proposal(arrays={**proposal.arrays, "mask": mask}, order=proposal.order)
+
+
+def _causal(value: Value) -> Iterator[Proposal]:
+    if len(value.shape) >= 2:
+        for proposal in _rows(value):
+            yield Proposal(arrays=proposal.arrays, order=proposal.order, static={"is_causal": True})
+
+
+def _softmaxes() -> Iterator[Spelling]:
+    common: dict[str, Any] = {
+        "operation": "softmax",
+        "roots": frozenset(("div", "mul", "convert_element_type")),
+        "needs": frozenset(("exp", "reduce_sum")),
+    }
+    masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "accepts": hides, "arguments": given_options}
+    yield Spelling(function=lambda x, *, is_causal, **numbers: _causal_softmax(x, **numbers), propose=_causal, **masked)
+    yield Spelling(
+        function=_masked_softmax,
+        propose=lambda value: _masks(value, jnp.bool_),
+        broadcasting=frozenset(("mask",)),
+        allowed_by="empty_rows",
+        difference="a row whose mask hides everything has equal weights in the program, and zeros in softmax",
+        **masked,
+    )
+    added = {**masked, "unknowns": _SCALE, "broadcasting": frozenset(("mask",))}
+    yield Spelling(
+        function=partial(_masked_softmax, hidden=0.0), propose=lambda value: _masks(value, wide(value.dtype)), **added
+    )
+    yield Spelling(function=_softmax, propose=_rows, unknowns=_SCALE, arguments=given_options, **common)
+    yield Spelling(
+        function=lambda x: jax.nn.softmax(x, axis=-1),
+        propose=lambda value: _rows(value) if is_narrow(value) else iter(()),
+        **common,
+    )
+
+
+def _elementwise(value: Value, names: tuple[str, ...], bias: Any, activation: str) -> Iterator[Proposal]:
+    if is_rows(value):
+        own = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name in names}
+        own |= {} if bias is None else {"bias": jax.ShapeDtypeStruct(value.shape[-1:], bias)}
+        yield Proposal(arrays=own, order=same_order(value), static={"activation": activation})
+
+
+def _narrow_gate(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
+    return ACTIVATIONS[activation].reference(gate) * up
+
+
+def _narrow_bias(x: jax.Array, bias: jax.Array, *, activation: str) -> jax.Array:
+    return ACTIVATIONS[activation].reference(x + bias)
+
+
+def _activations() -> Iterator[Spelling]:
+    for name in ACTIVATIONS:
+        for function, is_own in ((gated_activation_reference, False), (_narrow_gate, True)):
+
+            def gated(value: Value, name: str = name, is_own: bool = is_own) -> Iterator[Proposal]:
+                if is_narrow(value) or not is_own:
+                    yield from _elementwise(value, ("gate", "up"), None, name)
+
+            yield Spelling(
+                operation="gated_activation",
+                function=function,
+                propose=gated,
+                roots=frozenset(("mul", "convert_element_type")),
+                needs=ACTIVATION_NEEDS[name],
+            )
+        for function, is_own in ((bias_activation_reference, False), (_narrow_bias, True)):
+
+            def biased(value: Value, name: str = name, is_own: bool = is_own) -> Iterator[Proposal]:
+                if is_narrow(value) or not is_own:
+                    yield from _elementwise(value, ("x",), value.dtype if is_own else wide(value.dtype), name)
+
+            yield Spelling(
+                operation="bias_activation",
+                function=function,
+                propose=biased,
+                roots=frozenset(("mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow")),
+                needs=ACTIVATION_NEEDS[name],
+                floating=frozenset(("bias",)),
+            )
+
+
+SPELLINGS: tuple[Spelling, ...] = (*_norms(), *_softmaxes(), *_activations())

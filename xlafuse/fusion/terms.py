@@ -1,0 +1,276 @@
+"""Formulas for the elements of arrays.
+
+`head` says what computes an element: a sum, a product, a contraction, a reduction, or another primitive, of further
+elements. `expand` takes sums and products apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from xlafuse.fusion.graph import Equation, Value, frozen
+from xlafuse.fusion.indices import ZERO, Index, Indices, split, variables
+from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed
+
+ELEMENTWISE = frozenset([
+    "abs", "and", "ceil", "clamp", "convert_element_type", "cos", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor",
+    "ge", "gt", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "ne", "neg", "not", "or", "pow",
+    "rem", "round", "select_n", "sign", "sin", "sqrt", "stop_gradient", "tanh", "xor",
+])  # fmt: skip
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What computes an element.
+
+    kind: "sum" or "product", whose `parts` are elements with a sign or a power, and `number` the constant among them;
+        "literal" (its `number`), "position" (`index`, of an iota), or a primitive's name.
+    whole: of a primitive that is not looked into, the element's indices; the parts are then any elements of operands.
+    data: parameters that must be equal. bound: variables that the parts have and the element has not.
+    """
+
+    kind: str
+    dtype: Any
+    parts: tuple[tuple[Ref, int], ...] = ()
+    number: float = 0.0
+    data: Any = ()
+    bound: Indices = ()
+    index: Index = ZERO
+    whole: Indices | None = None
+
+
+_COMPUTED_BY_ELEMENT = ELEMENTWISE | RULES.keys() | {"neg", "square", "integer_pow", "rsqrt", "custom_jvp_call"}
+_NEAREST = 80
+
+
+def primitives_before(value: Value) -> frozenset[str]:
+    """Returns the primitives that compute a value's elements, back to the nearest reductions and products.
+
+    "sqrt" stands for "rsqrt", too, "concatenate" for "stack", and "outer" for products that contract nothing. Only the
+    nearest 80 values are looked at.
+    """
+    seen, pending = {value}, [value]
+    while pending and len(seen) < _NEAREST:
+        each = pending.pop(0)
+        if each.equation is not None and each.primitive in _COMPUTED_BY_ELEMENT:
+            new = [inner for inner in each.equation.inputs if inner not in seen]
+            seen.update(new)
+            pending += new
+    return frozenset(map(_telling_name, seen))
+
+
+def _telling_name(value: Value) -> str:
+    if value.primitive == "dot_general" and value.equation is not None:
+        return "dot_general" if value.equation.params["dimension_numbers"][0][0] else "outer"
+    return {"rsqrt": "sqrt", "stack": "concatenate"}.get(value.primitive, value.primitive)
+
+
+def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
+    """Takes a "sum" or a "product" apart by one step, into parts with signs or powers, and a number.
+
+    None where the element is neither a number nor that.
+    """
+    ref = peel(ref)
+    is_sum = kind == "sum"
+    if np.issubdtype(ref.value.dtype, np.bool_):
+        return None
+    if (number := number_of(ref)) is not None:
+        return [], float(number)
+    match ref.value.primitive:
+        case "add" | "sub" if is_sum:
+            sign = 1 if ref.value.primitive == "add" else -1
+            return [(operand(ref, 0), 1), (operand(ref, 1), sign)], 0.0
+        case "neg":
+            return ([(operand(ref, 0), -1)], 0.0) if is_sum else ([(operand(ref, 0), 1)], -1.0)
+        case "mul" | "div" if not is_sum:
+            power = 1 if ref.value.primitive == "mul" else -1
+            return [(operand(ref, 0), 1), (operand(ref, 1), power)], 1.0
+        case "square" if not is_sum:
+            return [(operand(ref, 0), 1)] * 2, 1.0
+        case "integer_pow" if not is_sum and abs(power := _power(ref)) in (1, 2, 3):
+            return [(operand(ref, 0), 1 if power > 0 else -1)] * abs(power), 1.0
+        case "rsqrt" if not is_sum:
+            return [(Ref(_square_root(ref), ref.indices), -1)], 1.0
+        case "dot_general" if not is_sum and (factor := _factor(ref)) != 1.0:
+            return [(Ref(_without_factor(ref.value), ref.indices), 1)], factor
+    return None
+
+
+def _factor(ref: Ref) -> float:
+    """Returns the number that operands of a contraction are multiplied by, in at least 32 bits."""
+    assert ref.value.equation is not None
+    if ref.value.is_imagined:
+        return 1.0
+    return math.prod(_apart(element(value))[1] for value in ref.value.equation.inputs)
+
+
+def _apart(ref: Ref) -> tuple[Ref, float]:
+    """Takes the numbers off a product in at least 32 bits; returns what is left, and their product.
+
+    Looks through transpositions only, since whether an element has another layout may depend on its indices.
+    """
+    factor = 1.0
+    while (equation := ref.value.equation) is not None and ref.value.dtype.itemsize >= 4:
+        if equation.primitive == "transpose":
+            ref = transposed(ref, equation)
+            continue
+        if equation.primitive not in ("mul", "div"):
+            break
+        first, second = (number(value) for value in equation.inputs)
+        if second is not None:
+            factor = factor * float(second) if equation.primitive == "mul" else factor / float(second)
+        elif first is not None and equation.primitive == "mul":
+            factor *= float(first)
+        else:
+            break
+        ref = operand(ref, 0 if second is not None else 1)
+    return ref, factor
+
+
+def _without_factor(value: Value) -> Value:
+    """Returns a contraction whose operands are taken without the numbers that they are multiplied by."""
+    equation = value.equation
+    assert equation is not None
+    if "without factor" not in value.derived:
+        made = Equation("dot_general", equation.params, equation.inputs, equation.source, equation.index)
+        made.outputs = (Value(value.aval, made, is_imagined=True),)
+        value.derived["without factor"] = made.outputs[0]
+    return value.derived["without factor"]
+
+
+def narrowed(contraction: Head) -> Head | None:
+    """Removes the casts of 16-bit operands to float32 from a contraction; the products stay exact.
+
+    None where an operand is anything else.
+    """
+    parts = []
+    for ref, sign in contraction.parts:
+        ref = peel(ref)
+        if ref.value.primitive != "convert_element_type" or ref.value.dtype != np.float32:
+            return None
+        inner = operand(ref, 0)
+        if not jax.numpy.issubdtype(inner.value.dtype, jax.numpy.floating) or inner.value.dtype.itemsize != 2:
+            return None
+        parts.append((inner, sign))
+    return replace(contraction, parts=tuple(parts))
+
+
+def _power(ref: Ref) -> int:
+    assert ref.value.equation is not None
+    return ref.value.equation.params["y"]
+
+
+def _square_root(ref: Ref) -> Value:
+    """Returns the square root that `rsqrt` is the reciprocal of."""
+    equation = ref.value.equation
+    assert equation is not None
+    if "sqrt" not in ref.value.derived:
+        made = Equation("sqrt", {}, equation.inputs, equation.source, equation.index)
+        made.outputs = (Value(ref.value.aval, made, is_imagined=True),)
+        ref.value.derived["sqrt"] = made.outputs[0]
+    return ref.value.derived["sqrt"]
+
+
+def _opposite(ref: Ref) -> Ref | None:
+    """Returns the opposite of a negated predicate, or of a comparison of integers as "<="; None for others."""
+    ref = peel(ref)
+    equation = ref.value.equation
+    if equation is None:
+        return None
+    if equation.primitive == "not":
+        return operand(ref, 0)
+    if equation.primitive not in ("lt", "gt") or not np.issubdtype(equation.inputs[0].dtype, np.integer):
+        return None
+    if "opposite" not in ref.value.derived:
+        swapped = equation.inputs[::-1] if equation.primitive == "lt" else equation.inputs
+        made = Equation("le", {}, swapped, equation.source, equation.index)
+        made.outputs = (Value(ref.value.aval, made, is_imagined=True),)
+        ref.value.derived["opposite"] = made.outputs[0]
+    return Ref(ref.value.derived["opposite"], ref.indices)
+
+
+def _is_zero_or_one(ref: Ref) -> bool:
+    """Returns whether a choice gives 0 for False and 1 for True, as a cast does."""
+    return (number_of(operand(ref, 1)), number_of(operand(ref, 2))) == (0, 1)
+
+
+def head(ref: Ref) -> Head | None:
+    """Returns what computes a peeled element that is no sum or product; None for inputs."""
+    value, equation = ref.value, ref.value.equation
+    if (number := number_of(ref)) is not None:
+        return Head("literal", value.dtype, number=float(number))
+    if equation is None:
+        return None
+    name, params = equation.primitive, equation.params
+    if name == "iota":
+        return Head("position", None, index=ref.indices[params["dimension"]])
+    if name in _REDUCTIONS:
+        axes, inner = params["axes"], equation.inputs[0]
+        bound = dict(zip(sorted(axes), variables([inner.shape[axis] for axis in sorted(axes)]), strict=True))
+        left = iter(ref.indices)
+        own = tuple(bound[a] if a in bound else next(left) for a in range(len(inner.shape)))
+        return Head(name, value.dtype, ((Ref(inner, own), 1),), bound=tuple(bound.values()))
+    if name == "dot_general":
+        return _contraction(ref, equation)
+    if name == "not" and (inner := peel(operand(ref, 0))).value.primitive in _NEGATED:
+        swapped = _NEGATED[inner.value.primitive]
+        parts = [(operand(inner, 0), 1), (operand(inner, 1), 1)]
+        return Head(swapped[0], value.dtype, tuple(parts[::-1] if swapped[1] else parts))
+    if name == "select_n" and len(equation.inputs) == 3 and (other := _opposite(operand(ref, 0))) is not None:
+        return Head(name, value.dtype, ((other, 1), (operand(ref, 2), 1), (operand(ref, 1), 1)))
+    if name == "select_n" and len(equation.inputs) == 3 and _is_zero_or_one(ref):
+        data = (("new_dtype", frozen(value.dtype)),)
+        return Head("convert_element_type", value.dtype, ((operand(ref, 0), 1),), data=data)
+    if name in _SWAPPED:
+        return Head(_SWAPPED[name], value.dtype, ((operand(ref, 1), 1), (operand(ref, 0), 1)))
+    if name in ELEMENTWISE:
+        data = tuple((key, frozen(each)) for key, each in sorted(params.items()) if key in _MEANINGFUL)
+        return Head(name, value.dtype, tuple((operand(ref, k), 1) for k in range(len(equation.inputs))), data=data)
+    if name == "gather":
+        data = tuple((key, str(each)) for key, each in sorted(params.items()) if key not in _HINTS)
+        parts = tuple((element(each), 1) for each in equation.inputs)
+        return Head(name, value.dtype, parts, data=data, whole=ref.indices)
+    if name == "custom_jvp_call" and all(each.shape == value.shape for each in equation.inputs):
+        where = params["call_jaxpr"].jaxpr.debug_info.func_src_info
+        return Head(
+            f"custom_jvp {where}", value.dtype, tuple((operand(ref, k), 1) for k in range(len(equation.inputs)))
+        )
+    return None
+
+
+_HINTS = ("indices_are_sorted", "unique_indices")
+_NEGATED = {"le": ("lt", True), "lt": ("le", True), "ge": ("lt", False), "gt": ("le", False)}
+_SWAPPED = {"ge": "le", "gt": "lt"}
+_MEANINGFUL = ("new_dtype", "y", "rounding_method")
+_DEFAULT_PRECISIONS = (
+    *("None", "BF16_BF16_F32", "F16_F16_F32"),
+    str((jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)),
+)
+
+
+def _contraction(ref: Ref, equation: Any) -> Head:
+    (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
+    left, right = equation.inputs
+    # One variable for all, so that a sum over heads and their columns is one over both joined.
+    sizes = [left.shape[axis] for axis in contract_l]
+    bound = variables([math.prod(sizes)])
+    each = split(bound[0], sizes)
+    assert each is not None
+    free = iter(ref.indices)
+    shared = [next(free) for _ in batch_l]
+    own = []
+    for value, contract, batch in ((left, contract_l, batch_l), (right, contract_r, batch_r)):
+        known = {**dict(zip(contract, each, strict=True)), **dict(zip(batch, shared, strict=True))}
+        own.append(Ref(value, tuple(known[a] if a in known else next(free) for a in range(len(value.shape)))))
+    if ref.value.is_imagined:
+        own = [_apart(part)[0] for part in own]
+    precision = str(equation.params["precision"])
+    # A product that sums nothing is one of elements, which operations compute without rounding the operands.
+    precision = "default" if precision in _DEFAULT_PRECISIONS or not contract_l else precision
+    return Head("dot_general", ref.value.dtype, tuple((part, 1) for part in own), data=precision, bound=bound)

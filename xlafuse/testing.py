@@ -1,0 +1,63 @@
+"""Assertions on what XLA fuses, for tests of JAX programs.
+
+from xlafuse.testing import assert_fused
+
+def test_mlp_is_three_launches():
+    assert_fused(mlp, x, weights, max_launches=3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Analysis
+
+
+def assert_fused(
+    fn: Callable[..., Any],
+    *shapes: Any,
+    max_launches: int | None = None,
+    max_hbm_bytes: int | None = None,
+    target: str = "h200",
+    mode: Literal["forward", "grad"] = "forward",
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Analysis:
+    """Asserts that XLA compiles a function to no more launches and no more HBM traffic than given.
+
+    It compiles in a process of its own, for a GPU that need not be present, and never runs the function.
+
+    Args:
+        fn: any function that JAX can trace.
+        *shapes: its arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them.
+        max_launches: most launches in one run; a loop's launches count each time they run. None: no limit.
+        max_hbm_bytes: most bytes read and written in one run. None: no limit.
+        target: the GPU to compile for; see `xlafuse targets`.
+        mode: "forward", or "grad" for the gradients with respect to all floating-point arguments too.
+        compiler_options: XLA's options by name.
+
+    Returns the analysis, for further assertions.
+
+    Raises:
+        AssertionError: a limit is exceeded; the message lists the launches, their source lines, and why they are
+            separate.
+        ValueError: no limit is given.
+        CaptureError: the function does not trace or compile.
+    """
+    if max_launches is None and max_hbm_bytes is None:
+        raise ValueError("assert_fused: expected max_launches or max_hbm_bytes, got neither")
+    from hlo_analysis import analyze, capture
+    from hlo_analysis.budget import excesses, responsible
+    from hlo_analysis.report.budget import excess_text, responsible_lines
+    from xlafuse.catalogue import KERNELS
+
+    compiled = capture(fn, *shapes, target=target, mode=mode, compiler_options=compiler_options)
+    analysis = analyze(compiled, catalogue=KERNELS)
+    lines: list[str] = []
+    for excess in excesses(analysis, max_launches=max_launches, max_hbm_bytes=max_hbm_bytes):
+        lines.append(f"{analysis.label} on {target}: {excess_text(excess)}:")
+        lines += responsible_lines(responsible(analysis, excess))
+    if lines:
+        raise AssertionError("\n".join(lines))
+    return analysis
