@@ -14,193 +14,186 @@
 # %% [markdown]
 # # What XLA fuses in a transformer block, and what it does not
 #
-# XLA decides which operations of a JAX program share a GPU kernel. This notebook asks it, for one layer of Llama 3 8B
-# on an H200, and needs no GPU: the compiler runs here, for a device that is not here, and the choices that depend on
-# measurements (which matrix-product kernel is fastest) are replayed from a recording made on a real H200.
+# XLA decides which operations of a JAX program share a GPU kernel. At the end of this notebook you know how to ask it
+# what it decided, how to read the answer (launches, bytes, reasons), and which values of a Llama 3 8B layer still
+# travel through the GPU's memory though they need not.
 #
-# Three words are kept apart. **Counted** is read off the compiled program: launches, bytes, FLOPs. **Estimated** comes
-# from a model: our roofline, or XLA's own cost model. **Measured** means that a GPU ran it; nothing
-# in this notebook was.
+# **Needs** no GPU, and about half a minute. XLA's compiler runs here, for an H200 that is not here; matrix-product
+# kernels, which XLA picks by timing them, are replayed from a recording made on a real one.
+#
+# Three words are kept apart. **Counted** is read off the compiled program: launches, bytes, FLOPs. **Estimated**
+# comes from a model: a roofline, or XLA's own cost model. **Measured** means that a GPU ran it: on an H200, recorded,
+# and shown here where the program is still the same.
 
 # %%
 import os
-from collections import Counter
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler for the H200 needs no GPU
 
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import plots
 
 import xlafuse
 from hlo_analysis import analyze, capture
 from hlo_analysis.report import show
-from xlafuse.models import block_function
-
-GB = 1e9
-COLOURS = {
-    "triton_gemm": "#4269d0",
-    "cublaslt": "#6cc5b0",
-    "triton": "#9c6b4e",
-    "loop": "#efb118",
-    "reduction": "#ff725c",
-    "transpose": "#97bbf5",
-    "mosaic": "#a463f2",
-    "concatenate": "#9498a0",
-    "copy": "#c3c7cd",
-}
-plt.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+from xlafuse.catalogue import KERNELS
 
 # %% [markdown]
-# ## Capture
+# ## A small program first
 #
-# `capture` lowers the function here, compiles it in a process of its own, and keeps everything XLA wrote on the way:
-# the program before and after each fusion pass, the log of the fusion pass's decisions, and the list of launches.
+# Every layer of a transformer adds to the residual stream and normalizes it. Written plainly, it is four lines.
+# `capture` compiles them in a process of its own and keeps what XLA wrote on the way; `analyze` makes records of
+# that.
+
 
 # %%
-function, arguments = block_function("llama3-8b", (2, 4096))
-captured = capture(function, *arguments, target="h200", label="xla")
-analysis = analyze(captured)
+def add_norm(x, residual, scale):
+    stream = x + residual
+    wide = stream.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * inverse * scale).astype(x.dtype), stream
 
-provenance = analysis.provenance
-print(f"{provenance.function} for {analysis.device.description}, compiled in {provenance.compile_seconds:.1f} s")
-print(f"matrix-product kernels: {provenance.gemm_choice}, {provenance.autotune_hits} of {provenance.autotune_lookups}")
+
+rows = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+scale = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+small = analyze(capture(add_norm, rows, rows, scale, target="h200"), catalogue=KERNELS)
+plots.launches(small)
 
 # %% [markdown]
-# ## What it fused
+# Two launches. The first writes the sum; the second reads it back to normalize it. A *missed fusion* is such a value:
+# one that need not have been read from memory, or not have been written. Each comes with XLA's own reason and with a
+# remedy.
+
+# %%
+missed = small.missed[0]
+plots.say(
+    f"`{missed.value}`, {missed.shape}: **{missed.bytes_at_stake / 1e6:.0f} MB** at stake, about "
+    f"{missed.time_at_stake_us:.0f} µs.\n\n*XLA's reason:* {missed.reason}\n\n"
+    f"*Remedy ({missed.remedy_kind}):* {missed.remedy}"
+)
+
+# %% [markdown]
+# ## One layer of Llama 3 8B
 #
-# One row is one launch. `HBM` is what the launch reads and writes, each buffer once; `unfused` is what the same
-# operations would move if each were a launch of its own.
+# The same question for a whole layer: two sequences of 4096 tokens, bfloat16. `compare` compiles one program under
+# several *strategies*. `unfused` switches XLA's fusion passes off, `xla` is XLA as it comes, `xla_cudnn` gives
+# attention to cuDNN, and `best` gives each site of the layer to what was measured fastest there.
 
 # %%
-print(f"{'#':>2}  {'kind':12} {'scope':28} {'HBM MB':>8} {'unfused':>8} {'roofline µs':>11}  operations")
-for launch in analysis.launches:
-    moved = (launch.bytes_read + launch.bytes_written) / 1e6
-    operations = ", ".join(f"{name}" + (f"×{count}" if count > 1 else "") for name, count in launch.opcodes[:4])
-    print(
-        f"{launch.index:2}  {launch.kind:12} {launch.scope:28} {moved:8.0f} {launch.unfused_bytes / 1e6:8.0f} "
-        f"{launch.roofline_us:11.0f}  {operations}"
-    )
-
-# %%
-traffic = analysis.traffic
-figure, axes = plt.subplots(figsize=(7, 1.7))
-parts = [
-    ("arguments and results", traffic.bytes - traffic.intermediate_bytes, "#4269d0"),
-    ("between launches", traffic.intermediate_bytes, "#ff725c"),
-    ("saved by fusion", traffic.saved_bytes, "#d9dde3"),
-]
-left = 0.0
-for label, size, colour in parts:
-    axes.barh(0, size / GB, left=left, color=colour, label=f"{label}: {size / GB:.1f} GB")
-    left += size / GB
-axes.set(yticks=[], xlabel="HBM traffic of one forward pass, GB (counted)")
-axes.spines["left"].set_visible(False)
-axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-plt.show()
+strategies = ["unfused", "xla", "xla_cudnn", "best"]
+comparison = xlafuse.compare("llama3-8b", (2, 4096), strategies=strategies, numerics=False)
+block = {result.name: result.analysis for result in comparison.strategies}
+xla = block["xla"]
+plots.launches(xla)
 
 # %% [markdown]
-# ## What it left apart, and why
+# One row is one launch, in the order in which the GPU runs them. *MB* is what it reads and writes, each buffer once.
+# *Roofline* is the least time that the H200's memory and tensor cores allow for it.
 #
-# Every value that one launch hands to another through HBM has an edge, and every edge has a verdict: *ineligible* (a
-# rule forbade the fusion), *rejected* (XLA's cost model expected a loss) or *unrecorded* (no pass spoke of it).
-
-# %%
-apart = [decision for decision in analysis.decisions if decision.verdict != "fused"]
-groups: dict[str, list] = {}
-for decision in apart:
-    groups.setdefault(decision.category, []).append(decision)
-for category, members in sorted(groups.items(), key=lambda item: -sum(d.bytes for d in item[1])):
-    print(f"{len(members):3} edges {sum(d.bytes for d in members) / GB:7.2f} GB  {category}")
-    print(f"{'':15}e.g. {members[0].producer} → {members[0].consumer}: {members[0].reason}")
-
-# %% [markdown]
-# The same, ranked by what it costs: a missed fusion is a value that need not have reached HBM.
-
-# %%
-for missed in analysis.missed[:8]:
-    print(
-        f"{missed.rank}. {missed.bytes_at_stake / GB:6.2f} GB, about {missed.time_at_stake_us:5.0f} µs   {missed.shape}"
-    )
-    print(f"   {missed.scope}: {missed.reason}")
-    print(f"   {missed.remedy_kind}: {missed.remedy}")
-
-# %% [markdown]
-# ## Another plan: `xla` beside `pallas`
+# ## What fusion saves
 #
-# A strategy is a fusion plan: it says which kernel serves which site of the block. `pallas` gives every site to a
-# Mosaic GPU kernel: norms, projections with their rotary embedding, attention, the gated layer, products with their
-# residual sum. `xla_cudnn` gives attention alone to cuDNN, and `pallas_cudnn` does both. XLA cannot see the products
-# inside those kernels: their FLOPs are those that the operations state beside them. Measured times are in the README
-# and in the next notebook.
+# Fusion is about bytes. Without it, every operation reads its operands from memory and writes its result there.
 
 # %%
-plans = ["unfused", "xla", "xla_cudnn", "pallas", "pallas_cudnn"]
-comparison = xlafuse.compare("llama3-8b", (2, 4096), strategies=plans)
-for result in comparison.strategies:
-    made = result.analysis
-    if made is None:
-        print(f"{result.name:12} {result.error}")
-        continue
-    kinds = ", ".join(f"{count} {kind}" for kind, count in made.launches_by_kind.items())
-    print(
-        f"{result.name:12} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
-        f"{made.roofline_us / 1e3:6.2f} ms estimated  ({kinds})"
-    )
+traffic = {name: analysis.traffic.bytes / 1e9 for name, analysis in block.items()}
+plots.bars(
+    traffic,
+    "HBM traffic of one forward pass, GB (counted)",
+    form="{:.1f}",
+    title="Bytes, by strategy",
+)
+
+# %%
+plots.say(
+    f"XLA's fusions save {traffic['unfused'] - traffic['xla']:.0f} GB of {traffic['unfused']:.0f}: "
+    f"{xla.launch_count} launches in place of {block['unfused'].launch_count}. And yet "
+    f"{traffic['xla']:.1f} GB remain where `best` has {traffic['best']:.1f}. Of XLA's bytes "
+    f"{xla.traffic.intermediate_bytes / xla.traffic.bytes:.0%} are values that one launch writes for "
+    "another to read."
+)
 
 # %% [markdown]
-# Attention's scores dwarf everything else, and only a fused attention removes them. Leave that scope out, and the
-# rest of the block comes into view.
+# ## Where those bytes are
+#
+# The layer's named scopes say which part of the model a launch belongs to.
 
 # %%
-shown = {result.name: result.analysis for result in comparison.strategies if result.name != "unfused"}
-traffic_of = {name: Counter() for name in shown}
-for name, made in shown.items():
-    for launch in made.launches:
-        if launch.scope != "block/attention":
-            traffic_of[name][launch.kind] += (launch.bytes_read + launch.bytes_written) * launch.repeat
-
-figure, axes = plt.subplots(figsize=(7, 0.6 + 0.5 * len(shown)))
-left = [0.0] * len(shown)
-for kind, colour in COLOURS.items():
-    widths = [traffic_of[name][kind] / GB for name in shown]
-    if any(widths):
-        axes.barh(list(shown), widths, left=left, color=colour, label=kind)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+sites = plots.by_site(xla, plots.moved)
+figure, axes = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
+drawn = axes.barh(list(sites), [value / 1e9 for value in sites.values()], color=plots.colour("xla"))
+axes.bar_label(drawn, [f" {value / 1e9:.1f}" for value in sites.values()], fontsize=8)
 axes.invert_yaxis()
-axes.set_xlabel("HBM traffic outside attention, GB (counted), by kind of launch")
-axes.legend(ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+axes.margins(x=0.1)
+axes.set(xlabel="HBM traffic, GB (counted)", title="XLA's launches, by part of the layer")
 plt.show()
 
 # %% [markdown]
-# The scopes where `xla` and `pallas` differ:
+# Attention, by far: its scores are 32 heads of 4096 × 4096 values for each sequence, and XLA writes and reads them
+# several times. No fusion pass of XLA joins two matrix products with the softmax between them.
+#
+# ## Why XLA left values apart
+#
+# Each value between two launches is an *edge*, and each edge has a verdict. *Ineligible*: a rule forbade the fusion.
+# *Rejected*: XLA's cost model expected it to be slower. *Unrecorded*: no pass spoke of it.
 
 # %%
-pair = {"xla": comparison["xla"].analysis, "pallas": comparison["pallas"].analysis}
-print(f"{'scope':30}" + "".join(f"{name + ' launches':>18} {'MB':>7}" for name in pair))
-for row in comparison.rows:
-    cells = {cell.strategy: cell for cell in row.cells}
-    chosen = [cells.get(name) for name in pair]
-    counts = [(len(cell.launches), cell.bytes) if cell else (0, 0) for cell in chosen]
-    if counts[0] != counts[1]:
-        print(f"{row.scope:30}" + "".join(f"{count:18} {size / 1e6:7.0f}" for count, size in counts))
+groups = defaultdict(list)
+for decision in xla.decisions:
+    if decision.verdict != "fused":
+        groups[decision.verdict, decision.category].append(decision)
+costliest = sorted(groups.items(), key=lambda item: -sum(each.bytes for each in item[1]))
+plots.table(
+    ["verdict: category", "edges", "GB"],
+    (
+        [f"{verdict}: {category}", len(edges), f"{sum(each.bytes for each in edges) / 1e9:.2f}"]
+        for (verdict, category), edges in costliest
+    ),
+)
 
 # %% [markdown]
-# ## The gradient
+# ## What would be worth changing
 #
-# Training reads every activation again. The same question for the gradient with respect to weights and input:
+# The list of missed fusions is ranked by the time at stake, and so it is the place to begin with. A remedy is an XLA
+# option, a rewrite of the program, or a kernel; where one begins with a name, `xlafuse.kernels` has that operation.
 
 # %%
-gradient = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=plans[1:])
-for result in gradient.strategies:
-    made = result.analysis
-    print(
-        f"{result.name:12} {made.launch_count:3} launches  {made.traffic.bytes / GB:6.2f} GB  "
-        f"{made.roofline_us / 1e3:6.2f} ms estimated, peak memory {made.memory.peak_bytes / GB:.1f} GB"
-    )
+plots.table(
+    ["value", "scope", "GB", "µs at stake", "remedy"],
+    (
+        (
+            m.shape,
+            m.scope.removeprefix("block/"),
+            f"{m.bytes_at_stake / 1e9:.2f}",
+            f"{m.time_at_stake_us:.0f}",
+            m.remedy,
+        )
+        for m in xla.missed[:5]
+    ),
+)
+
+# %% [markdown]
+# ## Does it matter? Measured
+#
+# Bytes are a means. The recordings say what an H200 took for the same programs (where `compare` finds one; `unfused`
+# was not recorded).
+
+# %%
+times = {result.name: result.measured_us / 1e3 for result in comparison.strategies if result.measured_us}
+plots.bars(times, "GPU time of one forward pass, ms (measured)", form="{:.2f}", title="Time, by strategy")
 
 # %% [markdown]
 # ## The whole report
 #
-# `show` is the short form of the page that `xlafuse report` writes, with every launch, decision and missed fusion.
+# `show` is the short form of the page that `xlafuse report --block llama3-8b --shape 2x4096` writes, which has every
+# launch, decision and missed fusion, and the HLO text behind them.
 
 # %%
 show(comparison)
+
+# %% [markdown]
+# **Next:** [02](02_xla_beside_custom_plans.ipynb) takes the last figure apart: where do `xla_cudnn` and `best` gain
+# their time? [07](07_fix_and_report_again.ipynb) does what this report advises on a model of one's own.
