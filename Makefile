@@ -80,6 +80,7 @@ notebooks: $(DEV)
 results: $(DEV)
 	$(PY) scripts/write_results.py
 	$(PY) scripts/plot_block.py
+	$(PY) scripts/write_studies.py
 
 clean:
 	rm -rf .venv $(OUT) .pytest_cache .ruff_cache .hypothesis

@@ -5,14 +5,16 @@ from pathlib import Path
 
 from hlo_analysis.records import Comparison
 from hlo_analysis.schema import from_json
-from xlafuse.strategies import STRATEGIES
+from xlafuse.strategies import resolve_strategies
 
 
 def problems(folder: Path) -> list[str]:
     """What is missing or wrong in the report, in sentences; empty when all is well."""
     comparison = from_json(Comparison, (folder / "report.json").read_text())
     found = [
-        f"strategy {name} is missing" for name in STRATEGIES if name not in {s.name for s in comparison.strategies}
+        f"strategy {strategy.name} is missing"
+        for strategy in resolve_strategies(None)
+        if strategy.name not in {s.name for s in comparison.strategies}
     ]
     for strategy in comparison.strategies:
         analysis = strategy.analysis

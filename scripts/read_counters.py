@@ -4,7 +4,8 @@
     scripts/read_counters.py -o FILE rms_norm:backward:8192x8192-bfloat16 softmax:forward:16384x4096-float32 ...
 
 Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
-unless said. One line a launch is printed, and FILE gets all counters as JSON. Clocks are left as they are.
+unless said, or for a forward pass one of the operation's kernel variants ("form: online"). One line a launch is
+printed, and FILE gets all counters as JSON. Clocks are left as they are.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def launch(cases: list[str]) -> None:
     import jax.numpy as jnp
 
     from pallas_kernels import get_op, testing
+    from pallas_kernels.specs import plain
     from xlafuse.bench.candidates import callable_of
 
     driver = ctypes.CDLL("libcuda.so.1")
@@ -114,11 +116,16 @@ def launch(cases: list[str]) -> None:
     one = jax.block_until_ready(separator(jnp.ones(1)))
 
     def compiled(text):
-        name, phase, wanted, *implementation = text.split(":")
+        name, phase, wanted, *implementation = text.split(":", 3)
         op = get_op(name)
         spec = next(s for s in op.tagged("bench") if s.name == wanted)
         case = testing.make_case(op, spec, 0)
-        call = jax.jit(callable_of(op, phase, implementation[0] if implementation else "mosaic"))
+        chosen = implementation[0] if implementation else "mosaic"
+        variants = op.variants("forward", plain(case.arguments)) if phase == "forward" else {}
+        if chosen in variants:
+            call = jax.jit(lambda arguments: variants[chosen](**plain(arguments)))
+        else:
+            call = jax.jit(callable_of(op, phase, chosen))
         inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
         jax.block_until_ready(call(*inputs))
         return lambda: jax.block_until_ready(call(*inputs))

@@ -1,9 +1,12 @@
 """Runs the notebooks: each `notebooks/*.py` (jupytext, percent format) becomes an executed `.ipynb` beside it.
 
-usage: run_notebooks.py [--check] [NAME ...]    --check executes them and leaves the files alone
+usage: run_notebooks.py [--check] [NAME ...]    --check writes nothing, and fails where kept text is another
 """
 
+from __future__ import annotations
+
 import argparse
+import difflib
 import sys
 import time
 from pathlib import Path
@@ -14,6 +17,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
+MOST_BYTES = 400_000
 
 
 def run(source: Path) -> nbformat.NotebookNode:
@@ -28,15 +33,35 @@ def run(source: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def text(notebook: nbformat.NotebookNode) -> list[str]:
+    """Lines of the cells' sources and of their outputs as text; pictures are left out."""
+    lines: list[str] = []
+    for cell in notebook.cells:
+        lines += cell.source.splitlines()
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" not in data:
+                found = data.get("text/markdown") or data.get("text/html") or data.get("text/plain") or ""
+                lines += (output.get("text", "") + found).splitlines()
+    return lines
+
+
+def difference(executed: nbformat.NotebookNode, kept: Path) -> str:
+    """What the kept notebook says otherwise than `executed`; '' where it says the same."""
+    if not kept.is_file():
+        return f"{kept.name} does not exist"
+    before = text(nbformat.read(kept, as_version=4))
+    return "\n".join(difflib.unified_diff(before, text(executed), "kept", "executed", lineterm="", n=0))
+
+
 def main() -> int:
     """Runs the notebooks named, or all; returns how many failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="execute, write nothing")
+    parser.add_argument("--check", action="store_true", help="execute and compare, write nothing")
     parser.add_argument("names", nargs="*", help="without .py; all if none is given")
     arguments = parser.parse_args()
-    sources = [FOLDER / f"{name}.py" for name in arguments.names] or sorted(FOLDER.glob("[0-9]*.py"))
     failed = 0
-    for source in sources:
+    for source in [FOLDER / f"{name}.py" for name in arguments.names] or SOURCES:
         start = time.perf_counter()
         try:
             notebook = run(source)
@@ -44,9 +69,15 @@ def main() -> int:
             print(f"{source.name}: FAILED\n{error}", file=sys.stderr)
             failed += 1
             continue
-        print(f"{source.name}: {len(notebook.cells)} cells in {time.perf_counter() - start:.1f} s")
-        if not arguments.check:
-            nbformat.write(notebook, source.with_suffix(".ipynb"))
+        kept = source.with_suffix(".ipynb")
+        if arguments.check:
+            changes = difference(notebook, kept)
+            print(changes, end="\n" if changes else "")
+            failed += bool(changes)
+        else:
+            nbformat.write(notebook, kept)
+        size = len(nbformat.writes(notebook)) / 1e3
+        print(f"{source.name}: {len(notebook.cells)} cells in {time.perf_counter() - start:.1f} s, {size:.0f} kB")
     return failed
 
 

@@ -4,8 +4,7 @@ scripts/write_results.py                        # the tables, from notebooks/res
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
-scripts/write_results.py --missed FILE          # the cases for scripts/read_counters.py: what misses a goal
-scripts/write_results.py --memory               # compiles the losses for memory-h200.json; no GPU needed, 20 s
+scripts/write_results.py --behind FILE          # the cases for scripts/read_counters.py: where ours falls short
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
 
@@ -16,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xlafuse.bench import coverage, gpu_checks, memory
+from xlafuse.bench import coverage, gpu_checks
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.counters import load_counters
-from xlafuse.bench.goal_tables import goal_tables, missed_cases
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
+from xlafuse.bench.shortfalls import cases_behind, shortfall_table
 from xlafuse.bench.tables import details, overview, place, summary
 from xlafuse.bench.text import block_lines, block_summary, kernel_lines, kernel_summary, problem_lines, title
 
@@ -28,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-BLOCK, COUNTERS, TESTS, SANITIZER, MEMORY = (
-    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer", "memory")
+BLOCK, COUNTERS, TESTS, SANITIZER = (
+    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer")
 )
 
 
@@ -40,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument("--missed", type=Path, metavar="FILE")
-    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--behind", type=Path, metavar="FILE")
     parser.add_argument("--tests", type=Path, metavar="XML")
     parser.add_argument("--characters", type=int, default=sys.maxsize)
     options = parser.parse_args(argv)
@@ -54,11 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.show:
             print(shown(load(options.show), options.characters))
             return 0
-        if options.missed:
-            print(*missed_cases(load(options.missed)))
-            return 0
-        if options.memory:
-            memory.write(MEMORY, memory.count())
+        if options.behind:
+            print(*cases_behind(load(options.behind)))
             return 0
         if options.tests:
             summary = gpu_checks.summarize(options.tests)
@@ -92,7 +87,7 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         README: {"summary": summary(results)},
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
-            "limits": f"{goal_tables(results, counters)}\n\n{memory.markdown(memory.load(MEMORY))}",
+            "limits": shortfall_table(results, counters),
             "block": f"{block_overview(block)}\n\n{block_details(block)}" if block else "Not measured yet.",
         },
         DOCS / "correctness.md": {"checks": gpu_checks.markdown(gpu_checks.load(TESTS), gpu_checks.load(SANITIZER))},

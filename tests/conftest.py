@@ -63,6 +63,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return f"{file} {'grad' in nodeid}"
             return folder if folder in FOLDERS_THAT_COMPILE else file
 
+        def remove_node(self, node: Any) -> str | None:
+            """As xdist's, but does not give the test that ended a process to the next one, and so on for ever."""
+            units = self.assigned_work.pop(node)
+            pending = [(unit, test) for unit in units.values() for test, is_done in unit.items() if not is_done]
+            if not pending:
+                return None
+            unit, crashed = pending[0]
+            unit[crashed] = True
+            self.workqueue.update((scope, unit) for scope, unit in units.items() if not all(unit.values()))
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return crashed
+
     return ByFileOrFolder(config, log)
 
 

@@ -1,0 +1,301 @@
+"""Fuses unmodified public models and writes what `xlafuse.fuse` takes and refuses in them, for docs/public-models.md.
+
+    python scripts/public_models [MODEL ...] --checkouts FOLDER
+    python scripts/public_models --checkouts FOLDER --sites-only
+    python scripts/public_models --write-page
+
+Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
+out. FOLDER holds checkouts of the repositories named there. For each model it compiles the forward pass, the gradient
+and a training step for the H200, with and without `fuse`, and compares loss and gradients on the CPU at a small size.
+Results go to notebooks/results/public_models.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from programs import Program, PublicModel
+from sources import MODELS
+
+from hlo_analysis import Analysis, analyze, capture
+from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+from hlo_analysis.targets import load_target
+from xlafuse.catalogue import KERNELS
+from xlafuse.fusion import Report, fuse
+from xlafuse.fusion.evaluate import evaluate
+from xlafuse.fusion.plan import make_plan
+from xlafuse.fusion.sites import spellings
+from xlafuse.numerics import judge
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "notebooks/results/public_models.json", ROOT / "docs/public-models.md"
+TARGET = "h200"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the models and writes the page; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(model.name for model in MODELS))
+    parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default: all")
+    parser.add_argument("--advice", type=int, default=0, metavar="N", help="print the first N missed fusions, too")
+    parser.add_argument("--sites-only", action="store_true", help="compile nothing; keep the launches that are known")
+    parser.add_argument("--write-page", action="store_true", help="only write the page")
+    options = parser.parse_args(argv)
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    failed = 0
+    for model in () if options.write_page else MODELS:
+        if options.models and model.name not in options.models:
+            continue
+        for part in options.parts:
+            try:
+                found = run(model, part, options.checkouts, options.advice, compiles=not options.sites_only)
+            except ModuleNotFoundError as error:
+                print(f"{model.name}: left out, {error}", flush=True)
+                break
+            except Exception:
+                failed += 1
+                traceback.print_exc()
+                continue
+            print(f"{model.name} {part}: {found}", flush=True)
+            known = results.setdefault(model.name, {})
+            news = found.pop(part)
+            known[part] = {**(known.get(part) or {}), **news} if options.sites_only else news
+            results[model.name] |= found
+            results = {each.name: results[each.name] for each in MODELS if each.name in results}
+            RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+    return int(failed > 0)
+
+
+def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles: bool) -> dict[str, Any]:
+    """Returns the results of one part of one model, and what the model is."""
+    if part == "numerics":
+        return {"source": model.source, "numerics": checked(model, checkouts)}
+    program = model.build(checkouts, jnp.bfloat16, False)
+    params = jax.eval_shape(program.init, jax.random.key(0))
+    arguments = (params, *program.batch)
+    fn, outer = (program.forward if part == "forward" else program.loss), jax.value_and_grad
+    found = sites_of(fn, arguments)
+    if part == "forward":
+        outer = lambda forward: forward  # noqa: E731
+    elif part == "step":
+        outer, arguments = step_of, (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
+    if compiles:
+        found |= compared(fn, outer, arguments, advice, changes=bool(found["kernels"]))
+    return {"source": model.source, "size": program.size, part: found}
+
+
+PARTS = ("numerics", "forward", "gradient", "step")
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the training step of a loss."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Counts the sites of a function on the target, by tracing it."""
+    reports: list[Report] = []
+    target = load_target(TARGET)
+    with (
+        answer_cudnn_checks(target),
+        name_target_in_meshes(target),
+        jax.sharding.use_abstract_mesh(mesh_of_one(target)),
+    ):
+        jax.eval_shape(fuse(fn, report=reports.append), *arguments)
+    taken, refused = reports[0].taken, reports[0].refused
+    return {
+        "taken": dict(collections.Counter(site.operation for site in taken).most_common()),
+        "kernels": dict(collections.Counter(s.operation for s in taken if s.implementation != "xla").most_common()),
+        "refused": dict(collections.Counter(f"{site.operation}: {site.reason}" for site in refused).most_common()),
+    }
+
+
+def compared(fn: Any, outer: Any, arguments: tuple[Any, ...], advice: int, *, changes: bool) -> dict[str, Any]:
+    """Compiles `outer(fn)` and, if `fuse` changes it, `outer(fuse(fn))` for the target."""
+    plain = analyze(capture(outer(fn), *arguments, target=TARGET), catalogue=KERNELS)
+    for missed in plain.missed[:advice]:
+        where = f"{missed.source}, {missed.scope}, {missed.shape}"
+        print(f"    {missed.rank}. {missed.remaining_us:.1f} us [{missed.remedy_kind}] {missed.remedy} | {where}")
+    after = None
+    if changes:
+        after = totals(analyze(capture(outer(fuse(fn)), *arguments, target=TARGET), catalogue=KERNELS))
+    return {"before": totals(plain), "after": after}
+
+
+def totals(analysis: Analysis) -> dict[str, Any]:
+    """Returns launches, HBM traffic and estimated time."""
+    return {
+        "launches": analysis.launch_count,
+        "bytes": analysis.traffic.bytes,
+        "us": round(analysis.estimated_us, 1),
+    }
+
+
+def checked(model: PublicModel, checkouts: Path) -> dict[str, Any] | None:
+    """Compares loss and gradients with a more exact run on the CPU, by the 2 x rule; None where there is no such run.
+
+    Operations run by their XLA references. The exact run is in float64; in float32 where the model cannot, or where
+    its random masks would be others.
+    """
+    program = model.build(checkouts, jnp.bfloat16, True)
+    arguments = (disturbed(program.init(jax.random.key(0))), *program.batch)
+    plain = jax.device_get(jax.jit(jax.value_and_grad(program.loss))(*arguments))
+    ours = jax.device_get(jax.jit(jax.value_and_grad(by_reference(program.loss)))(*arguments))
+    for reference, dtype in (("float64", jnp.float64), ("float32", jnp.float32)):
+        try:
+            with jax.enable_x64(reference == "float64"):
+                exact = exactly(model.build(checkouts, dtype, True), arguments)
+        except (TypeError, ValueError):
+            continue
+        error, baseline, passed = judge(ours, plain, exact)
+        if baseline < OTHER_MASKS:
+            return {"error": float(error), "baseline_error": float(baseline), "passed": passed, "reference": reference}
+    return None
+
+
+OTHER_MASKS = 0.2
+"""The least error of a program whose random masks are not the reference's."""
+
+
+def exactly(program: Program, arguments: tuple[Any, ...]) -> Any:
+    """Returns loss and gradients in the widest dtype that is enabled."""
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arguments)
+    return jax.device_get(jax.jit(jax.value_and_grad(program.loss))(*jax.tree.map(jnp.asarray, wide)))
+
+
+def by_reference(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the fused function, whose operations run by their XLA references."""
+
+    def fused(*arguments: Any) -> Any:
+        leaves = jax.tree.leaves(arguments)
+        closed = jax.make_jaxpr(fn)(*arguments)
+        (result,) = evaluate(make_plan(closed.jaxpr, spellings()), [*closed.consts, *leaves], implementation="xla")
+        return result
+
+    return fused
+
+
+def disturbed(params: Any) -> Any:
+    """Adds noise, since a kernel that ignored scales of one and biases of zero would pass."""
+    generator = np.random.default_rng(0)
+
+    def moved(each: Any) -> Any:
+        if not jnp.issubdtype(each.dtype, jnp.floating):
+            return each
+        return each + jnp.asarray(0.05 * generator.standard_normal(each.shape), each.dtype)
+
+    return jax.tree.map(moved, params)
+
+
+def page(results: dict[str, Any]) -> str:
+    """Returns the document of the results."""
+    rows = [_row(name, part, found[part]) for name, found in results.items() for part in PARTS[1:] if part in found]
+    sources = [f"| {name} | {found['source']} | {found.get('size', '')} |" for name, found in results.items()]
+    checks = [f"| {name} | {_check(found.get('numerics'))} |" for name, found in results.items()]
+    refused: collections.Counter[str] = collections.Counter()
+    for found in results.values():
+        refused.update(found.get("gradient", {}).get("refused", {}))
+    reasons = [f"| {operation} | {reason} | {count} |" for operation, reason, count in _reasons(refused)]
+    return _PAGE.format(
+        most=MOST_REASONS,
+        rows="\n".join(rows),
+        sources="\n".join(sources),
+        checks="\n".join(checks),
+        reasons="\n".join(reasons),
+    )
+
+
+def _row(name: str, part: str, found: dict[str, Any]) -> str:
+    kernels = ", ".join(f"{count} {operation}" for operation, count in found.get("kernels", {}).items()) or "none"
+    by_xla = sum(found["taken"].values()) - sum(found.get("kernels", {}).values())
+    launches = megabytes = "not compiled"
+    if "before" in found:
+        before, after = found["before"], found["after"] or found["before"]
+        launches = f"{before['launches']} → {after['launches']}"
+        megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
+    refused = sum(found["refused"].values())
+    return f"| {name} | {part} | {kernels} | {by_xla} | {refused} | {launches} | {megabytes} |"
+
+
+def _check(numerics: dict[str, Any] | None) -> str:
+    if not numerics:
+        return "not checked | | "
+    verdict = "kept" if numerics["passed"] else "broken"
+    return f"{verdict}, against {numerics['reference']} | {numerics['error']:.2g} | {numerics['baseline_error']:.2g}"
+
+
+MOST_REASONS = 15
+
+
+def _reasons(refused: collections.Counter[str]) -> list[tuple[str, str, int]]:
+    split = ((*text.partition(": ")[::2], count) for text, count in refused.most_common(MOST_REASONS))
+    return [(operation, reason.replace("|", "\\|"), count) for operation, reason, count in split]
+
+
+_PAGE = """# Public models
+
+`scripts/public_models` runs `xlafuse.fuse` on public models as they are published, and writes this page from
+`notebooks/results/public_models.json`. Launches and bytes (HBM traffic, MB) are counted in programs compiled for the
+H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` with no allowances.
+
+- No time here is measured, and sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program
+  "not compiled" had its sites counted only.
+- Most of what `fuse` refuses, XLA fuses with its neighbours, or it needs `allow=`: the masks of attention that may hide
+  a whole row, and norms that are scaled after the cast. Attention with dropout and recurrent cells gain nothing.
+- Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`
+  replaces, not the kernels, which have tests of their own.
+
+| model | program | kernels | sites left to XLA | refused | launches | MB |
+| --- | --- | --- | ---: | ---: | ---: | ---: |
+{rows}
+
+## Errors of loss and gradients
+
+The rule: the error is at most twice that of the program as it is, plus one unit in the last place. Where a model has
+random masks that another precision would draw differently, the reference is in float32.
+
+| model | rule | error | error of the program as it is |
+| --- | --- | ---: | ---: |
+{checks}
+
+## Why sites are refused
+
+The {most} commonest reasons in the programs of the gradients, each line of a model once.
+
+| operation | reason | lines |
+| --- | --- | ---: |
+{reasons}
+
+## Sources
+
+Packages that load data are replaced by stand-ins while an example is imported. Nothing else of a model is changed.
+
+| model | source | size |
+| --- | --- | --- |
+{sources}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Public models that are no transformers, or not of text."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from programs import KEY, Program, importing, linen_program, normal, tokens_of
+
+
+def haiku_rnn(folder: Path, dtype: Any, small: bool) -> Program:
+    """Makes Haiku's example of two LSTMs, in float32."""
+    import haiku as hk
+    from absl import flags
+
+    names = ("tensorflow", "tensorflow.compat", "tensorflow.compat.v2", "tensorflow_datasets")
+    with importing(Path(str(hk.__file__)).parents[2], *names):
+        train = importlib.import_module("examples.rnn.train")
+    flags.FLAGS.mark_as_parsed()
+    width, length, batch = (32, 8, 2) if small else (256, 128, 32)
+    flags.FLAGS.hidden_size = width
+    tokens = tokens_of(length, batch, 128)
+    loss = hk.without_apply_rng(hk.transform(train.sequence_loss))
+
+    def unrolled(batch: Any) -> Any:
+        core = train.make_network()
+        return hk.dynamic_unroll(core, batch["input"], core.initial_state(batch["input"].shape[1]))[0]
+
+    forward = hk.without_apply_rng(hk.transform(unrolled))
+
+    def given(tokens: jax.Array, targets: jax.Array) -> dict[str, jax.Array]:
+        return {"input": tokens, "target": targets}
+
+    return Program(
+        size=f"{length} steps x {batch}, width {width}, 2 LSTMs",
+        init=lambda key: loss.init(key, given(tokens, tokens)),
+        batch=(tokens, jnp.roll(tokens, -1, 0)),
+        forward=lambda params, *batch: forward.apply(params, given(*batch)),
+        loss=lambda params, *batch: loss.apply(params, given(*batch)),
+    )
+
+
+def graph_net(folder: Path, dtype: Any, small: bool) -> Program:
+    """Makes Flax's example of a GraphNetwork for molecules, in float32."""
+    import jraph
+
+    names = ("clu", "ml_collections", "tensorflow", "sklearn", "sklearn.metrics", "input_pipeline")
+    with importing(folder / "flax/examples/ogbg_molpcba", *names):
+        models, train = importlib.import_module("models"), importlib.import_module("train")
+    nodes, edges, graphs, width = (24, 40, 4, 32) if small else (16384, 32768, 512, 256)
+    generator = np.random.default_rng(0)
+    ends = [jnp.asarray(generator.integers(0, nodes, edges), jnp.int32) for _ in range(2)]
+    each = [jnp.full(graphs, count // graphs, jnp.int32) for count in (nodes, edges)]
+    graph = jraph.GraphsTuple(
+        nodes=normal(nodes, 9),
+        edges=normal(edges, 3),
+        senders=ends[0],
+        receivers=ends[1],
+        globals=normal(graphs, 4),
+        n_node=each[0],
+        n_edge=each[1],
+    )
+    module = models.GraphNet(
+        latent_size=width,
+        num_mlp_layers=2,
+        message_passing_steps=1,
+        output_globals_size=128,
+        dropout_rate=0.1,
+        deterministic=False,
+    )
+    labels = (normal(graphs, 128) > 0).astype(jnp.float32)
+
+    def loss(out: Any, _: Any, labels: jax.Array) -> jax.Array:
+        mask = jnp.ones_like(labels, bool)
+        return train.binary_cross_entropy_with_mask(logits=out.globals, labels=labels, mask=mask).mean()
+
+    size = f"{nodes} nodes, {edges} edges, width {width}, 1 step"
+    return linen_program(module, (graph,), {}, loss, size=size, batch=(graph, labels, KEY))
+
+
+def unet(folder: Path, dtype: Any, small: bool) -> Program:
+    """Makes the U-Net of Stable Diffusion with two levels."""
+    from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
+
+    size, widths, batch, heads = (8, (32, 64), 1, 4) if small else (64, (320, 640), 4, 8)
+    module = FlaxUNet2DConditionModel(
+        sample_size=size,
+        block_out_channels=widths,
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=2 * widths[0],
+        attention_head_dim=heads,
+        dtype=dtype,
+    )
+    noisy, noise = (normal(batch, 4, size, size, dtype=dtype) for _ in range(2))
+    words = normal(batch, 77, 2 * widths[0], dtype=dtype)
+    times = jnp.arange(batch, dtype=jnp.int32)
+
+    def loss(out: Any, noisy: Any, times: Any, words: Any, noise: jax.Array) -> jax.Array:
+        return jnp.square(noise - out.sample).mean()
+
+    size_ = f"{batch} x {size} x {size}, widths {widths[0]} and {widths[1]}"
+    return linen_program(module, (noisy, times, words), {}, loss, size=size_, batch=(noisy, times, words, noise, KEY))
+
+
+def equinox_gru(folder: Path, dtype: Any, small: bool) -> Program:
+    """Makes a GRU that classifies sequences, of Equinox' cell, in float32."""
+    import equinox as eqx
+
+    width, length, batch = (32, 8, 2) if small else (256, 128, 64)
+
+    def make(key: jax.Array) -> Any:
+        first, second = jax.random.split(key)
+        return eqx.filter((eqx.nn.GRUCell(width, width, key=first), eqx.nn.Linear(width, 1, key=second)), eqx.is_array)
+
+    _, static = eqx.partition(
+        eqx.filter_eval_shape(
+            lambda key: (eqx.nn.GRUCell(width, width, key=key), eqx.nn.Linear(width, 1, key=key)), jax.random.key(0)
+        ),
+        lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
+    )
+
+    def forward(params: Any, sequences: jax.Array, _: jax.Array) -> jax.Array:
+        cell, head = eqx.combine(params, static)
+
+        def one(sequence: jax.Array) -> jax.Array:
+            last, _ = jax.lax.scan(lambda state, x: (cell(x, state), None), jnp.zeros(width), sequence)
+            return head(last)[0]
+
+        return jax.vmap(one)(sequences)
+
+    def loss(params: Any, sequences: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.sigmoid_binary_cross_entropy(forward(params, sequences, labels), labels).mean()
+
+    labels = (normal(batch) > 0).astype(jnp.float32)
+    size = f"{batch} x {length} steps, width {width}"
+    return Program(size=size, init=make, batch=(normal(batch, length, width), labels), forward=forward, loss=loss)

@@ -1,0 +1,144 @@
+"""Makes programs of public models, whose code comes from installed packages and from checkouts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.io  # noqa: F401  it looks for tensorflow, which must not be a stand-in
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model at some size. init: makes the parameters from a key. forward, loss: functions of (params, *batch)."""
+
+    size: str
+    init: Callable[[jax.Array], Any]
+    batch: tuple[Any, ...]
+    forward: Callable[..., Any]
+    loss: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicModel:
+    """A model of a package or repository.
+
+    source: package and version, or repository and commit. build: makes the program of (folder of checkouts, dtype of
+    the computation, whether it is to be small enough for the CPU).
+    """
+
+    name: str
+    source: str
+    build: Callable[[Path, Any, bool], Program]
+
+
+def tokens_of(batch: int, length: int, vocabulary: int, seed: int = 0) -> jax.Array:
+    """Returns random tokens, none of them 0."""
+    return jnp.asarray(np.random.default_rng(seed).integers(1, vocabulary, (batch, length)), jnp.int32)
+
+
+def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns random normal numbers."""
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
+
+
+KEY = np.asarray([0, 7], np.uint32)
+"""A key for dropout, in the batch."""
+
+
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return cls
+
+
+class _Anything(metaclass=_AnyClass):
+    """Stands for anything of a package that is not installed, such as a base class, a call or an annotation."""
+
+
+def _stand_in(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__getattr__ = lambda attribute: getattr(_Anything, attribute)  # type: ignore[method-assign]
+    return module
+
+
+@contextlib.contextmanager
+def importing(folder: Path, *stand_ins: str) -> Iterator[None]:
+    """Imports from a folder whose modules have names such as `models`, with stand-ins for packages that load data."""
+    if not folder.is_dir():
+        raise ModuleNotFoundError(f"no folder {folder.name} among the checkouts")
+    before = dict(sys.modules)
+    sys.path.insert(0, str(folder))
+    sys.modules.update({name: _stand_in(name) for name in stand_ins if name not in sys.modules})
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - set(before):
+            file = getattr(sys.modules[name], "__file__", None)
+            if name in stand_ins or (isinstance(file, str) and Path(file).is_relative_to(folder)):
+                del sys.modules[name]
+
+
+def linen_program(
+    module: Any, inputs: tuple[Any, ...], given: dict[str, Any], loss: Callable[..., Any], **more: Any
+) -> Any:
+    """Returns init, forward and loss of a Linen module; `given` are its keyword arguments, `more` those of Program.
+
+    loss: of the module's result and the rest of the batch.
+    """
+    rngs = {"dropout": jax.random.wrap_key_data(jnp.asarray(KEY))}
+    count = len(inputs)
+
+    def init(key: jax.Array) -> Any:
+        import flax.linen
+
+        return flax.linen.unbox(module.init({"params": key, **rngs}, *inputs, **given))["params"]
+
+    def forward(params: Any, *batch: Any) -> Any:
+        key = {"dropout": jax.random.wrap_key_data(batch[-1])}
+        return module.apply({"params": params}, *batch[:count], **given, rngs=key)
+
+    def whole(params: Any, *batch: Any) -> Any:
+        return loss(forward(params, *batch), *batch[:-1])
+
+    return Program(init=init, forward=forward, loss=whole, **more)
+
+
+def nnx_program(make: Callable[[], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any) -> Program:
+    """Makes the program of an NNX module. forward: of module and batch; loss: of the result and batch."""
+    from flax import nnx
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)]
+    structure = jax.tree.structure(state)
+
+    def init(key: jax.Array) -> Any:
+        leaves = jax.tree.leaves(nnx.state(make()))
+        return [leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
+
+    def run(params: Any, *batch: Any) -> Any:
+        given = iter(params)
+        others = iter(())
+        leaves = [next(given) if is_floating else next(others) for is_floating in floating]
+        return forward(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *batch)
+
+    def whole(params: Any, *batch: Any) -> Any:
+        return loss(run(params, *batch), *batch)
+
+    return Program(init=init, forward=run, loss=whole, **more)
