@@ -2,6 +2,7 @@
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
     python scripts/public_models --checkouts FOLDER --sites-only
+    python scripts/public_models --checkouts FOLDER --times      # on a machine with an H200
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -27,6 +28,7 @@ import numpy as np
 import optax
 from programs import Program, PublicModel
 from sources import MODELS
+from times import timed
 
 from hlo_analysis import Analysis, analyze, capture
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
@@ -52,16 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default: all")
     parser.add_argument("--advice", type=int, default=0, metavar="N", help="print the first N missed fusions, too")
     parser.add_argument("--sites-only", action="store_true", help="compile nothing; keep the launches that are known")
+    parser.add_argument("--times", action="store_true", help="time forward pass and step on this GPU, compile no more")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    results = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
+    parts = [part for part in options.parts if part in TIMED] if options.times else options.parts
     failed = 0
     for model in () if options.write_page else MODELS:
         if options.models and model.name not in options.models:
             continue
-        for part in options.parts:
+        for part in parts:
             try:
-                found = run(model, part, options.checkouts, options.advice, compiles=not options.sites_only)
+                if options.times:
+                    found = {part: {"times": times_of(model, part, options.checkouts)}}
+                else:
+                    found = run(model, part, options.checkouts, options.advice, compiles=not options.sites_only)
             except ModuleNotFoundError as error:
                 print(f"{model.name}: left out, {error}", flush=True)
                 break
@@ -72,11 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{model.name} {part}: {found}", flush=True)
             known = results.setdefault(model.name, {})
             news = found.pop(part)
-            known[part] = {**(known.get(part) or {}), **news} if options.sites_only else news
+            keeps_old = options.sites_only or options.times
+            known[part] = {**(known.get(part) or {}), **news} if keeps_old else news
             results[model.name] |= found
             results = {each.name: results[each.name] for each in MODELS if each.name in results}
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page(results), encoding="utf-8")
+            options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if options.results == RESULTS:
+        PAGE.write_text(page(results), encoding="utf-8")
     return int(failed > 0)
 
 
@@ -87,18 +97,32 @@ def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles
     program = model.build(checkouts, jnp.bfloat16, False)
     params = jax.eval_shape(program.init, jax.random.key(0))
     arguments = (params, *program.batch)
-    fn, outer = (program.forward if part == "forward" else program.loss), jax.value_and_grad
+    fn, outer = part_of(program, part)
     found = sites_of(fn, arguments)
-    if part == "forward":
-        outer = lambda forward: forward  # noqa: E731
-    elif part == "step":
-        outer, arguments = step_of, (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
+    if part == "step":
+        arguments = (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
     if compiles:
         found |= compared(fn, outer, arguments, advice, changes=bool(found["kernels"]))
     return {"source": model.source, "size": program.size, part: found}
 
 
+def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Returns the function that `fuse` gets, and what makes the part of it."""
+    if part == "forward":
+        return program.forward, lambda forward: forward
+    return program.loss, step_of if part == "step" else jax.value_and_grad
+
+
+def times_of(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
+    """Times a part of a model on the attached GPU."""
+    program = model.build(checkouts, jnp.bfloat16, False)
+    params = program.init(jax.random.key(0))
+    state = (OPTIMIZER.init(params),) if part == "step" else ()
+    return timed(*part_of(program, part), (params, *state, *program.batch))
+
+
 PARTS = ("numerics", "forward", "gradient", "step")
+TIMED = ("forward", "step")
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -235,7 +259,11 @@ def _row(name: str, part: str, found: dict[str, Any]) -> str:
         launches = f"{before['launches']} → {after['launches']}"
         megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
     refused = sum(found["refused"].values())
-    return f"| {name} | {part} | {kernels} | {by_xla} | {refused} | {launches} | {megabytes} |"
+    measured = "| "
+    if times := found.get("times"):
+        before, after = times["before"]["us"], times["after"]["us"]
+        measured = f"{before:,.0f} → {after:,.0f} | {before / after:.2f}"
+    return f"| {name} | {part} | {kernels} | {by_xla} | {refused} | {launches} | {megabytes} | {measured} |"
 
 
 def _check(numerics: dict[str, Any] | None) -> str:
@@ -259,15 +287,15 @@ _PAGE = """# Public models
 `notebooks/results/public_models.json`. Launches and bytes (HBM traffic, MB) are counted in programs compiled for the
 H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` with no allowances.
 
-- No time here is measured, and sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program
-  "not compiled" had its sites counted only.
+- Sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program "not compiled" had its sites
+  counted only. Measured are the sums of kernel times on an H200 (`--times`), both programs in turns.
 - Most of what `fuse` refuses, XLA fuses with its neighbours, or it needs `allow=`: the masks of attention that may hide
   a whole row, and norms that are scaled after the cast. Attention with dropout and recurrent cells gain nothing.
 - Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`
   replaces, not the kernels, which have tests of their own.
 
-| model | program | kernels | sites left to XLA | refused | launches | MB |
-| --- | --- | --- | ---: | ---: | ---: | ---: |
+| model | program | kernels | sites left to XLA | refused | launches | MB | measured µs | gain |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 {rows}
 
 ## Errors of loss and gradients
