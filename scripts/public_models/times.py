@@ -11,6 +11,7 @@ import numpy as np
 
 from xlafuse.bench.timing import Candidate, time_candidates
 from xlafuse.fusion import fuse
+from xlafuse.studies.variants import compile_all
 
 TOLERANCE = 0.05
 """Largest accepted difference of an output, by the norm; both programs compute in bfloat16."""
@@ -23,8 +24,11 @@ def timed(fn: Callable[..., Any], outer: Callable[[Any], Any], arguments: tuple[
         For "before" and "after": the sum of a call's kernel times, the wall clock of a call among several in flight,
         both in microseconds, and the number of kernels. "error": the largest difference of an output by its norm.
     """
-    programs = {"before": jax.jit(outer(fn)), "after": jax.jit(outer(fuse(fn)))}
-    compiled = {name: program.lower(*arguments).compile() for name, program in programs.items()}
+    programs = {"before": outer(fn), "after": outer(fuse(fn))}
+    compiled = compile_all({name: (program, arguments, {}) for name, program in programs.items()})
+    for name, each in compiled.items():
+        if isinstance(each, str):
+            raise RuntimeError(f"{name}: {each}")
     results = [jax.tree.leaves(each(*arguments)) for each in compiled.values()]
     error = max(float(difference(a, b)) for a, b in zip(*results, strict=True))
     if not error < TOLERANCE:
