@@ -16,7 +16,7 @@ def _cases() -> list[Case]:
         UNFUSED: Variant(function=lambda x, w: jax.nn.relu(apart(dot(x, w)))),
         XLA: Variant(function=lambda x, w: jax.nn.relu(dot(x, w))),
         FUSED: Variant(function=lambda x, w: linear(x, w, activation="relu", implementation="mosaic")),
-        "product alone": Variant(function=dot),
+        "product alone": Variant(function=dot, is_checked=False),
         **torch_variants(lambda torch, x, w: torch.relu(x @ w)),
     }
     sizes = ((8192, 8192, 8192), (16384, 16384, 4096), (8192, 1024, 8192))
@@ -45,6 +45,5 @@ STUDY = comparison(
         ),
     ],
     _cases,
-    tolerance=0.8,
 )
 CASES = _cases

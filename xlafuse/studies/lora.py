@@ -15,7 +15,7 @@ def _cases() -> list[Case]:
     variants = {
         UNFUSED: Variant(function=lambda x, w, a, b: apart(dot(x, w)) + apart(dot(apart(dot(x, a)), b)) / _RANK),
         XLA: Variant(function=lambda x, w, a, b: dot(x, w) + dot(dot(x, a), b) / _RANK),
-        FUSED: Variant(function=lambda x, w, a, b: lora_linear(x, w, a, b, alpha=1.0, implementation="mosaic")),
+        FUSED: Variant(function=lambda x, w, a, b: lora_linear(x, w, a, b, alpha=1 / _RANK, implementation="mosaic")),
         **torch_variants(lambda torch, x, w, a, b: x @ w + (x @ a) @ b / _RANK),
     }
     return [
