@@ -14,23 +14,30 @@ from xlafuse.fusion import fuse
 from xlafuse.studies.variants import compile_all
 
 TOLERANCE = 0.05
-"""Largest accepted difference of an output, by the norm; both programs compute in bfloat16."""
+"""Largest accepted difference, by the norm; both programs compute in bfloat16."""
 
 
-def timed(fn: Callable[..., Any], outer: Callable[[Any], Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+def timed(
+    fn: Callable[..., Any],
+    outer: Callable[[Any], Any],
+    arguments: tuple[Any, ...],
+    checked: Callable[[Any], Any],
+) -> dict[str, Any]:
     """Times `outer(fn)` and `outer(fuse(fn))` in turns.
+
+    checked: picks what to compare from their results.
 
     Returns:
         For "before" and "after": the sum of a call's kernel times, the wall clock of a call among several in flight,
-        both in microseconds, and the number of kernels. "error": the largest difference of an output by its norm.
+        both in microseconds, and the number of kernels. "error": the norm of the difference over that of the results.
     """
     programs = {"before": outer(fn), "after": outer(fuse(fn))}
     compiled = compile_all({name: (program, arguments, {}) for name, program in programs.items()})
     for name, each in compiled.items():
         if isinstance(each, str):
             raise RuntimeError(f"{name}: {each}")
-    results = [jax.tree.leaves(each(*arguments)) for each in compiled.values()]
-    error = max(float(difference(a, b)) for a, b in zip(*results, strict=True))
+    results = [checked(each(*arguments)) for each in compiled.values()]
+    error = float(difference(*results))
     if not error < TOLERANCE:
         raise ArithmeticError(f"results differ by {error:.3g} of the norm")
     del results
@@ -49,9 +56,17 @@ def timed(fn: Callable[..., Any], outer: Callable[[Any], Any], arguments: tuple[
 
 
 @jax.jit
-def difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the norm of the difference over the norm of `b`, 0 for integers; arrays of one shape."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.zeros(())
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.linalg.norm((a - b).ravel()) / (jnp.linalg.norm(b.ravel()) + 1e-30)
+def difference(result: Any, expected: Any) -> jax.Array:
+    """Returns the norm of the difference of all floating arrays over the norm of what is expected."""
+
+    def norm(*trees: Any) -> jax.Array:
+        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+        wide = ([leaf.astype(jnp.float32) for leaf in each] for each in leaves if is_floating(each[0]))
+        return jnp.sqrt(sum(jnp.sum(jnp.square(each[0] - sum(each[1:]))) for each in wide))
+
+    return norm(result, expected) / norm(expected)
+
+
+def is_floating(array: jax.Array) -> bool:
+    """Tells whether an array holds floats."""
+    return jnp.issubdtype(array.dtype, jnp.floating)
