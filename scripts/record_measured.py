@@ -41,7 +41,7 @@ def compiled(case: str, strategy: str, target: str) -> Any:
     fitted, _ = fit_plan(get_strategy(strategy), get_preset(preset))
     function, arguments = block_function(preset, batch_and_length(shape), plan=fitted.plan)
     return capture(
-        function,
+        fitted.rewritten(function),
         *arguments,
         target=target,
         mode="grad" if mode == "grad" else "forward",

@@ -6,10 +6,10 @@ Every strategy compiles the same program with the same weights and inputs. To ad
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from xlafuse.errors import UnknownNameError
 from xlafuse.models.plan import SITES, FusionPlan
@@ -39,6 +39,17 @@ class Strategy:
     def is_installed(self) -> bool:
         """Whether the packages that the strategy needs are installed."""
         return "triton" not in self.requires or find_spec("jax_triton") is not None
+
+    def rewritten(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function through `fuse` if the strategy fuses, else as it is; differentiate it afterwards.
+
+        Tracing it raises `NothingFusedError` where no site is taken.
+        """
+        if not self.fuses:
+            return function
+        from xlafuse.fusion.program import FusedProgram
+
+        return FusedProgram(function).function
 
     def unmet(self, *, is_block: bool, kind: str, compute_capability: tuple[int, int]) -> str | None:
         """Returns why the strategy cannot be used here, or None if it can.

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+from hlo_analysis.targets import load_target
 from xlafuse.bench import block, supervisor, worker
 from xlafuse.bench.block import BlockSettings, bench_block, bench_case, check_close, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
@@ -19,6 +21,7 @@ from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Results, Run, load
 from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
+from xlafuse.strategies import get_strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -70,6 +73,19 @@ def test_what_cannot_run_here_is_unsupported_and_a_wrong_one_failed(monkeypatch)
     assert "Hopper" in missing.message
     assert (wrong.candidate, wrong.kind) == ("xla_cublas", "failed")
     assert "array 0 (1, 4, 256) is off by 0.20" in wrong.message
+
+
+def test_fused_is_the_rewritten_program():
+    target = load_target("h200")
+    config, shape = get_preset("llama3-8b"), (1, 512)
+    case = jax.eval_shape(lambda: make_case(config, shape, "grad", 0))
+
+    def traced(name):
+        with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+            return str(jax.make_jaxpr(block.program(get_strategy(name), config, shape, "grad"))(*case))
+
+    assert "_qkv_projection_mosaic" in traced("fused")
+    assert "mosaic" not in traced("xla")
 
 
 def test_no_case_begins_when_the_time_is_up():

@@ -24,7 +24,7 @@ SETTINGS = ModelSettings(model="tiny", strategies=("xla", "other"), layers=1, ro
 def _quick(monkeypatch):
     quick = model.time_candidates
     monkeypatch.setattr(model, "time_candidates", lambda *a, **kw: quick(*a, **kw, warm_up_seconds=(0.0, 0.0)))
-    monkeypatch.setattr(model, "get_strategy", lambda name: Strategy(name=name, description="XLA again"))
+    monkeypatch.setattr(model, "get_strategy", lambda name: Strategy(name=name, description="", fuses=name == "other"))
     monkeypatch.setattr(model, "_ROOM", 8)
 
 

@@ -152,6 +152,7 @@ def program(strategy: Strategy, config: BlockConfig, shape: tuple[int, int], mod
     """
     fitted, _ = fit_plan(strategy, config)
     function, abstract = block_function(config, shape, plan=fitted.plan)
+    function = fitted.rewritten(function)
     if mode == "grad":
         function, _ = gradient(function, abstract)
     return jax.jit(function, compiler_options=dict(fitted.compiler_options))

@@ -257,10 +257,10 @@ def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple
     fitted, _ = fit_plan(get_strategy(strategy), config.block)
     decoder = Decoder(config, fitted.plan)
     function, donated = {
-        "forward": (decoder.logits, ()),
-        "train": (partial(decoder.train_step, _optimizer()), (0, 1)),
-        "prefill": (decoder.step, (2,)),
-        "decode": (decoder.step, (2,)),
+        "forward": (fitted.rewritten(decoder.logits), ()),
+        "train": (partial(decoder.train_step, _optimizer(), loss=fitted.rewritten(decoder.loss)), (0, 1)),
+        "prefill": (fitted.rewritten(decoder.step), (2,)),
+        "decode": (fitted.rewritten(decoder.step), (2,)),
     }[phase]
     step = jax.jit(function, donate_argnums=donated, compiler_options=dict(fitted.compiler_options))
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -138,11 +139,16 @@ class Decoder:
             at_label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
 
-    def train_step(self, optimizer: Any, params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:
-        """Takes one step with an optax `optimizer`; returns the new weights, its new state, and the loss."""
-        loss, gradients = jax.value_and_grad(self.loss)(params, tokens)
+    def train_step(
+        self, optimizer: Any, params: Params, state: Any, tokens: Array, *, loss: Callable[..., Array] | None = None
+    ) -> tuple[Params, Any, Array]:
+        """Takes one step with an optax `optimizer`; returns the new weights, its new state, and the loss.
+
+        loss: what to differentiate in place of `self.loss`, such as its fused form.
+        """
+        value, gradients = jax.value_and_grad(loss or self.loss)(params, tokens)
         updates, state = optimizer.update(gradients, state, params)
-        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state, loss
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state, value
 
     def step(self, params: Params, tokens: Array, cache: Any, filled: Array) -> tuple[Array, Any, Array]:
         """Returns each sequence's likeliest next token, (B, 1), the cache with `tokens` appended, and its new length.
