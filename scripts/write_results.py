@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xlafuse.bench import coverage, gpu_checks
-from xlafuse.bench.block_tables import block_details, block_overview
+from xlafuse.bench.block_tables import block_details, block_overview, model_table
 from xlafuse.bench.counters import load_counters
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
 from xlafuse.bench.shortfalls import cases_behind, shortfall_table
@@ -27,9 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-BLOCK, COUNTERS, TESTS, SANITIZER = (
-    KEPT.with_name(f"{name}-h200.json") for name in ("block", "counters", "gpu-tests", "sanitizer")
-)
+COUNTERS, TESTS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "gpu-tests", "sanitizer"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,13 +80,15 @@ def _pages(*, check_only: bool) -> int:
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
     """The pages with the text between their markers replaced."""
     results, counters = load(KEPT), load_counters(COUNTERS)
-    block = load(BLOCK) if BLOCK.is_file() else None
+    blocks = [load(path) for path in sorted(KEPT.parent.glob("block-*.json"), reverse=True)]
+    models = [load(path) for path in sorted(KEPT.parent.glob("model-*.json"), reverse=True)]
     tables = {
         README: {"summary": summary(results)},
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
             "limits": shortfall_table(results, counters),
-            "block": f"{block_overview(block)}\n\n{block_details(block)}" if block else "Not measured yet.",
+            "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks),
+            "models": "\n\n".join(map(model_table, models)),
         },
         DOCS / "correctness.md": {"checks": gpu_checks.markdown(gpu_checks.load(TESTS), gpu_checks.load(SANITIZER))},
         DOCS / "kernels.md": {"coverage": coverage.markdown()},

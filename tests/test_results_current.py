@@ -42,7 +42,7 @@ def test_kept_results_are_whole(path):
 
 
 def test_script_reads_what_is_kept(script):
-    files = (script.KEPT, script.BLOCK, script.COUNTERS, script.TESTS, script.SANITIZER)
-    names = ("kernels", "block", "counters", "gpu-tests", "sanitizer")
+    files = (script.KEPT, script.COUNTERS, script.TESTS, script.SANITIZER)
+    names = ("kernels", "counters", "gpu-tests", "sanitizer")
     assert [path.name for path in files] == [f"{name}-h200.json" for name in names]
     assert load_counters(script.COUNTERS).cases

@@ -2,7 +2,7 @@
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
     python scripts/public_models --checkouts FOLDER --sites-only
-    python scripts/public_models --checkouts FOLDER --times      # on a machine with an H200
+    python scripts/public_models --checkouts FOLDER --times  # on a machine with a GPU
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{model.name} {part}: {found}", flush=True)
             known = results.setdefault(model.name, {})
             news = found.pop(part)
-            keeps_old = options.sites_only or options.times
-            known[part] = {**(known.get(part) or {}), **news} if keeps_old else news
+            known[part] = {**(known.get(part) or {}), **(news or {})}
             results[model.name] |= found
             results = {each.name: results[each.name] for each in MODELS if each.name in results}
             options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -116,7 +115,7 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
 def times_of(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
     """Times a part of a model on the attached GPU."""
     program = model.build(checkouts, jnp.bfloat16, False)
-    params = program.init(jax.random.key(0))
+    params = jax.jit(program.init)(jax.random.key(0))
     state = (OPTIMIZER.init(params),) if part == "step" else ()
     fn, outer = part_of(program, part)
 
@@ -247,7 +246,9 @@ def page(results: dict[str, Any]) -> str:
     for found in results.values():
         refused.update(found.get("gradient", {}).get("refused", {}))
     reasons = [f"| {operation} | {reason} | {count} |" for operation, reason, count in _reasons(refused)]
+    gpus = {part["times"]["gpu"] for found in results.values() for part in found.values() if "times" in part}
     return _PAGE.format(
+        gpus=", ".join(sorted(gpus)),
         most=MOST_REASONS,
         rows="\n".join(rows),
         sources="\n".join(sources),
@@ -294,7 +295,8 @@ _PAGE = """# Public models
 H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` with no allowances.
 
 - Sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program "not compiled" had its sites
-  counted only. Measured are the sums of kernel times on an H200 (`--times`), both programs in turns.
+  counted only.
+- Measured are sums of kernel times on {gpus}, both programs in turns (`--times`); what has none was not timed.
 - Most of what `fuse` refuses, XLA fuses with its neighbours, or it needs `allow=`: the masks of attention that may hide
   a whole row, and norms that are scaled after the cast. Attention with dropout and recurrent cells gain nothing.
 - Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`

@@ -28,8 +28,9 @@ def timed(
     checked: picks what to compare from their results.
 
     Returns:
-        For "before" and "after": the sum of a call's kernel times, the wall clock of a call among several in flight,
-        both in microseconds, and the number of kernels. "error": the norm of the difference over that of the results.
+        "gpu": its kind. "before" and "after": the sum of a call's kernel times and the wall clock of a call among
+        several in flight, in microseconds, and the number of kernels. "error": the norm of the difference over that of
+        the results.
     """
     programs = {"before": outer(fn), "after": outer(fuse(fn))}
     compiled = compile_all({name: (program, arguments, {}) for name, program in programs.items()})
@@ -52,7 +53,7 @@ def timed(
         name: {"us": round(each.median_us, 1), "wall_us": round(each.wall_us, 1), "kernels": len(each.kernels)}
         for name, each in run.timings.items()
     }
-    return {**times, "error": float(np.format_float_scientific(error, 2))}
+    return {"gpu": jax.devices()[0].device_kind, **times, "error": float(np.format_float_scientific(error, 2))}
 
 
 @jax.jit

@@ -61,10 +61,16 @@ def runs_kernel(op, arguments, implementation) -> bool:
     return "mosaic_gpu" in lowered.as_text()
 
 
+BY_XLA = ("embedding_bag",)
+"""Operations whose default is XLA at all sizes, as measured."""
+
+
 def kernel_spec(op):
     """The first spec; of an operation with matrix products the first whose default is the kernel, if there is one:
     XLA's own are the default where they were measured to be the faster ones."""
     specs = op.tagged("gpu")
+    if op.name in BY_XLA:
+        return None
     if op.flops is None:
         return specs[0]
     return next((spec for spec in specs if runs_kernel(op, spec.structs(), None)), None)
@@ -106,7 +112,7 @@ OPS_AND_IMPLEMENTATIONS = [
 def test_vmap_remat_and_export(op, implementation, seed):
     case = testing.make_case(op, op.tagged("test")[0], seed)
     is_kernel = runs_kernel(op, case.arguments, implementation)
-    assert is_kernel or (implementation is None and op.flops is not None)
+    assert is_kernel or (implementation is None and (op.flops is not None or op.name in BY_XLA))
 
     def values(arguments):
         return values_of(op, arguments, implementation)

@@ -1,4 +1,4 @@
-"""Tables of the block benchmark for docs/results.md."""
+"""Tables of the block and model benchmarks for docs/results.md."""
 
 from __future__ import annotations
 
@@ -47,6 +47,29 @@ def block_details(results: Results) -> str:
     return "\n\n".join([*parts, *(["Not measured:", "\n".join(problems)] if problems else [])])
 
 
+def model_table(results: Results) -> str:
+    """Makes the table of whole models: a row a strategy or library, those of a phase timed in turns in one run."""
+    rows = []
+    for case in results.shapes:
+        for i, each in enumerate(case.candidates):
+            timing = each.timing
+            seconds = (each.lower_seconds or 0) + (each.compile_seconds or 0)
+            rows.append(
+                [
+                    *(("", "", "") if i else (case.op, case.phase, case.spec.replace("x", " × "))),
+                    RIVALS[each.name] if each.name in RIVALS and each.name != "xla" else f"`{each.name}`",
+                    f"{timing.wall_us / 1e3:.2f}",
+                    f"{each.tokens_per_second:,.0f}" if each.tokens_per_second else "–",
+                    f"{timing.median_us / 1e3:.2f}",
+                    f"{len(timing.kernels)}",
+                    f"{seconds:.1f}",
+                    f"{each.peak_bytes / 1e9:.1f}" if each.peak_bytes else "–",
+                ]
+            )
+    header = ("model", "phase", "sequences × tokens", "", "wall ms", "tokens/s", "kernels ms", "launches")
+    return f"{_device(results)}.\n\n{markdown_table((*header, 'compile s', 'GB'), rows, 'llll' + 'r' * 6)}"
+
+
 def _cases(results: Results) -> list[ShapeResult]:
     def order(case: ShapeResult) -> tuple[str, int, int]:
         return case.op, list(_MODES).index(case.phase), -math.prod(batch_and_length(case.spec))
@@ -73,14 +96,18 @@ def _title(case: ShapeResult) -> list[str]:
     return [case.op, case.spec.replace("x", " × "), _MODES[case.phase]]
 
 
-def _caption(results: Results) -> str:
+def _device(results: Results) -> str:
     runs = [run for run in results.runs if run.shapes]
     device = ", ".join(dict.fromkeys(run.environment.device_kind for run in runs))
     days = ", ".join(dict.fromkeys(run.started[:10] for run in runs))
     commits = ", ".join(dict.fromkeys(run.environment.commit for run in runs if run.environment.commit))
+    return f"{device}, {days}{f', commit {commits}' if commits else ''}"
+
+
+def _caption(results: Results) -> str:
     return (
-        f"{device}, {days}{f', commit {commits}' if commits else ''}. µs of all kernels of a call (CUPTI), median; in "
-        "a row all took turns in one run. One token a sequence is a decoding step without its cache."
+        f"{_device(results)}. µs of all kernels of a call (CUPTI), median; in a row all took turns in one run. One "
+        "token a sequence is a decoding step without its cache."
     )
 
 
