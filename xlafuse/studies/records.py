@@ -91,8 +91,9 @@ class StudyResult:
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """The names of the cases, each once."""
-        return tuple(dict.fromkeys(row.case for row in self.rows))
+        """The names of the cases, each once, in the order of the part that has the most."""
+        of_parts = [dict.fromkeys(row.case for row in part.rows) for part in self.parts]
+        return tuple(dict.fromkeys(case for cases in sorted(of_parts, key=len, reverse=True) for case in cases))
 
     def variants(self, case: str) -> tuple[str, ...]:
         """Returns the names of a case's variants, each once."""
