@@ -97,6 +97,10 @@ def _provenance(study: Study, result: StudyResult) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def _having(values: Mapping[str, Mapping[str, float]], variant: str) -> list[tuple[int, Mapping[str, float]]]:
+    return [(i, each) for i, each in enumerate(values.values()) if variant in each]
+
+
 def plot(study: Study, result: StudyResult, path: Path) -> bool:
     """Draws the study's quantity with a group of bars for each case; returns False if there is nothing to draw."""
     import matplotlib.pyplot as plt
@@ -116,21 +120,24 @@ def plot(study: Study, result: StudyResult, path: Path) -> bool:
     plt.rcParams.update({"svg.hashsalt": "xlafuse", "svg.fonttype": "none", "font.size": 8})
     variants = list(dict.fromkeys(variant for each in values.values() for variant in each))
     figure, axes = plt.subplots(figsize=(8, 3.2))
-    width = 0.85 / len(variants)
-    for offset, variant in enumerate(variants):
-        places = [i for i, case in enumerate(values) if variant in values[case]]
-        heights = [each[variant] for each in values.values() if variant in each]
-        shifted = [place + (offset - (len(variants) - 1) / 2) * width for place in places]
-        axes.bar(shifted, heights, width * 0.92, label=variant, color=plt.get_cmap("tab20")(offset % 20))
+    width = 0.85 / max(map(len, values.values()))
+    for variant in variants:
+        places = [i + (list(each).index(variant) - (len(each) - 1) / 2) * width for i, each in _having(values, variant)]
+        heights = [each[variant] for _, each in _having(values, variant)]
+        axes.bar(
+            places, heights, width * 0.92, label=variant, color=plt.get_cmap("tab20")(variants.index(variant) % 20)
+        )
     shown = [value for each in values.values() for value in each.values() if value > 0]
     if shown and max(shown) > 8 * min(shown):
         axes.set_yscale("log")
-    rotation = 0 if sum(map(len, values)) < 110 else 25
+        for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            each(lambda value, _: f"{value:,g}" if f"{value:e}"[0] in "125" else "")
+    rotation = 0 if len(values) * max(map(len, values)) < 90 else 25
     axes.set_xticks(range(len(values)), list(values), rotation=rotation, ha="right" if rotation else "center")
     axes.set_ylabel(label)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, ncols=min(4, len(variants)), loc="lower left", bbox_to_anchor=(0, 1))
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    columns = min(len(variants), 4 if len(variants) < 9 else 3)
+    axes.legend(frameon=False, fontsize=7, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
     return True
