@@ -10,7 +10,7 @@ from hlo_analysis.catalogue import Catalogue, kernels_for
 from hlo_analysis.caveats import notes_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.occupancy import multiprocessor_limits
-from hlo_analysis.costs.resources import read_resources, resources_of
+from hlo_analysis.costs.resources import ptx_by_kernel, read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
@@ -75,6 +75,13 @@ def _assemble(
     device = capture.manifest.device
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
     flow = Dataflow(module)
+    resources = resources_of(
+        table.sites,
+        mosaic=read_resources(capture.text("mosaic_resources")),
+        ptx=read_resources(capture.text("ptx_resources")),
+        sources=ptx_by_kernel(capture.ptx()),
+    )
+    ptx = tuple(dict.fromkeys(text for index in sorted(resources) if (text := resources[index].ptx)))
     context = Context(
         module=module,
         flow=flow,
@@ -82,11 +89,8 @@ def _assemble(
         device=device,
         compiler_options=dict(provenance.compiler_options),
         library_packages=frozenset(kernel.package for kernel in catalogue),
-        resources=resources_of(
-            table.sites,
-            mosaic=read_resources(capture.text("mosaic_resources")),
-            ptx=read_resources(capture.text("ptx_resources")),
-        ),
+        resources=resources,
+        ptx=ptx,
         limits=multiprocessor_limits(capture.text("target_config")),
     )
     rows = [launch_row(index, site, context) for index, site in enumerate(table.sites)]
@@ -117,6 +121,7 @@ def _assemble(
         traffic=_total(launches, intermediates),
         memory=_memory(capture),
         silent=silent_instructions(module, table),
+        ptx=ptx,
     )
 
 

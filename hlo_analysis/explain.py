@@ -1,4 +1,4 @@
-"""Finds edges between launches by the names of their ends, with XLA's decisions and the cost of each edge."""
+"""Finds edges between launches by the names of their ends, with XLA's decisions and costs, and the PTX of launches."""
 
 from __future__ import annotations
 
@@ -103,6 +103,30 @@ def find_edge(analysis: Analysis, producer: str, consumer: str) -> Edge:
     raise UnknownEdgeError(
         f"no value goes from {producer!r} to {consumer!r}"
         + (f"; the edges at them: {_listed(analysis, near)}" if near else "")
+    )
+
+
+def find_ptx(analysis: Analysis, name: str) -> str:
+    """Returns the PTX of all launches that a name refers to, each source once, under a comment that lists its launches.
+
+    Args:
+        analysis: the program.
+        name: as in `find_edges`.
+
+    Raises:
+        UnknownEdgeError: nothing matches, or no launch that matches has PTX.
+    """
+    users: dict[int, list[int]] = {}
+    found = list(dict.fromkeys(end.launch for end in _ends(analysis, name)))
+    for index in found:
+        if (place := analysis.launches[index].ptx) is not None:
+            users.setdefault(place, []).append(index)
+    if not users:
+        listed = ", ".join(f"{_launch(analysis, index)} ({analysis.launches[index].kind})" for index in found[:_SHOWN])
+        raise UnknownEdgeError(f"no PTX of {listed}: copies and library calls have none, and old captures kept none")
+    return "\n".join(
+        f"// {', '.join(_launch(analysis, index) for index in indices)}\n{analysis.ptx[place].strip()}"
+        for place, indices in users.items()
     )
 
 

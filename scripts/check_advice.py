@@ -192,6 +192,16 @@ FOLLOWED = (
         changes=(("optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()", _MASK[1]),),
     ),
     Followed(
+        program="pointnet",
+        remedy="split the weight",
+        changes=(
+            (
+                'jnp.concatenate([local, spread], -1) @ first["weight"]',
+                'local @ first["weight"][: LOCAL[-1]] + (pooled @ first["weight"][LOCAL[-1] :])[:, None]',
+            ),
+        ),
+    ),
+    Followed(
         program="graphnet",
         remedy="multiply first",
         changes=(

@@ -10,8 +10,15 @@ import jax
 from hlo_analysis.catalogue import Kernel
 from hlo_analysis.hlo import Shape
 from hlo_analysis.hlo.attributes import integers
-from hlo_analysis.patterns.attention_scores import last_size
-from hlo_analysis.patterns.launch_patterns import factors, is_batched, is_product, shape_of, takes_sixteen_bits
+from hlo_analysis.patterns.attention_scores import elements, last_size
+from hlo_analysis.patterns.launch_patterns import (
+    adds_bias,
+    factors,
+    is_batched,
+    is_product,
+    shape_of,
+    takes_sixteen_bits,
+)
 from hlo_analysis.program.facts import LaunchRow
 from pallas_kernels.ops.linear_cross_entropy.config import is_preferred
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
@@ -36,6 +43,8 @@ def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     if reason := _product_unsupported(launches):
         return reason
     product = next((launch for launch in launches if is_product(launch)), None)
+    if product and any(adds_bias(launch, elements(product.outputs[0])) for launch in launches):
+        return "it takes no bias; XLA adds that of the logits, x @ w + bias, in the product's epilogue"
     operands = _operands(product) if product else None
     if operands is None:
         return None

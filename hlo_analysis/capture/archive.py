@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import stat
@@ -77,6 +78,13 @@ class Capture:
             notes = " ".join(self.manifest.provenance.notes)
             raise DumpError(f"{self!r} has no {key!r}; it has {', '.join(self.keys) or 'nothing'}. {notes}".rstrip())
         return text
+
+    def ptx(self) -> tuple[str, ...]:
+        """The PTX of the kernels that XLA compiled, a text a file of the dump; those of Mosaic are in its resources."""
+        files = sorted((self.path / self.manifest.dump).glob(f"{glob.escape(self.manifest.module)}.*ptx"))
+        for file in files:
+            self._limits.check_file(file, file.stat().st_size)
+        return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
     def stages(self) -> list[tuple[int, str, Path]]:
         """Dumps between passes in XLA's order: (number, 'after X, before Y', path)."""

@@ -2,7 +2,7 @@
 
 Both artefacts are JSON: a list of objects, one a kernel, with `kernel` (the entry's name), `registers`,
 `spill_store_bytes`, `spill_load_bytes`, `stack_bytes` and `static_shared_bytes` (ptxas); for Mosaic kernels also
-`grid`, `block` and `dynamic_shared_bytes`, null where Mosaic does not report them.
+`grid`, `block` and `dynamic_shared_bytes`, null where Mosaic does not report them, and the kernel's `ptx`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def mosaic_resources(folder: Path) -> str | None:
     """JSON of every kernel that Mosaic dumped into `folder` (MOSAIC_GPU_DUMP_TO), or None when there is none."""
     kernels: list[dict[str, Any]] = []
     for report in sorted(folder.glob("*.ptxas"), key=lambda path: _numbered(path.stem)):
-        launch = _launch(report.with_name(f"{report.stem}.mlir-passes.log"))
+        launch = _launch(report.with_name(f"{report.stem}.mlir-passes.log")) | {"ptx": _ptx(report)}
         kernels += [launch | kernel for kernel in parse_ptxas(report.read_text(encoding="utf-8", errors="replace"))]
     return json.dumps(kernels, indent=1) if kernels else None
 
@@ -113,6 +113,11 @@ def _launch(log: Path) -> dict[str, Any]:
             shared = constants.get(match["shared"] or "")
             return {"grid": grid, "block": block, "dynamic_shared_bytes": shared}
     return unknown
+
+
+def _ptx(report: Path) -> str | None:
+    ptx = report.with_suffix(".ptx")
+    return ptx.read_text(encoding="utf-8", errors="replace") if ptx.is_file() else None
 
 
 def _lines(log: Path) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Joins registers, spills and launch dimensions, as ptxas and Mosaic printed them, to launches."""
+"""Joins PTX, registers, spills and launch dimensions, as XLA, ptxas and Mosaic printed them, to launches."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hlo_analysis.errors import DumpError
@@ -13,6 +13,7 @@ from hlo_analysis.hlo import Instruction
 from hlo_analysis.program.launch_sites import Site
 
 _MOSAIC_ENDING = "_mosaic_gpu_kernel"
+_ENTRY = re.compile(r"\.entry\s+([\w$.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Resources:
     shared_memory_bytes: int | None = None
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
+    ptx: str | None = None
 
 
 def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
@@ -46,6 +48,7 @@ def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
                 shared_memory_bytes=_sum(kernel, "static_shared_bytes", "dynamic_shared_bytes"),
                 grid=_triple(kernel.get("grid")),
                 block=_triple(kernel.get("block")),
+                ptx=kernel.get("ptx"),
             )
             found[kernel["kernel"]] = (*found.get(kernel["kernel"], ()), made)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -53,6 +56,11 @@ def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
             f"kernel resources: expected a JSON list of kernels with their registers, got {error!r}"
         ) from error
     return found
+
+
+def ptx_by_kernel(texts: Iterable[str]) -> dict[str, str]:
+    """The PTX of each kernel that XLA compiled, by the name of its entry."""
+    return {name: text for text in texts for name in _ENTRY.findall(text)}
 
 
 def _sum(kernel: Mapping[str, Any], *names: str) -> int | None:
@@ -68,12 +76,21 @@ def _triple(values: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def resources_of(
-    sites: Sequence[Site], mosaic: Mapping[str, Sequence[Resources]], ptx: Mapping[str, Sequence[Resources]]
+    sites: Sequence[Site],
+    mosaic: Mapping[str, Sequence[Resources]],
+    ptx: Mapping[str, Sequence[Resources]],
+    sources: Mapping[str, str],
 ) -> dict[int, Resources]:
     """Resources by position in `sites`; kernels that nothing is known of are left out.
 
     A kernel of XLA's is found by its name in the thunk list. A Mosaic kernel is found by the name that Pallas gave it,
     and where several have that name (two shapes of one kernel) by the number that Mosaic gave each.
+
+    Args:
+      sites: the launches.
+      mosaic: Mosaic's kernels by name.
+      ptx: registers and spills of XLA's kernels by name.
+      sources: PTX of XLA's kernels by name.
     """
     numbers: dict[str, set[int]] = {}
     named: dict[int, tuple[str, int]] = {}
@@ -90,8 +107,10 @@ def resources_of(
             order = sorted(numbers[name])
             if len(kernels) == len(order):
                 found[index] = kernels[order.index(number)]
-        elif site.thunk.kernel and len(kernels := ptx.get(site.thunk.kernel, ())) == 1:
-            found[index] = kernels[0]
+        elif name := site.thunk.kernel:
+            kernels = ptx.get(name, ())
+            known = kernels[0] if len(kernels) == 1 else Resources()
+            found[index] = replace(known, ptx=sources.get(name))
     return found
 
 

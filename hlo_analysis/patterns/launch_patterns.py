@@ -5,7 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hlo_analysis.hlo import Instruction, Shape, parse_shape
-from hlo_analysis.hlo.attributes import DotDimensions, dot_dimensions, integers, interior_padding, slice_strides
+from hlo_analysis.hlo.attributes import (
+    DotDimensions,
+    dot_dimensions,
+    gemm_config,
+    integers,
+    interior_padding,
+    slice_strides,
+)
 from hlo_analysis.program.facts import LaunchFacts, LaunchRow
 
 PRODUCTS = frozenset(("triton_gemm", "cublas", "cublaslt"))
@@ -110,6 +117,21 @@ def dequantizes(launch: LaunchRow) -> bool:
 def is_batched(product: LaunchRow) -> bool:
     """Whether a product is of several pairs of matrices."""
     return any(found.lhs_batch for found in map(dot_dimensions, product.facts.instructions.values()) if found)
+
+
+def adds_bias(launch: LaunchRow, size: int) -> bool:
+    """Whether it adds a vector to each row of an array of so many elements, or has cuBLAS do so."""
+    sides = [launch.facts.operand(found, number) for found in launch.facts.of("add") for number in (0, 1)]
+    epilogues = [gemm_config(found).get("epilogue", "") for found in launch.facts.of("custom-call")]
+    is_added = any(side is not None and _repeats_row(launch.facts, side, size) for side in sides)
+    return is_added or any("BIAS" in epilogue for epilogue in epilogues)
+
+
+def _repeats_row(facts: LaunchFacts, side: Instruction, size: int) -> bool:
+    while side.opcode in ("convert", "bitcast") and (operand := facts.operand(side, 0)):
+        side = operand
+    is_row = side.opcode == "broadcast" and integers(side, "dimensions") == (len(side.shape.dimensions) - 1,)
+    return is_row and side.shape.element_count == size
 
 
 def factors(product: LaunchRow) -> tuple[Shape, Shape, DotDimensions] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -44,6 +44,8 @@ class Context:
     """Packages, beside the installed ones, whose source lines are not the user's."""
     resources: Mapping[int, Resources]
     """Resources by index of the launch."""
+    ptx: Sequence[str] = ()
+    """The program's PTX sources, each once."""
     limits: MultiprocessorLimits | None = None
     """Limits of the GPU's multiprocessors, None if unknown."""
 
@@ -123,6 +125,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         occupancy=filled,
         occupancy_limiter=limiter,
         hlo=_snippet(module, instruction),
+        ptx=context.ptx.index(resources.ptx) if resources.ptx else None,
         facts=facts,
     )
     return Row(launch=launch, writes=writes, reads=reads)

@@ -154,6 +154,8 @@ class Analysis:
     """Entry instructions that launch nothing, with the reason (parameter, constant, bitcast, tuple, ...)."""
     measured: Measured | None = None
     """Times of the program on a GPU; None if it did not run."""
+    ptx: tuple[str, ...] = ()
+    """PTX of the kernels, each once though many launches run it."""
 
     def __repr__(self) -> str:
         return (

@@ -117,6 +117,8 @@ class Launch:
     """What keeps the occupancy below 1."""
     hlo: str = ""
     """The instruction's text, and its fused computation's."""
+    ptx: int | None = None
+    """Position of the kernel's source in `Analysis.ptx`; None for copies, library calls, and where it was not kept."""
 
     @property
     def group(self) -> str:

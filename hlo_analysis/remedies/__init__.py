@@ -5,7 +5,7 @@ The modules named `*texts.py` hold the texts. The others choose one by what the 
 - `vertical.py`: asks the modules below in turn, after the reasons why XLA left the launches apart
 - `convolutions.py`: one end is a convolution
 - `data_movement.py`: one end changes no value
-- `products.py`, `low_rank.py`: one end is a matrix product
+- `products.py`, `low_rank.py`, `joined.py`: one end is a matrix product
 - `rows.py`: element-wise work and reductions
 """
 

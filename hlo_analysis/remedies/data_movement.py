@@ -27,6 +27,7 @@ from hlo_analysis.patterns.pair_patterns import (
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import filter_layout
+from hlo_analysis.remedies.joined import repeated_parts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 
@@ -90,9 +91,11 @@ def _of_moves(
     if not moves:
         return None
     if has(moves[0], "concatenate"):
-        # Only arguments can be one array from the start; parts of a gradient came from one array.
+        # Only arguments can be one array from the start; parts of a gradient came from one array. What is repeated
+        # would be stored so.
         is_given = all(value.producer is None for value in moves[0].inputs)
-        return texts.JOINED if is_given and moves[0].phase == "forward" else None
+        is_joined = is_given and moves[0].phase == "forward" and not repeated_parts(table, moves[0])
+        return texts.JOINED if is_joined else None
     return texts.CUT_APART if all(_cuts_product(table, move) for move in moves) else texts.PARTS
 
 

@@ -30,6 +30,7 @@ from hlo_analysis.patterns.pair_patterns import (
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.joined import split_weight
 from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
@@ -70,6 +71,8 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
         return texts.SUMMED_ROWS
     if repeats_rows(producer) and not any(map(is_batched, readers)) and not table.has_backward:
         return texts.GATHERED_AFTER
+    if remedy := split_weight(table, producer, readers):
+        return remedy
     # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.
     of_rows = rows_remedy(table, table.with_sums([producer], [producer])) not in (texts.GROUP_NORM, texts.BATCH_NORM)
     scales = normalizes(producer) and producer.phase == "forward" and of_rows

@@ -267,6 +267,13 @@ GATHERED_AFTER = Remedy(
     text="multiply first, and gather rows of the product: (x @ w)[indices] in place of x[indices] @ w, part by part of "
     "what is joined. Each row is taken several times, and so multiplied once in place of several times",
 )
+SPLIT_WEIGHT = Remedy(
+    kind="rewrite",
+    code="# before: jnp.concatenate([x, y[indices]], -1) @ w\n"
+    "size = x.shape[-1]\nrows = x @ w[:size] + (y @ w[size:])[indices]",
+    text="split the weight in place of joining its operands, x @ w[:n] + (y @ w[n:])[indices] (or [:, None] for what "
+    "is broadcast): what is repeated is multiplied once in place of once for each row, and no joined array is written",
+)
 PLACED = Remedy(
     kind="rewrite",
     text="gather in place of zeros.at[...].set: for each place of the result the row that belongs there, "

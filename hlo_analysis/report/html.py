@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from hlo_analysis.records import Analysis, Comparison, Launch, Provenance, ScopeRow, StrategyResult
 from hlo_analysis.report import formats, launch_families, sentences
 from hlo_analysis.report.formats import Units, units_of
-from hlo_analysis.report.payload import embedded_json, payload, totals
+from hlo_analysis.report.payload import embedded_json, page_ptx, payload, totals
 from hlo_analysis.report.similar_layers import fold_layers, without_numbers
 from hlo_analysis.report.times import measured_sentences, rival
 
@@ -49,6 +49,7 @@ def render_html(comparison: Comparison) -> str:
     """
     base = comparison[comparison.baseline]
     script = Markup(_static(SCRIPTS))
+    ptx = page_ptx(comparison)
     units = units_of(comparison)
     return (
         _environment()
@@ -74,7 +75,8 @@ def render_html(comparison: Comparison) -> str:
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
             has_wall=any(result.wall_us is not None for result in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),
-            data=Markup(embedded_json(payload(comparison))),
+            data=Markup(embedded_json(payload(comparison, ptx))),
+            ptx=Markup(embedded_json(ptx)),
             style=Markup(_static(STYLES)),
             script=script,
             script_hash=_sha256(script),

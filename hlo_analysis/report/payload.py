@@ -2,6 +2,8 @@
 
 Lists of records become tables of columns and rows. Repeated text (HLO, reasons, scopes) is stored once in a pool and
 referenced by number. The JSON is compressed: the page of a model with 200 layers has 2 MB, instead of 12 MB.
+
+The PTX of the kernels is apart, so that the script unpacks it only when a reader asks for it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
     "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter",
     "estimate", "xla", "xlaModel", "measured", "kernel", "registers", "spill", "occupancy", "occupancyLimiter",
-    "hlo",
+    "hlo", "ptx",
 )  # fmt: skip
 LAUNCH_POOLED = ("kernel", "scope", "source", "opName", "xlaModel", "hlo")
 DECISION_COLUMNS = (
@@ -47,6 +49,10 @@ MISSED_COLUMNS = (
     "scope", "source", "code", "trial", "group",
 )  # fmt: skip
 MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code")
+
+PTX_LIMIT = 500_000
+"""Characters that the compressed PTX may take of a page. The gradients of a Llama block take 0.1 MB with XLA alone and
+0.47 MB with all ten strategies, beside 0.5 MB for the rest of the page."""
 
 
 class Pool:
@@ -65,9 +71,12 @@ class Pool:
         return None if text is None else self._numbers[text]
 
 
-def payload(comparison: Comparison) -> dict[str, Any]:
-    """Converts the comparison to plain JSON values."""
-    tables = {result.name: _tables(result.analysis) for result in comparison.strategies if result.analysis is not None}
+def payload(comparison: Comparison, ptx: Sequence[str] = ()) -> dict[str, Any]:
+    """Converts the comparison to plain JSON values; a launch has the place of its source in `ptx`, if it is there."""
+    places = {text: place for place, text in enumerate(ptx)}
+    tables = {
+        result.name: _tables(result.analysis, places) for result in comparison.strategies if result.analysis is not None
+    }
     pool = Pool(text for made in tables.values() for table in made.values() for text in table.long_texts())
     return {
         "baseline": comparison.baseline,
@@ -76,6 +85,16 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "strategies": [_strategy(result, tables.get(result.name, {}), pool) for result in comparison.strategies],
         "texts": pool.texts,
     }
+
+
+def page_ptx(comparison: Comparison) -> list[str]:
+    """Returns the PTX for the page, each source once: that of the baseline and of each further strategy that fits."""
+    kept: list[str] = []
+    for result in sorted(comparison.strategies, key=lambda result: result.name != comparison.baseline):
+        wanted = list(dict.fromkeys([*kept, *(result.analysis.ptx if result.analysis else ())]))
+        if len(wanted) > len(kept) and len(embedded_json(wanted)) <= PTX_LIMIT:
+            kept = wanted
+    return kept
 
 
 def embedded_json(value: object) -> str:
@@ -140,10 +159,15 @@ class _Table:
         return {"columns": self.columns, "pooled": self.pooled, "rows": made}
 
 
-def _tables(analysis: Analysis) -> dict[str, _Table]:
+def _tables(analysis: Analysis, places: Mapping[str, int]) -> dict[str, _Table]:
     return {
         "launches": _Table(
-            columns=LAUNCH_COLUMNS, pooled=LAUNCH_POOLED, rows=[_launch(launch) for launch in analysis.launches]
+            columns=LAUNCH_COLUMNS,
+            pooled=LAUNCH_POOLED,
+            rows=[
+                (*_launch(launch), None if launch.ptx is None else places.get(analysis.ptx[launch.ptx], -1))
+                for launch in analysis.launches
+            ],
         ),
         "decisions": _Table(
             columns=DECISION_COLUMNS,
@@ -163,6 +187,7 @@ def _value(value: Value) -> tuple[Any, ...]:
 
 
 def _launch(launch: Launch) -> tuple[Any, ...]:
+    """Returns all columns but the last."""
     return (
         launch.index, launch.name, launch.kind, launch.repeat, launch.scope, launch.phase, launch.source,
         launch.op_name, launch.grid, launch.block, launch.shared_memory_bytes, launch.opcodes,

@@ -19,8 +19,8 @@ from hlo_analysis.records import (
 )
 
 NOTE = (
-    "Names, source lines, HLO and the compiler's own words were taken out of this report, and with them the notes on "
-    "what the capture could not know."
+    "Names, source lines, HLO, PTX and the compiler's own words were taken out of this report, and with them the notes "
+    "on what the capture could not know."
 )
 WITHHELD = "withheld"
 
@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"\b(?:pred|token|b?f\d\w*|[siuc]\d+)\[[\d,]*\]$")
 
 
 def redacted(comparison: Comparison) -> Comparison:
-    """Returns the comparison without source paths, scope, operation and kernel names, argument names and HLO text.
+    """Returns the comparison without source paths, scope, operation and kernel names, argument names, HLO text and PTX.
 
     Numbers, shapes, opcodes, categories of reasons, remedies, compiler options and versions stay. Names of strategies
     stay if there are several, unless one contains a path. Each name becomes the same alias everywhere ('part_a/part_b',
@@ -146,6 +146,7 @@ def _analysis(analysis: Analysis, label: str, scopes: _Scopes) -> Analysis:
         missed=tuple(_missed(each, names, scopes) for each in analysis.missed),
         silent=tuple((names.alias(name), names.within(reason)) for name, reason in analysis.silent),
         measured=None if analysis.measured is None else _measured(analysis.measured, names, kernels),
+        ptx=(),
     )
 
 
@@ -179,6 +180,7 @@ def _launch(launch: Launch, names: _Names, kernels: _Aliases, computations: _Ali
         inputs=values(launch.inputs),
         outputs=values(launch.outputs),
         hlo="",
+        ptx=None,
     )
 
 

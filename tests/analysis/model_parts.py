@@ -77,6 +77,15 @@ def loss(weight: Array, x: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1).mean()
 
 
+def loss_biased(weight: Array, x: Array, labels: Array, bias: Array) -> Array:
+    logits = (x @ weight + bias).astype(f32)
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1).mean()
+
+
+def loss_shifted(weight: Array, x: Array, labels: Array, shift: Array) -> Array:
+    return loss(weight, x + shift, labels)
+
+
 def loss_again(weight: Array, x: Array, labels: Array) -> Array:
     return jax.checkpoint(loss)(weight, x, labels)
 
@@ -149,6 +158,8 @@ def model_parts() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (shape(1024, 32000, dtype=bf16), shape(4096, 1024, dtype=bf16), shape(4096, dtype=s32)),
         ),
         "loss_30000": (jax.value_and_grad(loss, (0, 1)), tokens(30000)),
+        "loss_biased": (jax.value_and_grad(loss_biased, (0, 1, 3)), (*tokens(32000), shape(32000, dtype=bf16))),
+        "loss_shifted": (jax.value_and_grad(loss_shifted, (0, 1, 3)), (*tokens(32000), shape(1024, dtype=bf16))),
         "loss_float32": (jax.value_and_grad(loss, (0, 1)), tokens(32000, f32)),
         "graph_layer": (
             jax.grad(graph_layer, (0, 1)),

@@ -42,6 +42,8 @@ def test_of_a_layer_with_dropout_attention_alone_is_attention(advised: Callable[
         ("loss_gradient", True),  # where nobody reads the logarithm
         ("loss_30000", False),  # no multiple of 64
         ("loss_float32", False),
+        ("loss_biased", False),  # it takes none
+        ("loss_shifted", True),  # a bias in front of the product
         ("loss_of_many_tokens", False),  # more than features: XLA was measured to be faster
     ],
 )
@@ -52,6 +54,13 @@ def test_a_loss_names_the_kernel_that_takes_it(advised: Callable[[str], Analysis
     else:  # the loss alone
         assert found.remedy.startswith("cross_entropy: ")
         assert "linear_cross_entropy does not take this: " in found.remedy
+
+
+def test_the_bias_of_logits_stays_with_their_product(advised: Callable[[str], Analysis]) -> None:
+    """As lm1b's: cross_entropy(x @ w + bias) of 4096 tokens takes 303 µs for 315, and 840 for 1036 with gradients."""
+    (found,) = named(advised("loss_biased"), "linear_cross_entropy")
+    assert found.kernel == "cross_entropy"
+    assert "it takes no bias; XLA adds that of the logits, x @ w + bias, in the product's epilogue" in found.remedy
 
 
 def test_attention_in_float32_is_told_to_cast(advised: Callable[[str], Analysis]) -> None:
@@ -121,3 +130,10 @@ def test_a_scans_gradient_is_no_norm(of_program: Callable[[str], Analysis]) -> N
 
 def test_a_gradient_is_not_told_to_gather_later(of_program: Callable[[str], Analysis]) -> None:
     assert not named(of_program("graphnet"), "multiply first")
+
+
+def test_features_of_a_whole_cloud_are_not_joined_to_each_point(of_program: Callable[[str], Analysis]) -> None:
+    """Split: 1660 to 958 µs. XLA writes the repeated features in the launch before the one that joins them."""
+    (found,) = named(of_program("pointnet"), texts.SPLIT_WEIGHT.text)
+    assert found.shape == "bf16[16,4096,1152]"
+    assert not named(of_program("graphnet"), texts.SPLIT_WEIGHT.text)  # nothing is repeated

@@ -352,9 +352,10 @@ def test_kernel_resources():
         "dynamic_shared_bytes": None,
         "grid": [8, 1, 1],
         "block": None,
+        "ptx": ".entry k()",
     }
     assert read_resources(json.dumps([kernel])) == {
-        "k": (Resources(registers=63, spill_bytes=12, shared_memory_bytes=1, grid=(8, 1, 1)),)
+        "k": (Resources(registers=63, spill_bytes=12, shared_memory_bytes=1, grid=(8, 1, 1), ptx=".entry k()"),)
     }
     assert read_resources(None) == {}
     with pytest.raises(DumpError, match="expected a JSON list of kernels"):

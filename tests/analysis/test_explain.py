@@ -8,7 +8,7 @@ import pytest
 
 from hlo_analysis import Analysis
 from hlo_analysis.errors import UnknownEdgeError
-from hlo_analysis.explain import edges_of, find_edge, find_edges
+from hlo_analysis.explain import edges_of, find_edge, find_edges, find_ptx
 from hlo_analysis.records import Decision, Trial
 from hlo_analysis.report.edges import edge_list, edge_story
 from tests.report.examples import llama_comparison
@@ -141,3 +141,17 @@ def test_the_readers_of_one_missed_fusion_are_one_entry(block: Analysis):
     lines = edge_list(analysis, edges_of(analysis))
     assert "1. #8 input_add_reduce_fusion → #9 loop_multiply_fusion.1, #12 gemm_fusion_dot.6" in lines[1]
     assert sum("5.00 ms at stake" in line for line in lines) == 1
+
+
+def test_the_ptx_of_the_launches_that_a_name_refers_to(block: Analysis):
+    places = {0: 0, 3: 1, 9: 0}
+    launches = tuple(replace(launch, ptx=places.get(launch.index)) for launch in block.launches)
+    analysis = replace(block, launches=launches, ptx=(".entry norm()\n", ".entry rope()\n"))
+    assert find_ptx(analysis, "#3") == f"// #3 {launches[3].name}\n.entry rope()"
+    both = find_ptx(replace(analysis, launches=tuple(replace(launch, scope="s") for launch in launches)), "s")
+    assert both.splitlines()[:2] == [f"// #0 {launches[0].name}, #9 {launches[9].name}", ".entry norm()"]
+    assert both.count(".entry") == 2
+    with pytest.raises(
+        UnknownEdgeError, match=r"no PTX of #5 softmax_fusion \(.*\): copies and library calls have none"
+    ):
+        find_ptx(analysis, "5")

@@ -231,7 +231,11 @@ def test_resources_of_kernels(compiler: None) -> None:
     static = xla["input_reduce_fusion"]["static_shared_bytes"]
     assert static > 0
 
-    launches = {launch.kernel: launch for launch in analyze(made).launches}
+    analysis = analyze(made)
+    launches = {launch.kernel: launch for launch in analysis.launches}
+    for name, launch in launches.items():
+        assert launch.ptx is not None
+        assert f".visible .entry {name}(" in analysis.ptx[launch.ptx]
     reduction, own = launches["input_reduce_fusion"], launches["body_mosaic_gpu_kernel"]
     assert reduction.shared_memory_bytes == static
     assert own.shared_memory_bytes == 128 * 256 * 4

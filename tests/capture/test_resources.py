@@ -66,12 +66,14 @@ def test_mosaic_launch(log: str | None, grid: list[int] | None, shared: int | No
         (tmp_path / f"k_{number}.ptxas").write_text(PTXAS.replace("spills' for", f"spills_{number}' for"))
         if log is not None:
             (tmp_path / f"k_{number}.mlir-passes.log").write_text(log)
+    (tmp_path / "k_9.ptx").write_text(".entry spills_9()")
     text = resources.mosaic_resources(tmp_path)
     assert text is not None
     kernels = json.loads(text)
     assert [kernel["kernel"] for kernel in kernels] == ["spills_9", "calls", "spills_10", "calls"]
     assert kernels[0]["grid"] == grid
     assert kernels[0]["dynamic_shared_bytes"] == shared
+    assert [kernel["ptx"] for kernel in kernels] == [".entry spills_9()"] * 2 + [None] * 2
 
 
 def test_no_mosaic_kernels(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hlo_analysis.saved import save
-from tests.report.examples import llama_comparison
+from tests.report.examples import llama_comparison, with_ptx
 
 
 def test_without_names_the_costliest_edges(invoke, report: str):
@@ -32,11 +32,20 @@ def test_another_strategy_and_an_analysis_alone(invoke, report: str):
     assert results[0].stdout == results[1].stdout != invoke("explain", "--capture", report).stdout
 
 
+def test_ptx_of_a_launch(invoke, report: str):
+    save(with_ptx(llama_comparison()), report)
+    result = invoke("explain", "5", "--ptx", "--capture", report)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("// #5 softmax_fusion\n.visible .entry softmax_fusion()")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["soft", "xyz", "--capture", "report.json"], "has 'xyz' in its name"),
         (["--capture", "report.json:xlaa"], "no strategy 'xlaa'; did you mean 'xla'"),
+        (["5", "--ptx", "--capture", "report.json"], "no PTX of #5 softmax_fusion"),
+        (["5", "6", "--ptx", "--capture", "report.json"], "--ptx prints the source of one launch"),
         (["--capture", "absent.json"], "cannot read absent.json"),
         (["--capture", "absent"], "absent does not exist"),
         (["--capture", "report.json", "--fn", "a:b"], "expected one of --fn, --block and --capture, got 2"),

@@ -461,6 +461,22 @@ def with_resources(comparison: Comparison) -> Comparison:
     return replace(comparison, strategies=tuple(known if each is result else each for each in comparison.strategies))
 
 
+def with_ptx(comparison: Comparison) -> Comparison:
+    """The comparison with PTX of the kernels that XLA compiled itself; those of one name are one source."""
+    results = []
+    for result in comparison.strategies:
+        if result.analysis is not None:
+            names = sorted({launch.kernel for launch in result.analysis.launches if launch.kernel})
+            launches = tuple(
+                replace(launch, ptx=names.index(launch.kernel) if launch.kernel else None)
+                for launch in result.analysis.launches
+            )
+            ptx = tuple(f".visible .entry {name}()  // </script>" for name in names)
+            result = replace(result, analysis=replace(result.analysis, launches=launches, ptx=ptx))
+        results.append(result)
+    return replace(comparison, strategies=tuple(results))
+
+
 def with_sites(comparison: Comparison) -> Comparison:
     """The comparison with two fused sites of its last strategy that has an analysis."""
     sites = (
@@ -480,7 +496,7 @@ def with_sites(comparison: Comparison) -> Comparison:
 
 def full_comparison() -> Comparison:
     """Everything that a page can show at once."""
-    return with_sites(with_resources(with_trials(with_times(llama_comparison()))))
+    return with_ptx(with_sites(with_resources(with_trials(with_times(llama_comparison())))))
 
 
 def analysis_of(

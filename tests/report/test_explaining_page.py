@@ -41,6 +41,27 @@ def test_the_three_worst_missed_fusions_stand_under_the_verdict(page: Page):
     assert "Triton GEMM fusions take" in page.text(f"{cards}:nth-child(2)")
 
 
+def test_the_ptx_of_a_launch_is_folded_and_unpacked_when_opened(page: Page):
+    page.click("[data-launch='5'][data-strategy=xla]")
+    assert page.count("#card .hlo pre") == 0
+    page.click("#card .hlo:last-child summary")
+    page.wait("document.querySelector('#card .hlo:last-child code')?.textContent")
+    assert page.text("#card .hlo:last-child code") == ".visible .entry softmax_fusion()  // </script>"
+    assert page.complaints() == []
+
+
+def test_ptx_that_the_page_leaves_out_is_told_where_to_find(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hlo_analysis.report.payload.PTX_LIMIT", 0)
+    (tmp_path / "report.html").write_text(render_html(full_comparison()), encoding="utf-8")
+    page = Page(browser, tmp_path / "report.html")
+    page.click("[data-launch='5'][data-strategy=xla]")
+    page.click("#card .hlo:last-child summary")
+    page.wait("document.querySelector('#card .hlo:last-child code')?.textContent")
+    assert "xlafuse explain 5 --ptx --capture report.json:xla" in page.text("#card .hlo:last-child code")
+
+
 def test_what_was_tried_in_vain_is_no_advice(page: Page):
     assert "Tried: no gain" not in page.text("#worst")
     in_vain = page.text("#missed-list [data-ranks^='2']")

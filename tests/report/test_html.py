@@ -17,30 +17,30 @@ from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison
 from hlo_analysis.report import render_html, render_notebook
 from hlo_analysis.report.payload import embedded_json, payload
-from tests.report.examples import HOSTILE, with_times
+from tests.report.examples import HOSTILE, with_ptx, with_times
 
 
 class _Tags(HTMLParser):
-    """Collects tags, and the text of the data script."""
+    """Collects tags, and the text of the scripts that have an id."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[str] = []
-        self.data = ""
-        self._inside = False
+        self.texts: dict[str, str] = {}
+        self._inside: str | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes.extend(name for name, _ in attrs)
-        self._inside = ("id", "data") in attrs
+        self._inside = dict(attrs).get("id") if tag == "script" else None
 
     def handle_endtag(self, tag: str) -> None:
-        self._inside = False
+        self._inside = None
 
     def handle_data(self, data: str) -> None:
         if self._inside:
-            self.data += data
+            self.texts[self._inside] = self.texts.get(self._inside, "") + data
 
 
 def _parsed(text: str) -> _Tags:
@@ -63,13 +63,47 @@ def _unpacked(data: str) -> Any:
 
 
 def test_the_embedded_data_is_the_comparison(comparison: Comparison):
-    data = _unpacked(_parsed(render_html(comparison)).data)
+    data = _unpacked(_parsed(render_html(comparison)).texts["data"])
     assert data == json.loads(json.dumps(payload(comparison)))
     xla = next(strategy for strategy in data["strategies"] if strategy["name"] == "xla")
     assert xla["totals"]["launches"] == 13
     launches = [dict(zip(xla["launches"]["columns"], row, strict=True)) for row in xla["launches"]["rows"]]
     assert [launch["name"] for launch in launches] == [item.name for item in comparison["xla"].analysis.launches]  # type: ignore[union-attr]
     assert data["texts"][launches[5]["scope"]] == "block/attention"
+
+
+def _ptx_of_launches(page: str) -> tuple[list[str], dict[str, list[int | None]]]:
+    """The sources in the page, and the number of each launch's by strategy."""
+    texts = _parsed(page).texts
+    tables = {each["name"]: each["launches"] for each in _unpacked(texts["data"])["strategies"] if "launches" in each}
+    places = {name: [row[table["columns"].index("ptx")] for row in table["rows"]] for name, table in tables.items()}
+    return _unpacked(texts["ptx"]), places
+
+
+def test_ptx_is_in_the_page_once(comparison: Comparison):
+    sources, places = _ptx_of_launches(render_html(with_ptx(comparison)))
+    assert len(sources) == len(set(sources)) > 5
+    for strategy in comparison.strategies:
+        if strategy.analysis is not None:
+            shown = [None if place is None else sources[place] for place in places[strategy.name]]
+            kernels = [launch.kernel for launch in strategy.analysis.launches]
+            assert shown == [f".visible .entry {name}()  // </script>" if name else None for name in kernels]
+    assert _ptx_of_launches(render_html(comparison))[0] == []
+
+
+def test_ptx_of_other_strategies_gives_way_to_the_baselines(comparison: Comparison, monkeypatch: pytest.MonkeyPatch):
+    every = with_ptx(comparison)
+    base = every[every.baseline].analysis
+    assert base is not None
+    monkeypatch.setattr("hlo_analysis.report.payload.PTX_LIMIT", len(embedded_json(base.ptx)))
+    sources, places = _ptx_of_launches(render_html(every))
+    assert sources == list(base.ptx)
+    assert -1 in places["unfused"]
+    assert -1 not in places[every.baseline]
+    monkeypatch.setattr("hlo_analysis.report.payload.PTX_LIMIT", 0)
+    sources, places = _ptx_of_launches(render_html(every))
+    assert sources == []
+    assert {place for numbers in places.values() for place in numbers} == {None, -1}
 
 
 def test_measured_times_stand_on_the_page(comparison: Comparison):

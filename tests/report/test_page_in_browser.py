@@ -49,7 +49,7 @@ def test_hostile_names_are_only_text(browser: Browser, hostile_file: Path):
     page.run("document.querySelectorAll('#card details').forEach((it) => { it.open = true; })")
     page.wait("document.querySelectorAll('#card .hlo pre').length === 1")
     assert page.count("img") == 0
-    assert page.count("script") == 2
+    assert page.count("script") == 3
     assert page.run("document.title") == f"{HOSTILE} · xlafuse"
     assert page.text("#card h2") == HOSTILE
     assert page.run("document.querySelector('#card .hlo pre').textContent").endswith(HOSTILE)

@@ -118,7 +118,8 @@ def report(
             "-o",
             "--output",
             metavar="DIR",
-            help="Folder for report.html and report.json. Default: xlafuse-report, or none with --json.",
+            help="Folder for report.html and report.json. Default: xlafuse-report, or none with --json. The page has "
+            "the PTX of kernels up to 0.5 MB, the JSON all of it.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
@@ -158,7 +159,7 @@ def report(
     ] = None,
     redact: Annotated[
         bool,
-        typer.Option("--redact", help="Leave the program's names, paths and HLO text out of all output."),
+        typer.Option("--redact", help="Leave the program's names, paths, HLO and PTX out of all output."),
     ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")] = 300.0,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.errors import InputError, cli_errors
 from xlafuse.cli.programs import (
     Args,
     Block,
@@ -42,6 +42,10 @@ def explain(
     mode: ModeOption = "forward",
     target: Target = "h200",
     strategy: StrategyOption = "xla",
+    ptx: Annotated[
+        bool,
+        typer.Option("--ptx", help="Print the PTX of the launches that PRODUCER names, instead of the edges at them."),
+    ] = False,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of edges to list.")] = 10,
     timeout: Timeout = 300.0,
 ) -> None:
@@ -50,9 +54,11 @@ def explain(
     Needs no GPU. Exits with 2 on bad input, such as a name that matches no edge or several.
     """
     with cli_errors():
-        from hlo_analysis.explain import edges_of, find_edge, find_edges
+        from hlo_analysis.explain import edges_of, find_edge, find_edges, find_ptx
         from hlo_analysis.report.edges import edge_list, edge_story
 
+        if ptx and (producer is None or consumer is not None):
+            raise InputError("--ptx prints the source of one launch: name it, and no second one")
         analysis = analysis_of(
             Program(
                 block=block,
@@ -66,7 +72,9 @@ def explain(
                 timeout=timeout,
             )
         )
-        if producer is not None and consumer is not None:
+        if ptx and producer is not None:
+            lines = [find_ptx(analysis, producer)]
+        elif producer is not None and consumer is not None:
             lines = edge_story(analysis, find_edge(analysis, producer, consumer))
         else:
             edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)

@@ -52,13 +52,26 @@ function missedAt(strategy, index) {
       missedPath(strategy, item), ...reasonOf(item), ...remedyOf(item))));
 }
 
-/** Returns a details element that gets its text when it is first opened. */
+/** Returns a details element that gets its text, or what the text is a promise of, when it is first opened. */
 function lazyText(title, text) {
   const box = el("details", { className: "hlo" }, el("summary", { textContent: title }));
-  box.addEventListener("toggle", () => {
-    if (box.open && !box.querySelector("pre")) box.append(el("pre", { tabIndex: 0 }, el("code", { textContent: text })));
+  box.addEventListener("toggle", async () => {
+    if (!box.open || box.querySelector("pre")) return;
+    const code = el("code");
+    box.append(el("pre", { tabIndex: 0 }, code));
+    code.textContent = typeof text === "function" ? await text() : text;
   });
   return box;
+}
+
+let ptxTexts; // a promise: unpacked once, for the first reader who asks
+
+function ptxOf(strategy, launch) {
+  if (launch.ptx === null) return null;
+  if (launch.ptx < 0) {
+    return lazyText("PTX", `Left out to keep this page small; to print it:\nxlafuse explain ${launch.index} --ptx --capture report.json:${strategy}`);
+  }
+  return lazyText("PTX", async () => (await (ptxTexts ??= unpack("ptx")))[launch.ptx]);
 }
 
 function openCard(strategy, index) {
@@ -93,7 +106,7 @@ function openCard(strategy, index) {
     ...[
       missedAt(strategy, index),
       valueTable(launch.inputs, "Inputs", strategy, true), valueTable(launch.outputs, "Outputs", strategy, false),
-      edgesOf(strategy, index), launch.hlo ? lazyText("HLO", launch.hlo) : null,
+      edgesOf(strategy, index), launch.hlo ? lazyText("HLO", launch.hlo) : null, ptxOf(strategy, launch),
     ].filter(Boolean));
   if (!card.open) card.showModal();
   card.scrollTop = 0;

@@ -4,9 +4,12 @@ if (!("DecompressionStream" in globalThis)) {
   const old = "This browser cannot unpack the page's data: graph, decisions and launches need Chrome 80, Firefox 113 or Safari 16.4.";
   document.querySelector("main").prepend(el("p", { className: "noscript", textContent: old }));
 }
-const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (byte) => byte.charCodeAt(0));
-const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-const data = JSON.parse(await new Response(unpacked).text());
+/** Returns the JSON in an element, which holds it compressed (gzip) in base64. */
+async function unpack(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (byte) => byte.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+const data = await unpack("data");
 
 /** Converts the rows of a {columns, pooled, rows} table to objects, with pooled numbers replaced by their texts. */
 function decode(table) {
