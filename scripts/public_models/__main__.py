@@ -94,7 +94,7 @@ def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles
     elif part == "step":
         outer, arguments = step_of, (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
     if compiles:
-        found |= compared(fn, outer, arguments, advice, changes=bool(found["kernels"]))
+        found |= compared(fn, outer, arguments, advice, changes=bool(found["taken"]))
     return {"source": model.source, "size": program.size, part: found}
 
 
@@ -123,12 +123,12 @@ def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
         jax.sharding.use_abstract_mesh(mesh_of_one(target)),
     ):
         jax.eval_shape(fuse(fn, report=reports.append), *arguments)
-    taken, refused = reports[0].taken, reports[0].refused
-    return {
-        "taken": dict(collections.Counter(site.operation for site in taken).most_common()),
-        "kernels": dict(collections.Counter(s.operation for s in taken if s.implementation != "xla").most_common()),
-        "refused": dict(collections.Counter(f"{site.operation}: {site.reason}" for site in refused).most_common()),
+    named = {
+        "taken": [site.operation for site in reports[0].taken],
+        "left": [site.operation for site in reports[0].left],
+        "refused": [f"{site.operation}: {site.reason}" for site in reports[0].refused],
     }
+    return {outcome: dict(collections.Counter(names).most_common()) for outcome, names in named.items()}
 
 
 def compared(fn: Any, outer: Any, arguments: tuple[Any, ...], advice: int, *, changes: bool) -> dict[str, Any]:
@@ -227,15 +227,14 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _row(name: str, part: str, found: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{count} {operation}" for operation, count in found.get("kernels", {}).items()) or "none"
-    by_xla = sum(found["taken"].values()) - sum(found.get("kernels", {}).values())
+    kernels = ", ".join(f"{count} {operation}" for operation, count in found["taken"].items()) or "none"
     launches = megabytes = "not compiled"
     if "before" in found:
         before, after = found["before"], found["after"] or found["before"]
         launches = f"{before['launches']} → {after['launches']}"
         megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
-    refused = sum(found["refused"].values())
-    return f"| {name} | {part} | {kernels} | {by_xla} | {refused} | {launches} | {megabytes} |"
+    left, refused = (sum(found[outcome].values()) for outcome in ("left", "refused"))
+    return f"| {name} | {part} | {kernels} | {left} | {refused} | {launches} | {megabytes} |"
 
 
 def _check(numerics: dict[str, Any] | None) -> str:
