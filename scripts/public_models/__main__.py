@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -170,12 +171,28 @@ def checked(model: PublicModel, checkouts: Path) -> dict[str, Any] | None:
             continue
         error, baseline, passed = judge(ours, plain, exact)
         if baseline < OTHER_MASKS:
-            return {"error": float(error), "baseline_error": float(baseline), "passed": passed, "reference": reference}
+            return {
+                "error": float(error),
+                "baseline_error": float(baseline),
+                "passed": passed,
+                "median_ratio": median_ratio(ours, plain, exact),
+                "reference": reference,
+            }
     return None
 
 
 OTHER_MASKS = 0.2
 """The least error of a program whose random masks are not the reference's."""
+
+
+def median_ratio(ours: Any, plain: Any, exact: Any) -> float:
+    """Returns the median of error over the plain program's error, of all arrays in which that has one."""
+    trees = zip(*map(jax.tree.leaves, (ours, plain, exact)), strict=True)
+    errors = (
+        [float(np.max(np.abs(np.asarray(each, np.float64) - exact), initial=0.0)) for each in (own, other)]
+        for own, other, exact in trees
+    )
+    return statistics.median(error / baseline for error, baseline in errors if baseline)
 
 
 def exactly(program: Program, arguments: tuple[Any, ...]) -> Any:
@@ -239,9 +256,10 @@ def _row(name: str, part: str, found: dict[str, Any]) -> str:
 
 def _check(numerics: dict[str, Any] | None) -> str:
     if not numerics:
-        return "not checked | | "
+        return "not checked | | | "
     verdict = "kept" if numerics["passed"] else "broken"
-    return f"{verdict}, against {numerics['reference']} | {numerics['error']:.2g} | {numerics['baseline_error']:.2g}"
+    errors = " | ".join(f"{numerics[name]:.2g}" for name in ("error", "baseline_error"))
+    return f"{verdict}, against {numerics['reference']} | {errors} | {numerics['median_ratio']:.2f}"
 
 
 MOST_REASONS = 15
@@ -271,11 +289,17 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 
 ## Errors of loss and gradients
 
-The rule: the error is at most twice that of the program as it is, plus one unit in the last place. Where a model has
-random masks that another precision would draw differently, the reference is in float32.
+The rule: in each array, the error is at most twice that of the program as it is, plus one unit in the last place. The
+table has the errors of the array that comes closest to breaking it, or breaks it, and the median of the ratio over all
+arrays. Where a model has random masks that another precision would draw differently, the reference is in float32.
+graphnet is checked without dropout.
 
-| model | rule | error | error of the program as it is |
-| --- | --- | ---: | ---: |
+unet breaks the rule in 2 of its 209 arrays, while 8 others have less than half the error of the program as it is. Of
+three other draws of the parameters, the rule breaks in 3, 0 and 1 arrays: small gradients of biases and scales, whose
+rounding in bfloat16 differs by chance.
+
+| model | rule | error | error of the program as it is | median ratio |
+| --- | --- | ---: | ---: | ---: |
 {checks}
 
 ## Why sites are refused
