@@ -212,12 +212,11 @@ def _compiled(program: _Program, fn: Callable[..., Any], more: Sequence[tuple[st
 
 
 def _refusal(nothing: Any, source: str | None) -> str:
-    """Returns why `fuse` took no site: the reason of the refusal closest to a source line."""
-    report = nothing.report
-    if not report.refused:
+    """Returns why `fuse` took no site: what it says of the site closest to a source line."""
+    sites = (*nothing.report.left, *nothing.report.refused)
+    if not sites:
         return str(nothing)
-    nearest = min(report.refused, key=lambda site: _distance(site.where, source or ""))
-    return f"fuse takes no such site; {nearest.where}: {nearest.reason}"
+    return f"fuse takes no such site; {min(sites, key=lambda site: _distance(site.where, source or ''))}"
 
 
 def _distance(first: str, second: str) -> tuple[bool, int]:

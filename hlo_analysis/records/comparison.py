@@ -31,9 +31,10 @@ class SiteRecord:
     operation: str
     source: str
     """'file.py:line' in the user's program, where known."""
-    outcome: Literal["taken", "refused"]
+    outcome: Literal["taken", "left to XLA", "refused"]
+    """'left to XLA': the operation would run by XLA, and the program stays as it is written."""
     implementation: str = ""
-    """The implementation that the operation runs; '' for a refused site."""
+    """The implementation that the operation runs; '' for a site that is not taken."""
     reason: str = ""
     """Why the site was refused."""
 
@@ -48,7 +49,7 @@ class StrategyResult:
     error: str | None = None
     numerics: Numerics | None = None
     sites: tuple[SiteRecord, ...] = ()
-    """For a strategy that rewrites the program: the sites where it put fused operations, and those it refused."""
+    """For a strategy that rewrites the program: the sites where it put fused operations, and those it left."""
 
     def __repr__(self) -> str:
         return f"StrategyResult({self.name!r}, {self.analysis or shorten(f'no analysis: {self.error}', 80)})"

@@ -137,18 +137,20 @@ def is_advice(item: MissedFusion) -> bool:
     return item.trial is None or item.trial.helps or bool(item.trial.error)
 
 
-def site_texts(sites: Sequence[SiteRecord]) -> tuple[list[str], list[str]]:
-    """Returns the taken sites ('model.py:12: rms_norm by mosaic') and the refused ones; equal ones once, counted."""
+def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
+    """Returns lines such as 'model.py:12: rms_norm by mosaic', by the sites' outcome; equal ones once, counted."""
     counts = Counter(sites)
 
     def text(site: SiteRecord) -> str:
         times = f" ({counts[site]} times)" if counts[site] > 1 else ""
         if site.outcome == "taken":
             return f"{site.source}: {site.operation} by {site.implementation}{times}"
+        if site.outcome == "left to XLA":
+            return f"{site.source}: {site.operation} left to XLA{times}"
         return f"{site.source}: no {site.operation}: {site.reason}{times}"
 
-    taken = [text(site) for site in counts if site.outcome == "taken"]
-    return taken, [text(site) for site in counts if site.outcome == "refused"]
+    outcomes = ("taken", "left to XLA", "refused")
+    return {outcome: [text(site) for site in counts if site.outcome == outcome] for outcome in outcomes}
 
 
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:

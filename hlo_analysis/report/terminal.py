@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
@@ -173,10 +174,13 @@ def _first_sentence(text: str) -> str:
 
 
 def _sites(result: StrategyResult) -> Group:
-    taken, refused = sentences.site_texts(result.sites)
-    count = sum(site.outcome == "taken" for site in result.sites)
-    head = f"Sites of {result.name}: {count} taken, {len(result.sites) - count} refused"
-    lines = [Text.assemble(("+ ", "green"), text) for text in taken]
+    texts = sentences.site_texts(result.sites)
+    refused = texts["refused"]
+    counts = Counter(site.outcome for site in result.sites)
+    shown = [name for name in texts if counts[name] or name != "left to XLA"]
+    head = f"Sites of {result.name}: {', '.join(f'{counts[name]} {name}' for name in shown)}"
+    lines = [Text.assemble(("+ ", "green"), text) for text in texts["taken"]]
+    lines += [Text(f"= {text}", "dim") for text in texts["left to XLA"]]
     lines += [Text.assemble(("- ", "red"), text) for text in refused[:_MAX_REFUSED]]
     if len(refused) > _MAX_REFUSED:
         lines.append(Text(f"- and {len(refused) - _MAX_REFUSED} more refused", "dim"))

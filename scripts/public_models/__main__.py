@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles
     if part == "step":
         arguments = (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
     if compiles:
-        found |= compared(fn, outer, arguments, advice, changes=bool(found["kernels"]))
+        found |= compared(fn, outer, arguments, advice, changes=bool(found["taken"]))
     return {"source": model.source, "size": program.size, part: found}
 
 
@@ -152,12 +153,12 @@ def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
         jax.sharding.use_abstract_mesh(mesh_of_one(target)),
     ):
         jax.eval_shape(fuse(fn, report=reports.append), *arguments)
-    taken, refused = reports[0].taken, reports[0].refused
-    return {
-        "taken": dict(collections.Counter(site.operation for site in taken).most_common()),
-        "kernels": dict(collections.Counter(s.operation for s in taken if s.implementation != "xla").most_common()),
-        "refused": dict(collections.Counter(f"{site.operation}: {site.reason}" for site in refused).most_common()),
+    named = {
+        "taken": [site.operation for site in reports[0].taken],
+        "left": [site.operation for site in reports[0].left],
+        "refused": [f"{site.operation}: {site.reason}" for site in reports[0].refused],
     }
+    return {outcome: dict(collections.Counter(names).most_common()) for outcome, names in named.items()}
 
 
 def compared(fn: Any, outer: Any, arguments: tuple[Any, ...], advice: int, *, changes: bool) -> dict[str, Any]:
@@ -199,12 +200,28 @@ def checked(model: PublicModel, checkouts: Path) -> dict[str, Any] | None:
             continue
         error, baseline, passed = judge(ours, plain, exact)
         if baseline < OTHER_MASKS:
-            return {"error": float(error), "baseline_error": float(baseline), "passed": passed, "reference": reference}
+            return {
+                "error": float(error),
+                "baseline_error": float(baseline),
+                "passed": passed,
+                "median_ratio": median_ratio(ours, plain, exact),
+                "reference": reference,
+            }
     return None
 
 
 OTHER_MASKS = 0.2
 """The least error of a program whose random masks are not the reference's."""
+
+
+def median_ratio(ours: Any, plain: Any, exact: Any) -> float:
+    """Returns the median of error over the plain program's error, of all arrays in which that has one."""
+    trees = zip(*map(jax.tree.leaves, (ours, plain, exact)), strict=True)
+    errors = (
+        [float(np.max(np.abs(np.asarray(each, np.float64) - exact), initial=0.0)) for each in (own, other)]
+        for own, other, exact in trees
+    )
+    return statistics.median(error / baseline for error, baseline in errors if baseline)
 
 
 def exactly(program: Program, arguments: tuple[Any, ...]) -> Any:
@@ -258,26 +275,26 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _row(name: str, part: str, found: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{count} {operation}" for operation, count in found.get("kernels", {}).items()) or "none"
-    by_xla = sum(found["taken"].values()) - sum(found.get("kernels", {}).values())
+    kernels = ", ".join(f"{count} {operation}" for operation, count in found["taken"].items()) or "none"
     launches = megabytes = "not compiled"
     if "before" in found:
         before, after = found["before"], found["after"] or found["before"]
         launches = f"{before['launches']} → {after['launches']}"
         megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
-    refused = sum(found["refused"].values())
+    left, refused = (sum(found[outcome].values()) for outcome in ("left", "refused"))
     measured = "| "
     if times := found.get("times"):
         before, after = times["before"]["us"], times["after"]["us"]
         measured = f"{before:,.0f} → {after:,.0f} | {before / after:.2f}"
-    return f"| {name} | {part} | {kernels} | {by_xla} | {refused} | {launches} | {megabytes} | {measured} |"
+    return f"| {name} | {part} | {kernels} | {left} | {refused} | {launches} | {megabytes} | {measured} |"
 
 
 def _check(numerics: dict[str, Any] | None) -> str:
     if not numerics:
-        return "not checked | | "
+        return "not checked | | | "
     verdict = "kept" if numerics["passed"] else "broken"
-    return f"{verdict}, against {numerics['reference']} | {numerics['error']:.2g} | {numerics['baseline_error']:.2g}"
+    errors = " | ".join(f"{numerics[name]:.2g}" for name in ("error", "baseline_error"))
+    return f"{verdict}, against {numerics['reference']} | {errors} | {numerics['median_ratio']:.2f}"
 
 
 MOST_REASONS = 15
@@ -308,11 +325,17 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 
 ## Errors of loss and gradients
 
-The rule: the error is at most twice that of the program as it is, plus one unit in the last place. Where a model has
-random masks that another precision would draw differently, the reference is in float32.
+The rule: in each array, the error is at most twice that of the program as it is, plus one unit in the last place. The
+table has the errors of the array that comes closest to breaking it, or breaks it, and the median of the ratio over all
+arrays. Where a model has random masks that another precision would draw differently, the reference is in float32.
+graphnet is checked without dropout.
 
-| model | rule | error | error of the program as it is |
-| --- | --- | ---: | ---: |
+unet breaks the rule in 2 of its 209 arrays, while 8 others have less than half the error of the program as it is. Of
+three other draws of the parameters, the rule breaks in 3, 0 and 1 arrays: small gradients of biases and scales, whose
+rounding in bfloat16 differs by chance.
+
+| model | rule | error | error of the program as it is | median ratio |
+| --- | --- | ---: | ---: | ---: |
 {checks}
 
 ## Why sites are refused

@@ -74,6 +74,12 @@ def broken(x, w):
     return y @ w
 
 
+def products(x, w):
+    for _ in range(2):
+        x = x @ w
+    return x
+
+
 class Layer(nnx.Module):
     def __init__(self):
         self.norm = nnx.RMSNorm(256, rngs=nnx.Rngs(0))
@@ -182,6 +188,15 @@ def test_refusals_with_line_and_difference(invoke, fused):
     assert [
         each["operation"] for each in fused("near", *ROWS, "--shape", "bf16[256]", "--allow", "rounding")["taken"]
     ] == ["rms_norm"]
+
+
+def test_what_is_left_to_xla_is_counted_apart(invoke, fused):
+    rows = ("--shape", "bf16[8,256]", "--shape", "bf16[256,256]")
+    found = fused("products", *rows)
+    assert (found["taken"], found["left"]) == ([], [{"operation": "linear", "where": "fused_model.py:67", "count": 2}])
+    printed = invoke("fuse", "--fn", "fused_model.py:products", *rows).stdout
+    assert printed.startswith("products: 0 sites taken, 2 left to XLA, 0 refused\n")
+    assert printed.endswith("\nfused_model.py:67: linear left to XLA, 2 times\n")
 
 
 def test_what_jit_keeps_is_told_by_where_it_is_called(fused):

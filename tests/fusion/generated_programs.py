@@ -247,7 +247,7 @@ def ropes(draw: Callable[..., Any]) -> Program:
     exponent = choose("exponent", "2k/d", "k/half", "k/d", "-2k/d", "1-based", likely=0.5)
     axis = choose("axis of positions", 1, 2, 0, likely=0.7)
     where = choose("positions", "given", "arange", "given rows", "floating", "halves of them")
-    narrow = choose("rotates in the dtype", False, True)
+    narrow = choose("in the dtype", "nothing", "all", "the array")
     second = choose("the second is", "rotated alike", "not rotated", "rotated by other positions", likely=0.7)
     ends = choose("cast", "last", "before", "none")
 
@@ -264,11 +264,11 @@ def ropes(draw: Callable[..., Any]) -> Program:
             angle = positions.astype(k.dtype).reshape(shape) * frequency
         cosine, sine = jnp.cos(angle), jnp.sin(angle)
         cosine, sine = (sine, cosine) if swapped else (cosine, sine)
-        value = x if narrow else wide(x)
-        cosine, sine = (cosine.astype(x.dtype), sine.astype(x.dtype)) if narrow else (cosine, sine)
+        value = wide(x) if narrow == "nothing" else x
+        cosine, sine = (cosine.astype(x.dtype), sine.astype(x.dtype)) if narrow == "all" else (cosine, sine)
         if form == "rotate_half":
-            sign = -1 if low == "-" else 1
-            turned = jnp.concatenate([sign * value[..., half:], value[..., :half]], -1)
+            second_half = -value[..., half:] if low == "-" else value[..., half:]
+            turned = jnp.concatenate([second_half, value[..., :half]], -1)
             both = (jnp.concatenate([each, each], -1) for each in (cosine, sine))
             return (value * next(both) + turned * next(both)).astype(x.dtype)
         by_two = form == "neighbours"

@@ -53,11 +53,22 @@ def rotate_half(x, positions):
     return x * jnp.cos(angle).astype(x.dtype) + turned * jnp.sin(angle).astype(x.dtype)
 
 
+def rotate_half_before_cast(x, positions):
+    angle = jnp.concatenate([angles(x, positions)] * 2, -1)
+    return _by_columns(x, jnp.cos(angle), jnp.sin(angle))
+
+
+def _by_columns(x, cosine, sine):
+    half = x.shape[-1] // 2
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
+    return (x * cosine + turned * sine).astype(x.dtype)
+
+
 Q, K = normal((2, 8, 4, 16), seed=5), normal((2, 8, 2, 16), seed=6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, jnp.float32])
-@pytest.mark.parametrize("rotate", [halves, neighbours, rotate_half])
+@pytest.mark.parametrize("rotate", [halves, neighbours, rotate_half, rotate_half_before_cast])
 def test_rope(sites, rotate, dtype):
     reports = []
 
@@ -113,6 +124,39 @@ def test_a_rotation_alone_is_refused_with_the_reason(sites):
     reports = []
     sites(halves, Q, POSITIONS, told=reports.append)
     assert any(each.operation == "rope" and "together" in each.reason for each in reports[0].refused)
+
+
+def _by_pairs(x, cosine, sine):
+    value, (cosine, sine) = wide(x), (each[..., ::2] for each in (cosine, sine))
+    a, b = value[..., 0::2], value[..., 1::2]
+    return jnp.stack([a * cosine - b * sine, b * cosine + a * sine], -1).reshape(x.shape).astype(x.dtype)
+
+
+def _by_halves(x, cosine, sine):
+    half = x.shape[-1] // 2
+    a, b = wide(x)[..., :half], wide(x)[..., half:]
+    cosine, sine = cosine[..., :half], sine[..., :half]
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1).astype(x.dtype)
+
+
+TABLE = normal((16, 16), seed=7)
+
+
+@pytest.mark.parametrize("rotate", [_by_columns, _by_pairs, _by_halves])
+@pytest.mark.parametrize("table", [TABLE, TABLE.astype(BF16)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("read", [lambda t, p: t[p][:, :, None], lambda t, p: t[None, :8, None]], ids=["at", "slice"])
+def test_tables_of_a_rotation_are_refused_with_the_reason(sites, rotate, table, read):
+    def fn(q, k, positions, cosine, sine):
+        cosine, sine = read(cosine, positions), read(sine, positions)
+        return rotate(q, cosine, sine), rotate(k, cosine, sine)
+
+    reports = []
+    arrays = Q.astype(BF16), K.astype(BF16), POSITIONS, table, table[::-1]
+    assert sites(fn, *arrays, told=reports.append) == []
+    sites(lambda q, k, p: fn(q, k, p, table, table[::-1]), *arrays[:3], told=reports.append)
+    for report in reports:
+        assert [each.operation for each in report.refused] == ["rope"]
+        assert "come from tables" in report.refused[0].reason
 
 
 COMBINED = {

@@ -12,6 +12,7 @@ from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.fusion import fuse
 from xlafuse.fusion.plan import Plan, make_plan
+from xlafuse.fusion.program import FusedProgram, NothingFusedError
 from xlafuse.fusion.sites import spellings
 from xlafuse.models.config import get_preset
 from xlafuse.models.functional import block_function
@@ -208,6 +209,18 @@ def test_what_xla_computes_best_stays_as_written():
     plan = planned(lambda x, s, w: x @ w, X, SCALE, W)
     assert [site.operation for site in plan.written] == ["linear"]
     assert not plan.changes
+
+
+def test_what_is_left_to_xla_is_told_apart():
+    told, target = [], load_target("h200")
+    with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        jax.eval_shape(fuse(lambda x, w: x @ w, report=told.append), X, W)
+        program = FusedProgram(lambda x, w: x @ w)
+        with pytest.raises(NothingFusedError, match="linear left to XLA"):
+            jax.eval_shape(program.function, X, W)
+    assert (told[0].taken, [site.operation for site in told[0].left]) == ((), ["linear"])
+    assert "0 sites taken, 1 left to XLA, 0 refused" in str(told[0])
+    assert [site.outcome for site in program.sites] == ["left to XLA"]
 
 
 def test_the_plain_llama_block_takes_kernels_everywhere():

@@ -177,6 +177,7 @@ def test_sites_are_listed_with_what_was_refused(comparison: Comparison):
         SiteRecord(operation="softmax", source=f"m.py:{line}", outcome="refused", reason="[red]axes differ")
         for line in range(10, 17)
     ]
+    left = SiteRecord(operation="linear", source="m.py:5", outcome="left to XLA")
     base = replace(comparison["xla"], sites=(taken, taken, *refused))
     text = _printed(replace(comparison, unfused=None, strategies=(base,)), 140)
     assert "Sites of xla: 2 taken, 7 refused" in text
@@ -185,6 +186,10 @@ def test_sites_are_listed_with_what_was_refused(comparison: Comparison):
     assert "m.py:15" not in text
     assert "and 2 more refused" in text
     assert "Sites of" not in _printed(comparison, 140)
+    base = replace(base, sites=(left, left, *base.sites))
+    text = _printed(replace(comparison, unfused=None, strategies=(base,)), 140)
+    assert "Sites of xla: 2 taken, 2 left to XLA, 7 refused" in text
+    assert "= m.py:5: linear left to XLA (2 times)" in text
 
 
 def test_verdict_of_one_launch_with_nothing_between():

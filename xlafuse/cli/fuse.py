@@ -51,6 +51,15 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Left:
+    """Sites at the same lines that stay as they are written, since the operation would run by XLA."""
+
+    operation: str
+    where: str
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refused:
     """Code that looks like an operation and is refused.
 
@@ -72,6 +81,7 @@ class Findings:
     function: str
     note: str | None = None
     taken: tuple[Taken, ...] = ()
+    left: tuple[Left, ...] = ()
     refused: tuple[Refused, ...] = ()
 
 
@@ -121,6 +131,7 @@ def find(
     from xlafuse.fusion.evaluate import evaluate
     from xlafuse.fusion.plan import make_plan
     from xlafuse.fusion.sites import spellings
+    from xlafuse.fusion.sources import line_of
 
     try:
         sought = spellings(ops)
@@ -142,6 +153,7 @@ def find(
     dynamic = (argument for argument, is_array in zip(described, map(_is_array, leaves), strict=True) if is_array)
     inputs = dict(zip(plan.graph.inputs[len(closed.consts) :], dynamic, strict=True))
     taken: list[Taken] = []
+    left: list[Left] = []
     refused: dict[Refused, None] = {}
     for each in plan.walk():
         for site in sorted(each.sites, key=lambda site: site.root.index):
@@ -157,13 +169,14 @@ def find(
                     diff=tuple(shown.diff()),
                 )
             )
+        left += [Left(operation=site.operation, where=line_of(site.root, outside=__file__)) for site in each.written]
         refused |= dict.fromkeys(_refused(each))
-    return Findings(function=name, taken=_counted(taken), refused=tuple(refused))
+    return Findings(function=name, taken=_counted(taken), left=_counted(left), refused=tuple(refused))
 
 
-def _counted(taken: Sequence[Taken]) -> tuple[Taken, ...]:
+def _counted[T: (Taken, Left)](sites: Sequence[T]) -> tuple[T, ...]:
     """Returns each site once with its number of occurrences, since one layer's code serves all layers."""
-    counts = [(each, taken.count(each)) for place, each in enumerate(taken) if each not in taken[:place]]
+    counts = [(each, sites.count(each)) for place, each in enumerate(sites) if each not in sites[:place]]
     return tuple(dataclasses.replace(each, count=count) for each, count in counts)
 
 
@@ -235,13 +248,15 @@ def _show(findings: Findings) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from xlafuse.fusion.report import count_text
+
     console = Console(highlight=False, soft_wrap=True)
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
 
-    count = sum(each.count for each in findings.taken)
-    line(f"{findings.function}: {count} site{'' if count == 1 else 's'} taken, {len(findings.refused)} refused", "bold")
+    taken, left = (sum(each.count for each in sites) for sites in (findings.taken, findings.left))
+    line(f"{findings.function}: {count_text(taken, left, len(findings.refused))}", "bold")
     if findings.note:
         line(findings.note)
     for each in findings.taken:
@@ -252,6 +267,11 @@ def _show(findings: Findings) -> None:
         for sign, text in each.diff:
             line(f"{sign}{text}", {"-": "red", "+": "green"}.get(sign, ""))
         line(f"  # {arrays}", "dim")
+    if findings.left:
+        line("")
+    for each in findings.left:
+        times = f", {each.count} times" if each.count > 1 else ""
+        line(f"{each.where}: {each.operation} left to XLA{times}", "dim")
     for each in findings.refused:
         line(f"\n{each.where}: no {each.operation}: {each.reason}", "yellow")
         if each.code:

@@ -1,6 +1,6 @@
 """Finds in a JAX program what fused operations compute, and has them compute it."""
 
 from xlafuse.fusion.api import FuseWarning, fuse
-from xlafuse.fusion.report import Report, SiteRefused, SiteTaken
+from xlafuse.fusion.report import Report, SiteLeft, SiteRefused, SiteTaken
 
-__all__ = ["FuseWarning", "Report", "SiteRefused", "SiteTaken", "fuse"]
+__all__ = ["FuseWarning", "Report", "SiteLeft", "SiteRefused", "SiteTaken", "fuse"]

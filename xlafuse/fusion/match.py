@@ -236,7 +236,7 @@ class Matcher:
             for power in (1, -1) if kind == "product" else (1,):
                 if not _close(wanted, unknown**power, dtype):
                     continue
-                value = _shortest(found, dtype) ** power if found else found
+                value = _shortest(found) ** power if found else found
                 known = so_far.numbers.get(name, value)
                 if not _close(known, value, dtype):
                     return None
@@ -303,7 +303,7 @@ def _close(one: float, other: float, dtype: Any) -> bool:
     return one == other
 
 
-def _shortest(number: float, dtype: Any) -> float:
+def _shortest(number: float) -> float:
     """Returns a number as one writes it: 1e-6 and not what float32 makes of it."""
     rounded = np.asarray(number, np.float32)
     return float(str(rounded)) if float(rounded) == number else float(number)

@@ -90,7 +90,7 @@ def make_plan(
     named: dict[Any, Refusal] = {}
     for each in (*combining_refusals, *outside):
         each = replace(each, operation=_OPERATIONS.get(each.operation, each.operation))
-        named.setdefault((each.operation, each.value.equation), each)
+        named.setdefault((each.operation, _computed(each.value).equation), each)
     told = [each for each in named.values() if ops is None or each.operation in ops]
     return Plan(graph=graph, sites=sites, written=written, refusals=tuple(told), inner=inner)
 
@@ -105,6 +105,13 @@ def _dependent(equations: set[Equation], value: Value) -> set[Equation]:
                 found.add(user)
                 pending += user.outputs
     return found
+
+
+def _computed(value: Value) -> Value:
+    """Returns the value that another one is a layout or a cast of; an argument's layout is computed itself."""
+    while value.equation is not None and value.primitive in LAYOUTS and value.equation.inputs[0].equation is not None:
+        value = value.equation.inputs[0]
+    return value
 
 
 def _is_in(value: Value, taken: frozenset[Equation]) -> bool:
@@ -147,12 +154,15 @@ class _Search:
         matcher = Matcher(pattern)
         match = matcher.first(value, spelling.pieces(value.shape[-1]) if value.shape else ((0, 1),))
         if match is None or match.arrays.keys() != proposal.arrays.keys():
-            self._note(spelling.operation, value, matcher.failure)
+            if spelling.may_be_taken:
+                self._note(spelling.operation, value, matcher.failure)
             return None
         if not spelling.accepts(match.numbers):
             return None
-        if spelling.allowed_by is not None and spelling.allowed_by not in self._allow:
-            reason = f"{spelling.difference}; allow={{{spelling.allowed_by!r}}} takes it"
+        if spelling.difference and spelling.allowed_by not in self._allow:
+            reason = spelling.difference
+            if spelling.allowed_by is not None:
+                reason += f"; allow={{{spelling.allowed_by!r}}} takes it"
             self.disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason))
             return None
         if (constants := _constants(spelling, match)) is None:

@@ -10,10 +10,10 @@ import jax
 from hlo_analysis.records import SiteRecord
 from xlafuse.errors import XlafuseError
 from xlafuse.fusion.api import fuse
-from xlafuse.fusion.report import Report, SiteRefused
+from xlafuse.fusion.report import Report, SiteLeft, SiteRefused
 
 _NEAREST = 3
-"""The largest number of refusals that an error names."""
+"""The largest number of sites not taken that an error names."""
 
 
 class NothingFusedError(XlafuseError, NotImplementedError):
@@ -24,15 +24,15 @@ class NothingFusedError(XlafuseError, NotImplementedError):
         super().__init__(
             f"fuse left {report.function} as it is: {'; '.join(report.notes)}."
             if report.notes
-            else f"fuse takes no site of {report.function}{_nearest(report.refused)}."
+            else f"fuse takes no site of {report.function}{_nearest((*report.left, *report.refused))}."
         )
 
 
-def _nearest(refused: Sequence[SiteRefused]) -> str:
-    if not refused:
+def _nearest(sites: Sequence[SiteLeft | SiteRefused]) -> str:
+    if not sites:
         return ", and finds nothing that is nearly one"
-    more = f"; and {len(refused) - _NEAREST} more" if len(refused) > _NEAREST else ""
-    return f" ({'; '.join(map(str, refused[:_NEAREST]))}{more})"
+    more = f"; and {len(sites) - _NEAREST} more" if len(sites) > _NEAREST else ""
+    return f" ({'; '.join(map(str, sites[:_NEAREST]))}{more})"
 
 
 class FusedProgram:
@@ -52,7 +52,7 @@ class FusedProgram:
 
     @property
     def sites(self) -> tuple[SiteRecord, ...]:
-        """Returns the sites taken and refused; none before the function is traced."""
+        """Returns the sites taken, left to XLA and refused; none before the function is traced."""
         return () if self._report is None else site_records(self._report)
 
 
@@ -71,8 +71,9 @@ def site_records(report: Report) -> tuple[SiteRecord, ...]:
         SiteRecord(operation=site.operation, source=site.where, outcome="taken", implementation=site.implementation)
         for site in report.taken
     )
+    left = (SiteRecord(operation=site.operation, source=site.where, outcome="left to XLA") for site in report.left)
     refused = (
         SiteRecord(operation=site.operation, source=site.where, outcome="refused", reason=site.reason)
         for site in report.refused
     )
-    return (*taken, *refused)
+    return (*taken, *left, *refused)

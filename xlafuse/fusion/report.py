@@ -1,4 +1,4 @@
-"""Reports what `fuse` did with a program: sites taken, sites refused, and why."""
+"""Reports what `fuse` did with a program: sites taken, left to XLA and refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class SiteTaken:
     """A call of an operation in place of equations of the program.
 
     where: file and line of the last of these, as the user wrote it. arrays: the dtypes and shapes, by name.
-    options: the other arguments. implementation: what the operation took; with "xla" on a GPU that has kernels, the
-    program stays as it is written. equations: how many it replaces.
+    options: the other arguments. implementation: what the operation took. equations: how many it replaces.
     """
 
     operation: str
@@ -33,6 +32,17 @@ class SiteTaken:
         return (
             f"{self.where}: {self.operation}({', '.join(given)}) for {self.equations} equations; {self.implementation}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteLeft:
+    """A site that stays as it is written, since the operation itself would run by XLA."""
+
+    operation: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.operation} left to XLA"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +63,34 @@ class Report:
 
     function: str
     taken: tuple[SiteTaken, ...] = ()
+    left: tuple[SiteLeft, ...] = ()
     refused: tuple[SiteRefused, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.function}: {len(self.taken)} sites taken, {len(self.refused)} refused", *self.notes]
-        return "\n".join([*lines, *(f"+ {each}" for each in self.taken), *(f"- {each}" for each in self.refused)])
+        counts = count_text(len(self.taken), len(self.left), len(self.refused))
+        signs = (("+", self.taken), ("=", self.left), ("-", self.refused))
+        sites = [f"{sign} {each}" for sign, own in signs for each in own]
+        return "\n".join([f"{self.function}: {counts}", *self.notes, *sites])
+
+
+def count_text(taken: int, left: int, refused: int) -> str:
+    """Returns the counts of sites as words; those left to XLA only where there are any."""
+    left_words = f"{left} left to XLA, " if left else ""
+    return f"{taken} site{'' if taken == 1 else 's'} taken, {left_words}{refused} refused"
 
 
 def make_report(function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str) -> Report:
     """Makes the report of a plan that has been evaluated. outside: the file that traced the function."""
     plans = list(plan.walk())
     taken = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
-    taken += [_taken(site, "xla", outside) for each in plans for site in each.written]
+    left = [
+        SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
+        for each in plans
+        for site in each.written
+    ]
     refused = [_refused(refusal, outside) for each in plans for refusal in each.refusals]
-    return Report(function=function, taken=tuple(taken), refused=tuple(dict.fromkeys(refused)))
+    return Report(function=function, taken=tuple(taken), left=tuple(left), refused=tuple(dict.fromkeys(refused)))
 
 
 def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:

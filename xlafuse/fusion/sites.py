@@ -37,7 +37,8 @@ class Spelling:
         that are computed by all of the primitives `needs` (see `terms.primitives_before`).
     unknowns: the numbers that stand for any others while the function is traced.
     floating: arrays that may come in any floating dtype. broadcasting: arrays that need not have all axes.
-    allowed_by: the name in `allow=` without which it is refused, with `difference` as the reason.
+    difference: why it is refused; "" where it is not.
+    allowed_by: the name in `allow=` that takes it nevertheless.
     accepts: returns whether the numbers found are acceptable.
     arguments: makes the call's options of the static arguments and the numbers found.
     prepare: changes the arrays before the call.
@@ -56,8 +57,8 @@ class Spelling:
     unknowns: Mapping[str, float] = field(default_factory=dict)
     floating: frozenset[str] = frozenset()
     broadcasting: frozenset[str] = frozenset()
-    allowed_by: str | None = None
     difference: str = ""
+    allowed_by: str | None = None
     accepts: Callable[[Mapping[str, float]], bool] = lambda numbers: True
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -65,6 +66,11 @@ class Spelling:
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
     further: int = 0
     constants: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+
+    @property
+    def may_be_taken(self) -> bool:
+        """Returns whether it is not always refused."""
+        return not self.difference or self.allowed_by is not None
 
 
 def wide(dtype: Any) -> Any:

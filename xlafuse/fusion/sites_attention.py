@@ -34,7 +34,6 @@ def _attend(
     is_causal: bool = False,
     scores_in: str = "wide",
     result_in: str = "narrow",
-    window: int | None = None,
 ) -> jax.Array:
     """Computes `pallas_kernels.attention`.
 

@@ -101,11 +101,6 @@ def _options(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {name: each for name, each in given.items() if name != "result_in"} | more
 
 
-def _none_ignored(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Changes nothing: the loss of a label that names no token is NaN in both."""
-    return arrays
-
-
 def _others_ignored(arrays: dict[str, Any]) -> dict[str, Any]:
     """Ignores labels that name no token: their one-hot rows are zero, and so is the loss."""
     labels, vocabulary = arrays["labels"], arrays["logits"].shape[-1]

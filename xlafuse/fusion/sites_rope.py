@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from xlafuse.fusion.graph import Value
 from xlafuse.fusion.indices import Index
 from xlafuse.fusion.layouts import Ref, element, operand, peel
 from xlafuse.fusion.sites import Proposal, Spelling, is_narrow, wide
+from xlafuse.fusion.terms import primitives_before
 
 _ANGLES = {"product": ("mul",), "quotient": ("div",), "contraction": ("outer",), "mixed contraction": ("outer",)}
 """Ways to compute angles of positions, and their primitives."""
+_TABLES = "its cosines and sines come from tables; rope takes positions and a base, and computes the angles itself"
 _ORDERS = {4: ((0, 1, 2, 3), (0, 2, 1, 3)), 3: ((0, 1, 2, 3), (0, 2, 1, 3))}
 """Orders of the axes (batch, tokens, heads, size), by the value's rank; a value of three axes has no batch."""
 
@@ -32,10 +34,10 @@ def _rotated(
     narrow: bool = False,
     angles: str = "product",
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotates, and returns the first and the second of each pair.
+    """Rotates by angles, and returns the first and the second of each pair.
 
-    narrow: in x's dtype. negates: adds the product with -second. angles: "product", "quotient" (of positions and
-    wavelengths), "contraction" (of no axis), or "mixed contraction" (of integers and floating numbers).
+    angles: "product", "quotient" (of positions and wavelengths), "contraction" (of no axis), or "mixed contraction" (of
+    integers and floating numbers).
     """
     more = wide(x.dtype)
     position = positions.astype(more)
@@ -43,18 +45,32 @@ def _rotated(
         angle = jnp.einsum("bt,f->btf", positions if angles == "mixed contraction" else position, frequency)
     else:
         angle = position[..., None] * frequency if angles == "product" else position[..., None] / frequency
-    cosine, sine = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-    size = x.shape[-1]
-    if interleaved:
-        first, second = (jax.lax.slice_in_dim(x, k, size - 1 + k, 2, axis=3) for k in range(2))
-    else:
-        first, second = x[..., : size // 2], x[..., size // 2 :]
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
     if narrow:
         cosine, sine = cosine.astype(x.dtype), sine.astype(x.dtype)
-    else:
-        first, second = first.astype(more), second.astype(more)
-    low = first * cosine + -second * sine if negates else first * cosine - second * sine
-    return low.astype(x.dtype), (second * cosine + first * sine).astype(x.dtype)
+    return _rotated_by_tables(x, cosine, sine, interleaved=interleaved, negates=negates, narrow=narrow)
+
+
+def _rotated_by_tables(
+    x: jax.Array, cosine: jax.Array, sine: jax.Array, *, interleaved: bool, negates: bool = False, narrow: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates by tables of one element a pair, or a column; returns the first and the second of each pair.
+
+    narrow: in x's dtype. negates: adds the product with -second.
+    """
+    size = x.shape[-1]
+
+    def pairs(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if interleaved:
+            first, second = (jax.lax.slice_in_dim(array, k, size - 1 + k, 2, axis=3) for k in range(2))
+            return first, second
+        return array[..., : size // 2], array[..., size // 2 :]
+
+    first, second = pairs(x if narrow else x.astype(wide(x.dtype)))
+    cosine, sine = cosine[:, :, None], sine[:, :, None]
+    cosines, sines = (pairs(each) if each.shape[-1] == size else (each, each) for each in (cosine, sine))
+    low = first * cosines[0] + -second * sines[0] if negates else first * cosines[0] - second * sines[0]
+    return low.astype(x.dtype), (second * cosines[1] + first * sines[1]).astype(x.dtype)
 
 
 def theta_of(frequency: np.ndarray, *, is_wavelength: bool = False) -> float | None:
@@ -113,8 +129,14 @@ def _is_rotated(value: Value, *, narrow: bool, interleaved: bool, negates: bool)
 
 
 def _rotations(
-    value: Value, *, positions_in: Any, narrow: bool, interleaved: bool, negates: bool
+    value: Value,
+    *,
+    factors: Callable[[tuple[int, ...], Any], dict[str, jax.ShapeDtypeStruct]],
+    narrow: bool,
+    interleaved: bool,
+    negates: bool,
 ) -> Iterator[Proposal]:
+    """Proposes an array that is rotated. factors: returns the other arrays, for its shape and dtype."""
     rank = len(value.shape)
     if rank not in _ORDERS or value.shape[-1] % 2 or value.shape[-1] < 4 or (narrow and not is_narrow(value)):
         return
@@ -122,45 +144,69 @@ def _rotations(
         return
     if not _is_rotated(value, narrow=narrow, interleaved=interleaved, negates=negates):
         return
-    more = wide(value.dtype)
     for order in _ORDERS[rank]:
         shape = tuple(((1, *value.shape) if rank == 3 else value.shape)[axis] for axis in order)
-        if shape[1] == 1 and positions_in != jnp.int32:
-            continue
-        yield Proposal(
-            arrays={
-                "x": jax.ShapeDtypeStruct(shape, value.dtype),
-                "positions": jax.ShapeDtypeStruct(shape[:2], positions_in(more)),
-                "frequency": jax.ShapeDtypeStruct((shape[-1] // 2,), more),
-            },
-            order=order,
-            static={"interleaved": interleaved},
-        )
+        if others := factors(shape, value.dtype):
+            arrays = {"x": jax.ShapeDtypeStruct(shape, value.dtype), **others}
+            yield Proposal(arrays=arrays, order=order, static={"interleaved": interleaved})
+
+
+def _angle_factors(shape: tuple[int, ...], dtype: Any, *, is_integer: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns positions and frequencies; nothing for one token whose position is a number."""
+    more = wide(dtype)
+    if shape[1] == 1 and not is_integer:
+        return {}
+    return {
+        "positions": jax.ShapeDtypeStruct(shape[:2], jnp.int32 if is_integer else more),
+        "frequency": jax.ShapeDtypeStruct((shape[-1] // 2,), more),
+    }
+
+
+def _table_factors(
+    shape: tuple[int, ...], dtype: Any, *, narrow: bool, columns: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns tables of cosines and sines. columns: those of a pair."""
+    table = jax.ShapeDtypeStruct((*shape[:2], shape[-1] * columns // 2), dtype if narrow else wide(dtype))
+    return {"cosine": table, "sine": table}
+
+
+def _tables(value: Value, **options: Any) -> Iterator[Proposal]:
+    if "cos" not in primitives_before(value):
+        yield from _rotations(value, **options)
 
 
 def _spellings() -> Iterator[Spelling]:
     ends = frozenset(("concatenate", "reshape", "convert_element_type", "add"))
-    choices = itertools.product((False, True), (False, True), (False, True), _ANGLES, (True, False))
-    for interleaved, narrow, negates, angles, is_integer in choices:
-        if angles == "mixed contraction" and not is_integer:
-            continue
-
-        def dtype(more: Any, is_integer: bool = is_integer) -> Any:
-            return jnp.int32 if is_integer else more
-
-        constants: dict[str, Any] = {} if is_integer else {"positions": ("positions", integers_of)}
-        needs = frozenset(("cos", "sin", "concatenate", *_ANGLES[angles]))
-        theta = partial(theta_of, is_wavelength=angles == "quotient")
-        yield Spelling(
-            operation="rotation",
-            function=partial(_rotated, narrow=narrow, negates=negates, angles=angles),
-            propose=partial(_rotations, positions_in=dtype, narrow=narrow, interleaved=interleaved, negates=negates),
-            roots=ends,
-            needs=needs,
-            broadcasting=frozenset(("positions",)),
-            pieces=neighbours if interleaved else halves,
-            constants={**constants, "frequency": ("theta", theta)},
-        )
+    for interleaved, narrow, negates in itertools.product((False, True), repeat=3):
+        form = {"narrow": narrow, "negates": negates}
+        common: dict[str, Any] = {
+            "operation": "rotation",
+            "roots": ends,
+            "pieces": neighbours if interleaved else halves,
+        }
+        for angles, is_integer in itertools.product(_ANGLES, (True, False)):
+            if angles == "mixed contraction" and not is_integer:
+                continue
+            factors = partial(_angle_factors, is_integer=is_integer)
+            constants: dict[str, Any] = {} if is_integer else {"positions": ("positions", integers_of)}
+            theta = partial(theta_of, is_wavelength=angles == "quotient")
+            yield Spelling(
+                function=partial(_rotated, angles=angles, **form),
+                propose=partial(_rotations, factors=factors, interleaved=interleaved, **form),
+                needs=frozenset(("cos", "sin", "concatenate", *_ANGLES[angles])),
+                broadcasting=frozenset(("positions",)),
+                constants={**constants, "frequency": ("theta", theta)},
+                **common,
+            )
+        for columns in (1, 2):
+            factors = partial(_table_factors, narrow=narrow, columns=columns)
+            yield Spelling(
+                function=partial(_rotated_by_tables, **form),
+                propose=partial(_tables, factors=factors, interleaved=interleaved, **form),
+                needs=frozenset(("mul", "concatenate")),
+                difference=_TABLES,
+                **common,
+            )
 
 
 SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())

@@ -91,6 +91,8 @@ def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
         case "mul" | "div" if not is_sum:
             power = 1 if ref.value.primitive == "mul" else -1
             return [(operand(ref, 0), 1), (operand(ref, 1), power)], 1.0
+        case "convert_element_type" if (negated := _cast_of_negated(ref)) is not None:
+            return ([(negated, -1)], 0.0) if is_sum else ([(negated, 1)], -1.0)
         case "square" if not is_sum:
             return [(operand(ref, 0), 1)] * 2, 1.0
         case "integer_pow" if not is_sum and abs(power := _power(ref)) in (1, 2, 3):
@@ -175,6 +177,24 @@ def _square_root(ref: Ref) -> Value:
         made.outputs = (Value(ref.value.aval, made, is_imagined=True),)
         ref.value.derived["sqrt"] = made.outputs[0]
     return ref.value.derived["sqrt"]
+
+
+def _cast_of_negated(ref: Ref) -> Ref | None:
+    """Returns the cast of what is negated before a cast to another floating dtype; None for other casts."""
+    inner = peel(operand(ref, 0))
+    equation = inner.value.equation
+    if equation is None or inner.value.primitive != "neg" or not jax.numpy.issubdtype(ref.value.dtype, np.floating):
+        return None
+    name = f"cast to {ref.value.dtype}"
+    if name not in inner.value.derived:
+        assert ref.value.equation is not None
+        made = Equation(
+            "convert_element_type", ref.value.equation.params, equation.inputs, equation.source, equation.index
+        )
+        aval = jax.ShapeDtypeStruct(inner.value.shape, ref.value.dtype)
+        made.outputs = (Value(aval, made, is_imagined=True),)
+        inner.value.derived[name] = made.outputs[0]
+    return Ref(inner.value.derived[name], inner.indices)
 
 
 def _opposite(ref: Ref) -> Ref | None:

@@ -52,7 +52,9 @@ def cross_entropy(
     * "none", or float16, whose loss scale must come before rounding: 2n read, n written. The backward pass computes the
       gradient from the logits and two saved numbers per row.
 
-    With a reduction, a vocabulary above 12288 that is no multiple of 8 (4 in float32) costs another n read; pad it.
+    The gradient of a reduction costs another n read where a vocabulary above 12288 is no multiple of 8 (4 in float32;
+    pad it), or with 66 rows or fewer. A loss alone reads n; above 12288 in two launches, of which the second has the
+    logits as an operand too and reads one of each row, so that counts of whole operands say 2n.
 
     Args:
         logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
