@@ -87,8 +87,9 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
             "limits": shortfall_table(results, counters),
-            "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks),
-            "models": "\n\n".join(map(model_table, models)),
+            "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks)
+            or "Not measured yet.",
+            "models": "\n\n".join(map(model_table, models)) or "Not measured yet.",
         },
         DOCS / "correctness.md": {"checks": gpu_checks.markdown(gpu_checks.load(TESTS), gpu_checks.load(SANITIZER))},
         DOCS / "kernels.md": {"coverage": coverage.markdown()},

@@ -114,13 +114,13 @@ def test_place_keeps_the_rest_and_is_stable():
 
 
 def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
-    for name in ("README", "KEPT", "BLOCK", "COUNTERS", "TESTS", "SANITIZER"):
+    for name in ("README", "KEPT", "COUNTERS", "TESTS", "SANITIZER"):
         monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "DOCS", tmp_path)
     monkeypatch.setattr(script, "PAGES", tuple(tmp_path / path.name for path in script.PAGES))
     monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
-    marked = {"README": ("summary",), "results": ("results", "limits", "block")}
+    marked = {"README": ("summary",), "results": ("results", "limits", "block", "models")}
     marked |= {"correctness": ("checks",), "kernels": ("coverage",)}
     for page, names in marked.items():
         markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
@@ -128,13 +128,15 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     assert script.main([]) == 2
     assert "expected a file of benchmark results" in capsys.readouterr().err
     write(script.KEPT, results(shape()))
+    write(tmp_path / "model-h100.json", results(shape("a model, 2 layers")))
     assert script.main(["--check"]) == 1
     assert script.main([]) == 0
     assert script.main(["--check"]) == 0
     text = {page: (tmp_path / f"{page}.md").read_text() for page in marked}
     assert "98 %" in text["README"]
     assert "4000" in text["results"]
-    assert "Not measured yet." in text["results"]
+    assert "<!-- block:begin -->\nNot measured yet." in text["results"]
+    assert "| a model, 2 layers |" in text["results"]
     assert "Not run yet." in text["correctness"]
     assert "begin -->\ncovered\n<!--" in text["kernels"]
 
