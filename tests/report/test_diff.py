@@ -6,7 +6,8 @@ import pytest
 
 from hlo_analysis.diff import compare_analyses
 from hlo_analysis.records import Comparison, StrategyResult
-from tests.report.examples import PALLAS_STEPS, XLA_STEPS, Step, analysis_of
+from tests.report.example_steps import PALLAS_STEPS, XLA_STEPS, Step
+from tests.report.examples import analysis_of
 
 
 def _result(name: str, *steps: Step) -> StrategyResult:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hlo_analysis.records import Analysis, Value
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
-from tests.report.examples import XLA_STEPS, Step, analysis_of
+from tests.report.example_steps import XLA_STEPS, Step
+from tests.report.examples import analysis_of
 
 
 def _analysis(scopes: Sequence[str], edges: Sequence[tuple[int, int]]) -> Analysis:

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from hlo_analysis.records import Comparison, Memory, SiteRecord, Trial
 from hlo_analysis.report import formats, render_html, render_notebook, render_terminal, sentences, verdict
-from tests.report.examples import XLA_STEPS, Step, analysis_of, with_times
+from tests.report.example_steps import XLA_STEPS, Step
+from tests.report.examples import analysis_of, with_times
 
 
 def _printed(comparison: Comparison, width: int) -> str:
