@@ -22,6 +22,7 @@ PATTERNS = {
     "norm_linear": "a normalization of rows and a product of them",
     "quantized_linear": "a product with weights that are widened from integers",
     "rms_norm": "a normalization of rows by their root mean square",
+    "rope": "a rotation of pairs of a vector's elements, joined again",
     "softmax": "a softmax of rows",
 }
 """What the analyzer recognizes and a kernel can replace, by name."""

@@ -107,10 +107,21 @@ def _attention_unsupported(products: Sequence[LaunchRow]) -> str | None:
     return "the kernels take bfloat16 and float16" if is_wide else None
 
 
+def _rotation_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Why rope cannot rotate what the last launch joins."""
+    rotated = launches[-1].outputs[0]
+    size = last_size(rotated)
+    if size < 16 or size & (size - 1):
+        return f"vectors have {size} values, the kernel takes powers of two from 16 on"
+    x = jax.ShapeDtypeStruct((), _DTYPES.get(shape_of(rotated.shape).element_type, "int8"))
+    return dtypes_unsupported(x=x)  # pyright: ignore[reportArgumentType]
+
+
 _CHECKS = {
     "attention": _attention_unsupported,
     "batch_norm": _features_unsupported,
     "linear_cross_entropy": _loss_unsupported,
+    "rope": _rotation_unsupported,
     **dict.fromkeys(
         ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax"), _rows_unsupported
     ),
@@ -139,6 +150,7 @@ _CALLS = {
     "rms_norm": "y = rms_norm(x, scale)\n"
     "# or of a sum, which it returns too:\n"
     "y, summed = rms_norm(x, scale, residual=residual)",
+    "rope": "query, key = rope(query, key, positions, theta=theta)",
     "softmax": "y = softmax(x)",
 }
 

@@ -244,6 +244,14 @@ def is_softmax(launch: LaunchRow) -> bool:
     return launch.kind == "triton" and has(launch, "exponential") and has(launch, "reduce") and sums
 
 
+def rotates(launch: LaunchRow) -> bool:
+    """Whether it makes the two parts of a rotation, a * c - b * s and b * c + a * s, and nothing of further sums."""
+    sums = launch.facts.of("add", "subtract")
+    factors_of = [[launch.facts.operand(each, number) for number in (0, 1)] for each in sums]
+    is_turned = all(side is not None and side.opcode == "multiply" for sides in factors_of for side in sides)
+    return is_turned and len(sums) == 2 and (has(launch, "subtract") or has(launch, "negate"))
+
+
 def is_residual_sum(launch: LaunchRow) -> bool:
     """Whether a launch of the forward pass only adds two arrays, as the kernels of norms do by themselves."""
     alike = [value for value in launch.inputs if value.bytes == launch.bytes_written]

@@ -14,6 +14,7 @@ from hlo_analysis.patterns.launch_patterns import (
     is_residual_sum,
     is_softmax,
     normalizes,
+    rotates,
     shifts,
     sums_columns,
 )
@@ -90,6 +91,9 @@ def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow], category: st
         return texts.OWN_KERNEL
     if category == categories.IN_PLACE and has(producer, "scatter") and scatters_all(producer):
         return texts.GATHERED
+    is_joined = rotates(producer) and all(has(reader, "concatenate") for reader in readers)
+    if is_joined or (has(producer, "sine") and all(map(rotates, readers))):
+        return texts.ROPE
     return texts.TWO_STEPS if len(readers) == 1 and continues_reduction(producer, readers[0]) else texts.ONE_KERNEL
 
 

@@ -376,6 +376,9 @@ SEPARATE_SUMS = Remedy(
     text="xla_gpu_all_reduce_combine_threshold_bytes=0 leaves sums over devices apart: XLA joined several arrays for "
     "one and takes the result apart again; measure both",
 )
+ROPE = Remedy(
+    kind="kernel", pattern="rope", text="both halves rotated and joined in one kernel, of query and key at once"
+)
 ONE_KERNEL = Remedy(kind="kernel", text="one for both ends, which keeps the value on the chip")
 TWO_STEPS = Remedy(
     kind="kernel",

@@ -217,6 +217,32 @@ def test_a_one_hot_matrix_is_an_index() -> None:
     assert remedy(800) == text_of(texts.LINEAR_PROLOGUE)  # the lower triangle of an array
 
 
+@pytest.mark.parametrize(("high", "is_rotation"), [("add(%bc, %as)", True), ("add(%b, %as)", False)])
+def test_a_rotation_that_is_joined_later_has_a_kernel(high: str, is_rotation: bool) -> None:
+    hlo = f"""%a = f32[8,8] parameter(0)
+    %b = f32[8,8] parameter(1)
+    %c = f32[8,8] parameter(2)
+    %s = f32[8,8] parameter(3)
+    %ac = f32[8,8] multiply(%a, %c)
+    %bs = f32[8,8] multiply(%b, %s)
+    %bc = f32[8,8] multiply(%b, %c)
+    %as = f32[8,8] multiply(%a, %s)
+    %low = f32[8,8] subtract(%ac, %bs)
+    %high = f32[8,8] {high}
+    ROOT %t = (f32[8,8], f32[8,8]) tuple(%low, %high)"""
+    opcodes = ("multiply", "subtract", "add")
+    passed = {"a": "x", "b": "x", "c": "angles", "s": "angles"}
+    ranked = (
+        Program()
+        .launch("angles", {"p": 1}, 8, opcodes=("cosine", "sine"))
+        .launch("r", {"x": 16, "angles": 8}, 16, opcodes=opcodes, hlo=hlo, passed=passed)
+        .launch("y", {"r": 16}, 16, opcodes=("concatenate",))
+        .rank()
+    )
+    told = {missed.value: missed.remedy.startswith("rope: both halves") for missed in ranked}
+    assert told == {"r": is_rotation, "angles": is_rotation}
+
+
 def test_a_triangular_solve_is_no_product() -> None:
     solve = '%s = f32[8,8] custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"'
     program = Program().launch("a", {"x": 10}, 10, opcodes=("tanh",)).launch("s", {"a": 10}, 10, "cublas", hlo=solve)
