@@ -24,7 +24,7 @@ def named(analysis: Analysis, remedy: str) -> list[MissedFusion]:
     return [missed for missed in analysis.missed if remedy in missed.remedy]
 
 
-@pytest.mark.parametrize("name", ["unet_block", "mamba", "loss", "loss_again"])
+@pytest.mark.parametrize("name", [pytest.param("unet_block", marks=pytest.mark.slow), "mamba", "loss", "loss_again"])
 def test_no_softmax_before_a_product_is_no_attention(advised: Callable[[str], Analysis], name: str) -> None:
     assert not named(advised(name), "attention:")
 

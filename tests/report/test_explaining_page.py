@@ -204,11 +204,11 @@ def test_the_graph_zooms_moves_and_fits(page: Page):
     moved = page.place(node)
     assert moved == pytest.approx([left + 200, top + 50, width, height], abs=1)
     assert page.run("document.getElementById('card').open") is False
-    page.run("document.getElementById('graph-view').focus()")
+    page.run("document.getElementById('graph-view').focus({ preventScroll: true })")  # else it moves under the mouse
     page.press("+")
     assert page.place(node)[2] > 1.2 * width
     page.click("#fit")
-    assert page.place(node)[2] == pytest.approx(fitted, abs=0.5)
+    page.wait(f"Math.abs(document.querySelector('{node}').getBoundingClientRect().width - {fitted}) < 0.5")
 
 
 def test_a_drag_that_ends_on_a_launch_opens_nothing(page: Page):
