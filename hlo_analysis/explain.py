@@ -27,7 +27,7 @@ class Edge:
     decisions: tuple[Decision, ...]
     """Decisions in the order of XLA's passes."""
     missed: MissedFusion | None = None
-    """The cost of the edge and its remedy; None if it costs nothing, as within one launch."""
+    """Returns what the edge costs and its remedy, or None if it costs nothing, as inside one launch."""
 
     @property
     def bytes(self) -> int:

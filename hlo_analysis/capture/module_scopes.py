@@ -34,7 +34,7 @@ def name_modules() -> Iterator[None]:
 
 
 class _Scopes:
-    """The modules that are running in one trace, outermost first, with the scope that each opened."""
+    """A stack of the modules being traced, outermost first, each with the scope that it opened."""
 
     def __init__(self) -> None:
         self._running: list[tuple[Any, str]] = []

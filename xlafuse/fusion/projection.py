@@ -61,7 +61,7 @@ def _heads(combination: Combination, product: Site) -> tuple[Site, ...]:
 def _roles(
     combination: Combination, same: Sequence[Site], heads: Mapping[int, Any], rope: Site | None
 ) -> list[Site] | None:
-    """Returns the products of query, key and value, in this order; None where they are not told apart."""
+    """Returns the query, key and value products in this order, or None if it cannot tell which is which."""
     if rope is not None:
         last = {name: combination.made_by(rope.arrays[name]) for name in ("query", "key")}
         chain = {id(s): [s, *heads[id(s)][:-1]][-1] for s in same if heads[id(s)] and heads[id(s)][-1] is rope}

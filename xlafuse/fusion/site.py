@@ -43,7 +43,7 @@ class Site:
         return self.results[0].equation
 
     def call(self, arrays: dict[str, Any], implementation: str | None = None) -> tuple[Any, ...]:
-        """Calls the operation with arrays that are laid out, and returns the values of the results."""
+        """Calls the operation, and returns its results with the axes, shapes and dtypes of the program."""
         arrays = arrays if self.prepare is None else self.prepare(arrays)
         more = {} if implementation is None else {"implementation": implementation}
         results = getattr(pallas_kernels, self.operation)(**arrays, **self.options, **more)

@@ -25,7 +25,7 @@ Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def to_torch(array: jax.Array) -> Any:
-    """Returns a copy as a tensor; some peers write into their inputs."""
+    """Copies an array into a tensor, since some peers write into their inputs."""
     return torch.from_dlpack(array).clone()
 
 
