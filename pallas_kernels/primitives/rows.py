@@ -40,7 +40,22 @@ ACCESS_BYTES = 16
 LOWEST = float(np.finfo(np.float32).min)
 """The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
+SHORT_ROW = 256
+"""The length below which a row is short."""
+MANY_ROWS = 1024
+"""The number of short rows from which XLA is faster than a kernel that gives each row a warpgroup.
+
+Layer norm with a residual at 30336 x 128 bf16 takes 20.0 µs, XLA 11.8; the gradient of softmax at 8439 x 128 takes 13.2
+and 9.8; cross-entropy at 31360 x 128 30.0 and 18.0 (H100).
+"""
+
 RowValues = tuple[jax.Array, ...]
+
+
+def preferred_for_rows(x: jax.Array) -> tuple[str, ...]:
+    """Returns the implementations to try before XLA for the rows on x's last axis, if the caller names none."""
+    columns = x.shape[-1]
+    return () if columns < SHORT_ROW and x.size >= MANY_ROWS * columns else ("mosaic",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[
     def grad(arguments, cotangents):
         case = testing.Case(op=op, arguments=arguments, cotangents=cotangents)
         outputs, pull_back = jax.vjp(lambda given: forward({**arguments, **given}), case.differentiable)
+        # As in a training step, where cotangents depend on the outputs. XLA would fuse the two passes otherwise.
+        outputs, cotangents = jax.lax.optimization_barrier((outputs, cotangents))
         return (*outputs, *jax.tree.leaves(pull_back(cotangents)))
 
     return {"forward": forward, "backward": backward, "grad": grad}[phase]

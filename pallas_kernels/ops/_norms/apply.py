@@ -16,7 +16,7 @@ from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import LANES, preferred_for_rows
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
@@ -67,7 +67,7 @@ def dispatch_norm(
         "triton": partial(triton_unsupported, x),
         "xla": lambda: None,
     }
-    chosen = choose(norm.name, implementation, support, preferred=("mosaic",))
+    chosen = choose(norm.name, implementation, support, preferred=partial(preferred_for_rows, x))
     if chosen == "xla" or x.size == 0:
         return reference()
     if chosen == "triton":

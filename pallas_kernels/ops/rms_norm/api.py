@@ -40,7 +40,8 @@ def rms_norm(
             XLA computes the gradients of rows too long for registers.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla".
+            None: "mosaic" if it can run, but for 1024 rows or more of fewer than 256 values, where XLA is
+                faster; else "xla".
 
     Returns:
         y, with x's shape and dtype; with a residual, the pair (y, total).
