@@ -9,6 +9,7 @@ import argparse
 import csv
 import ctypes
 import io
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -69,7 +70,9 @@ def read(name: str, match: str) -> list[Row]:
     """Returns a row for each variant: sums over its launches, and the L2 hit rate of the longest launch."""
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
     command += ["--metrics", ",".join((*_METRICS.values(), _L2_HITS)), sys.executable, "-m", __spec__.name]
-    done = subprocess.run([*command, name, "--match", match, "--run"], capture_output=True, text=True)
+    # Nsight Compute saves and restores the process's GPU memory, which JAX would take nearly all of.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([*command, name, "--match", match, "--run"], capture_output=True, text=True, env=environment)
     table = done.stdout[done.stdout.find('"ID"') :]
     if done.returncode or not table.startswith('"ID"'):
         raise RuntimeError(f"ncu ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
