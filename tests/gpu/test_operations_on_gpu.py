@@ -62,7 +62,8 @@ def runs_kernel(op, arguments, implementation) -> bool:
 
 
 BY_XLA = ("embedding_bag",)
-"""Operations whose default is XLA at all sizes, as measured."""
+"""Operations whose default is XLA at all sizes, as measured. Whichever runs, the gradient is XLA's: a scatter-add by
+atomics, which need not repeat bit for bit."""
 
 
 def kernel_spec(op):
@@ -86,7 +87,7 @@ def test_default_is_not_xla_and_repeats_bit_for_bit(op, seed):
     spec = kernel_spec(op)
     case = testing.make_case(op, spec or op.tagged("gpu")[0], seed)
     assert spec is None or runs_kernel(op, case.arguments, None)
-    for compute in (testing.forward, testing.gradient):
+    for compute in (testing.forward,) if op.name in BY_XLA else (testing.forward, testing.gradient):
         first, second = compute(case, "mosaic"), compute(case, "mosaic")
         for name, value in first.items():
             np.testing.assert_array_equal(bits(value), bits(second[name]), err_msg=name)
