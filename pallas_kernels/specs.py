@@ -174,9 +174,9 @@ class Traffic:
         return sum(self.read) + sum(self.written)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpSpec:
-    """The registry entry of an operation.
+    """The registry entry of an operation, hashed by identity.
 
     function: the public function, called with the keyword arguments of an `ArgSpec` and `implementation`.
     reference: the same function in plain `jax.numpy`; in float64 it is the oracle.

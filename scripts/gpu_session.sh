@@ -43,7 +43,7 @@ if [[ $tests != none ]]; then
   # of the time.
   XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false \
     timeout --kill-after=10 "$test_seconds" \
-    "$python" -m pytest tests/gpu -n 16 --dist load -q --no-header -p no:cacheprovider -p no:benchmark --tb=short \
+    "$python" -m pytest tests/gpu -n 16 --dist load --maxschedchunk 1 --durations 15 -q --no-header -p no:cacheprovider -p no:benchmark --tb=short \
     --junitxml="$out/tests.xml" "${selection[@]}" \
     >"$out/tests.log" 2>&1
   code=$?

@@ -1,5 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+SLOW = ("attention", "qkv", "norm_linear", "lora", "linear_cross", "gated_linear", "linear", "dropout", "rope")
+"""By what their kernels and references take to compile; the others take less."""
+
+
+def pytest_collection_modifyitems(items):
+    """The slow ones first, or one is begun when all others are done."""
+    places = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    slow_first = sorted(places, key=lambda i: [word not in items[i].nodeid for word in SLOW])
+    for place, item in zip(places, [items[i] for i in slow_first], strict=True):
+        items[place] = item
+
 
 def pytest_runtest_logreport(report):
     """Says at once what failed: a run that its time limit ends prints no summary."""

@@ -62,7 +62,8 @@ def runs_kernel(op, arguments, implementation) -> bool:
 
 
 BY_XLA = ("embedding_bag",)
-"""Operations whose default is XLA at all sizes, as measured."""
+"""Operations whose default is XLA at all sizes, as measured. Whichever runs, the gradient is XLA's: a scatter-add by
+atomics, which need not repeat bit for bit."""
 
 
 def kernel_spec(op):
@@ -86,9 +87,10 @@ def test_default_is_not_xla_and_repeats_bit_for_bit(op, seed):
     spec = kernel_spec(op)
     case = testing.make_case(op, spec or op.tagged("gpu")[0], seed)
     assert spec is None or runs_kernel(op, case.arguments, None)
-    for compute in (testing.forward, testing.gradient):
-        first, second = compute(case, "mosaic"), compute(case, "mosaic")
-        for name, value in first.items():
+    run = testing.program(op, "mosaic")
+    first, second = run(case.arguments, case.cotangents), run(case.arguments, case.cotangents)
+    for name, value in first.items():
+        if op.name not in BY_XLA or name.startswith("output"):
             np.testing.assert_array_equal(bits(value), bits(second[name]), err_msg=name)
 
 
@@ -138,8 +140,7 @@ def test_vmap_remat_and_export(op, implementation, seed):
     def pull(arguments, run):
         return jax.vjp(run, arguments)[1](case.cotangents)[0]
 
+    got = jax.jit(lambda a: pull(a, jax.checkpoint(values)))(case.arguments)
     for name, want in pull(case.arguments, values).items():
-        if name not in op.differentiable:
-            continue
-        got = jax.jit(lambda a: pull(a, jax.checkpoint(values)))(case.arguments)[name]
-        assert_close(got, want, name)
+        if name in op.differentiable:
+            assert_close(got[name], want, name)

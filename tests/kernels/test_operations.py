@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import references
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -35,11 +34,11 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 def check_or_refused(op, implementation, spec, seed):
     """An implementation either computes the right thing or says why it cannot; None then still computes it."""
     try:
-        references.check(op, spec, implementation, seed=seed)
+        testing.check(op, spec, implementation, seed=seed)
     except NotImplementedError as error:
         assert "ragged" in spec.tags, f"{implementation} refused an ordinary shape: {error}"
         assert len(str(error)) > 40
-        references.check(op, spec, None, seed=seed)
+        testing.check(op, spec, None, seed=seed)
 
 
 @pytest.mark.parametrize(("op", "implementation", "spec"), CASES)
@@ -47,18 +46,13 @@ def test_values_and_gradients(op, implementation, spec, seed):
     check_or_refused(op, implementation, spec, seed)
 
 
-@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
-def test_jit_agrees(op, implementation, spec, seed):
-    @jax.jit
-    def run(arguments, cotangents):
-        case = testing.Case(op=op, arguments=arguments, cotangents=cotangents)
-        return references.values_and_gradients(case, implementation)
-
+@pytest.mark.parametrize("op", REGISTRY.values(), ids=list(REGISTRY))
+def test_values_and_gradients_without_jit(op, seed):
     def draw(seed):
-        case = testing.make_case(op, spec, seed)
-        return references.reports(case, testing.finished(run(case.arguments, case.cotangents)))
+        case = testing.make_case(op, op.tagged("test")[0], seed)
+        return testing.reports(case, testing.values_and_gradients(case, "mosaic"))
 
-    testing.assert_draws_within(draw, seed, "jit")
+    testing.assert_draws_within(draw, seed, "one by one")
 
 
 def stacked_cases(op, spec, seed):
@@ -71,19 +65,22 @@ def stacked_cases(op, spec, seed):
     return (first, second), batched, shared, cotangents
 
 
-@pytest.mark.parametrize("compute", [testing.forward, testing.gradient], ids=["forward", "gradient"])
 @pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
-def test_vmap(op, implementation, spec, seed, compute):
+def test_vmap(op, implementation, spec, seed):
+    @jax.jit
+    def run(batched, shared, cotangents):
+        def one(batched, cotangents):
+            case = testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents)
+            return testing.values_and_gradients(case, implementation)
+
+        return jax.vmap(one)(batched, cotangents)
+
     def draw(seed):
         cases, batched, shared, cotangents = stacked_cases(op, spec, seed)
-
-        def run(batched, cotangents):
-            return compute(testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents), implementation)
-
-        got = testing.finished(jax.vmap(run)(batched, cotangents))
+        got = testing.finished(run(batched, shared, cotangents))
         reports = []
         for i, case in enumerate(cases):
-            reports += references.reports(case, jax.tree.map(lambda leaf, i=i: leaf[i], got))
+            reports += testing.reports(case, jax.tree.map(lambda leaf, i=i: leaf[i], got))
         return reports
 
     testing.assert_draws_within(draw, seed, "vmap")
@@ -116,9 +113,9 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
         for i, case in enumerate(cases):
             got = {f"output {j}": value[i] for j, value in enumerate(values)}
             got |= {f"gradient of {k}": value[i] for k, value in batched_gradients.items() if k in op.differentiable}
-            reports += references.reports(case, got)
+            reports += testing.reports(case, got)
         # Shared arguments get the sum over the devices.
-        exact_gradients = [references.oracle(case) for case in cases]
+        exact_gradients = [testing.oracle(case) for case in cases]
         for name, value in shared_gradients.items():
             if name in op.differentiable:
                 exact = sum(exact[f"gradient of {name}"] for exact in exact_gradients)

@@ -34,7 +34,8 @@ def embedding_bag(
         rows = jnp.take(table, indices, axis=0)               # (..., bag, features)
         y = (rows * weights[..., None]).sum(-2)               # mode="mean": rows.mean(-2)
 
-    "mosaic" does not write the rows to memory. XLA computes the gradients: the table's is a scatter-add in float32.
+    "mosaic" does not write the rows to memory. XLA computes the gradients: the table's is a scatter-add in float32, and
+    on a GPU need not repeat bit for bit.
 
     Indices are those of `jnp.take`: a negative index counts from the last row. Any other index out of range makes its
     bag NaN and adds nothing to the table's gradient. Pad a short bag with a valid index and weight zero.
