@@ -1,8 +1,10 @@
-"""Gradients of several weights that multiply one input."""
+"""Gradients of several weights that multiply one input, and of a launch that computes what others do apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -17,3 +19,10 @@ def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax
     """
     hidden = (lax.optimization_barrier((x, d)) for d in cotangents)
     return tuple(own.T @ d for own, d in hidden)
+
+
+def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `together` with the gradient of `apart`, which computes the same. Both take arrays, in trees."""
+    function = jax.custom_vjp(together)
+    function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
+    return function
