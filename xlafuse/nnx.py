@@ -43,7 +43,7 @@ class RMSNorm(nnx.RMSNorm):
             NotImplementedError: `implementation` cannot compute this call, with the reason.
         """
 
-        def of_operation(x: jax.Array, scale: jax.Array | None, **residual: jax.Array) -> Any:
+        def of_operation(x: jax.Array, scale: jax.Array | None, **residual: Any) -> Any:
             scale = jnp.ones(x.shape[-1:], x.dtype) if scale is None else scale
             return rms_norm(x, scale, epsilon=self.epsilon, implementation=self.implementation, **residual)
 
@@ -69,7 +69,7 @@ class LayerNorm(nnx.LayerNorm):
             NotImplementedError: `implementation` cannot compute this call, with the reason.
         """
 
-        def of_operation(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, **residual: jax.Array) -> Any:
+        def of_operation(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, **residual: Any) -> Any:
             return layer_norm(x, scale, bias, epsilon=self.epsilon, implementation=self.implementation, **residual)
 
         return _normalized(self, of_operation, super().__call__, x, residual, mask, ("scale", "bias"))

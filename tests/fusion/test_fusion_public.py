@@ -205,6 +205,31 @@ def test_a_site_between_products_is_taken():
     assert [site.operation for site in plan.sites] == ["rms_norm"]
 
 
+STREAMS = {
+    "added": (lambda x, s, w: x + norm(x, s) @ w, True),
+    "added as float32": (lambda x, s, w: x.astype(jnp.float32) + (norm(x, s) @ w).astype(jnp.float32), True),
+    "residual of a kernel": (lambda x, s, w: x + jax.nn.gelu(norm(x, s) @ w) @ w, True),
+    "summed for the next norm": (lambda x, s, w: norm(x + norm(x, s) @ w, s) @ w, True),
+    "returned": (lambda x, s, w: (norm(x, s) @ w, x), True),
+    "not read": (lambda x, s, w: norm(x, s) @ w, False),
+    "multiplied": (lambda x, s, w: 2 * x + norm(x, s) @ w, False),
+    "in a product": (lambda x, s, w: x + x @ w + norm(x, s) @ w, False),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_norm_returns_the_residual_stream(name):
+    """Its cotangent must need no work: where x is not differentiated, it would be computed all the same."""
+    fn, expected = STREAMS[name]
+    plan = planned(fn, X, SCALE, W)
+    (first, *_) = sorted((site for site in plan.sites if "norm" in str(site.arrays.keys()) + site.operation), key=_at)
+    assert first.stream is (plan.graph.inputs[0] if expected else None)
+
+
+def _at(site):
+    return site.root.index
+
+
 def test_what_xla_computes_best_stays_as_written():
     plan = planned(lambda x, s, w: x @ w, X, SCALE, W)
     assert [site.operation for site in plan.written] == ["linear"]
@@ -228,7 +253,9 @@ def test_the_plain_llama_block_takes_kernels_everywhere():
     told, target = [], load_target("h200")
     function, arguments = block_function(get_preset("llama3-8b"), (2, 4096))
     with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
-        jax.eval_shape(fuse(function, report=told.append), *arguments)
+        fused = fuse(function, report=told.append)
+        gradient = jax.make_jaxpr(jax.grad(lambda *own: fused(*own).astype(jnp.float32).sum(), (0, 1)))(*arguments)
     taken = [(site.operation, site.implementation) for site in told[0].taken]
     operations = ("attention", "gated_linear", "linear", "linear", "qkv_projection")
     assert sorted(taken) == [(operation, "mosaic") for operation in operations]
+    assert "add_any" not in str(gradient), "the norms' kernels add the residual stream's cotangents"

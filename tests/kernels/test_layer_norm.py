@@ -77,6 +77,19 @@ def test_all_backward_configurations_agree(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_x_is_returned_for_the_residual_stream(seed):
+    x, scale, bias = rows(seed, 3, 256), rows(seed + 1, 1, 256)[0], rows(seed + 2, 1, 256)[0]
+
+    def layer(x, scale, bias, implementation):
+        y, stream = layer_norm(x, scale, bias, returns_total=True, implementation=implementation)
+        return jnp.sum(jnp.sin(y) * jnp.cos(stream))
+
+    got, expected = (jax.grad(layer, (0, 1, 2))(x, scale, bias, each) for each in ("mosaic", "xla"))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_all_forward_configurations_agree(seed, has_residual):
     x, residual = rows(seed, 4, 1024, "bfloat16"), rows(seed + 1, 4, 1024, "bfloat16")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import normal
 
+import hlo_analysis
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
+from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops.qkv_projection import mosaic_gpu
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
@@ -174,3 +178,17 @@ def test_a_norm_that_the_launch_cannot_do_is_before_it(monkeypatch):
             return qkv_projection(*operands, head_size=128, norm=norm, q_norm=head_norm, implementation="mosaic")
 
         assert launches(project, *operands) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the extra 'deviceless'")
+def test_xla_does_not_merge_the_gradients_of_the_weights():
+    """Compiled for an H200: merged, they would be copied together and apart."""
+    x, dq, dk = (jax.ShapeDtypeStruct((2048, n), jnp.bfloat16) for n in (1024, 1024, 256))
+
+    def opcodes(function):
+        program = hlo_analysis.analyze(hlo_analysis.capture(function, x, dq, dk, target="h200"))
+        return {opcode for launch in program.launches for opcode, _ in launch.opcodes}
+
+    assert "concatenate" in opcodes(lambda x, dq, dk: (x.T @ dq, x.T @ dk))
+    assert not {"concatenate", "slice", "copy"} & opcodes(lambda x, dq, dk: weight_gradients(x, (dq, dk)))

@@ -62,6 +62,22 @@ def test_only_the_sum_is_used(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_x_is_returned_for_the_residual_stream(seed):
+    x, scale = rows(seed, 3, 256), rows(seed, 1, 256)[0]
+
+    def layer(x, scale, implementation):
+        y, stream = rms_norm(x, scale, returns_total=True, implementation=implementation)
+        return jnp.sum(jnp.sin(y) * jnp.cos(stream)), stream
+
+    (got, stream), (expected, _) = (jax.grad(layer, (0, 1), has_aux=True)(x, scale, each) for each in ("mosaic", "xla"))
+    np.testing.assert_array_equal(stream, x)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
+    both = jax.make_jaxpr(jax.grad(lambda x: layer(x, scale, "mosaic")[0]))(x)
+    assert "add_any" not in str(both), "the stream's cotangent must be added by the kernel"
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("features", [1024, 1027, 1096])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_long_rows_in_chunks(seed, features, has_residual):

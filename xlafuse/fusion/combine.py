@@ -23,6 +23,7 @@ from xlafuse.fusion.prepare import Normed, of_hidden, with_positions, with_weigh
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
 from xlafuse.fusion.site import Refusal, Site, implementation_of
+from xlafuse.fusion.streams import with_streams
 from xlafuse.fusion.worth import worthwhile
 
 _PRODUCTS = ("linear", "gated_linear", "qkv_projection")
@@ -62,7 +63,7 @@ def combined(
     ]
     wanted = [site for site in together if site.operation not in _PARTS and (ops is None or site.operation in ops)]
     called, written, more = worthwhile(graph, wanted, combination.implementation, keeps_all=ops is not None)
-    return tuple(called), tuple(written), [*refused, *more]
+    return with_streams(graph, called, combination.implementation), tuple(written), [*refused, *more]
 
 
 class Combination:

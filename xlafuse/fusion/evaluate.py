@@ -34,7 +34,7 @@ def evaluate(plan: Plan, inputs: Sequence[Any], told: Told = None, implementatio
 
     for unit in schedule(plan.graph, plan.sites):
         if isinstance(unit, Site):
-            known.update(zip(unit.results, _call(unit, read, told, implementation), strict=True))
+            known.update(zip(unit.outputs, _call(unit, read, told, implementation), strict=True))
         else:
             operands = [read(value) for value in unit.inputs]
             known.update(zip(unit.outputs, _bind(plan, unit, operands, told, implementation), strict=True))

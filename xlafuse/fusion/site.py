@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels.dispatch import Choice, listening
+from pallas_kernels.ops._products.gradients import differentiated_as
+from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value
 
@@ -22,7 +24,8 @@ class Site:
     arrays, options: the arguments. prepare: changes the arrays before the call. negated: whether the value is the
     negative of the result. results: the values that the call's results replace. orders: how the axes of each result are
     transposed, () for not at all. covered: the equations that the call replaces. shared: covered equations that other
-    sites may need.
+    sites may need. stream: the input of the norm that the call computes, which it also returns, as the last result.
+    Equations and sites that are evaluated later read that.
     """
 
     operation: str
@@ -35,6 +38,7 @@ class Site:
     broadcasting: frozenset[str] = frozenset()
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     negated: bool = False
+    stream: Value | None = None
 
     @property
     def root(self) -> Equation:
@@ -42,18 +46,57 @@ class Site:
         assert self.results[0].equation is not None
         return self.results[0].equation
 
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """Returns the values that `call` computes."""
+        return self.results if self.stream is None else (*self.results, self.stream)
+
     def call(self, arrays: dict[str, Any], implementation: str | None = None) -> tuple[Any, ...]:
         """Calls the operation, and returns its results with the axes, shapes and dtypes of the program."""
         arrays = arrays if self.prepare is None else self.prepare(arrays)
-        more = {} if implementation is None else {"implementation": implementation}
-        results = getattr(pallas_kernels, self.operation)(**arrays, **self.options, **more)
-        results = tuple(results) if isinstance(results, tuple | list) else (results,)
+        options = {**self.options} if implementation is None else {**self.options, "implementation": implementation}
+        if self.stream is None:
+            results = _results(self.operation, arrays, options)
+        elif "norm" in arrays:
+            results = _with_stream(self.operation, arrays, options)
+        else:
+            results = _results(self.operation, arrays, {**options, "returns_total": True})
         if self.negated:
             results = (-results[0], *results[1:])
         return tuple(
             (jnp.transpose(each, order) if is_permuted(order) else each).reshape(value.shape).astype(value.dtype)
-            for each, value, order in zip(results, self.results, self.orders, strict=False)
+            for each, value, order in zip(results, self.outputs, (*self.orders, ()), strict=False)
         )
+
+
+def _results(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    results = getattr(pallas_kernels, operation)(**arrays, **options)
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the results of a product with a norm, and x for the residual stream.
+
+    Their gradient is that of the norm, which returns x, and the product after it: so the operation itself is
+    differentiated, too.
+    """
+
+    def together(arrays):
+        return *_results(operation, arrays, options), arrays["x"]
+
+    def apart(arrays):
+        norm, others = arrays["norm"], {name: each for name, each in arrays.items() if name != "norm"}
+        bias = {} if norm.bias is None else {"bias": norm.bias}
+        function = pallas_kernels.rms_norm if norm.kind == "rms" else pallas_kernels.layer_norm
+        others["x"], stream = function(
+            others["x"], norm.scale, **bias, returns_total=True, epsilon=norm.epsilon, implementation="mosaic"
+        )
+        product = "linear" if operation == "norm_linear" else operation
+        return *_results(product, others, {**options, "implementation": "mosaic"}), stream
+
+    if options.get("implementation") == "xla":
+        return together(arrays)
+    return differentiated_as(apart, together)(varying_alike(dict(arrays)))
 
 
 class _Chosen(Exception):

@@ -5,19 +5,17 @@ Every function runs its kernel or raises `NotImplementedError` with the operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, ShapeDtypeStruct
 
 import pallas_kernels
 from pallas_kernels import Norm
-from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.norm import Norm as RowNorm
+from pallas_kernels.ops._products.gradients import differentiated_as
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.primitives.platform import varying_alike
@@ -31,33 +29,8 @@ def normalise(config: BlockConfig, x: Array, scale: Array, bias: Array | None) -
     gradient; otherwise that sum would be a launch of its own. The forward sum belongs to the matrix product before the
     norm, whose epilogue reads only one more array. In the norm it would cost one more read and one more write.
     """
-    operands = varying_alike((x.reshape(-1, config.hidden_size), scale, bias))
-    y, stream = _norm_and_stream(config.norm, config.epsilon, *operands)  # pyright: ignore
-    return y.reshape(x.shape), stream.reshape(x.shape)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_and_stream(norm: str, epsilon: float, x: Array, scale: Array, bias: Array | None) -> tuple[Array, Array]:
-    if norm == "layer_norm":
-        y = pallas_kernels.layer_norm(x, scale, bias, epsilon=epsilon, implementation="mosaic")
-    else:
-        y = pallas_kernels.rms_norm(x, scale, epsilon=epsilon, implementation="mosaic")
-    return cast(Array, y), x
-
-
-def _norm_and_stream_fwd(norm, epsilon, x, scale, bias):
-    return _norm_and_stream(norm, epsilon, x, scale, bias), (x, scale, bias)  # pyright: ignore
-
-
-def _norm_and_stream_bwd(norm, epsilon, saved, cotangents):
-    x, scale, bias = saved
-    dy, dstream = cotangents
-    row_norm = RowNorm(name=norm, epsilon=epsilon)
-    gradients = norm_backward(row_norm, x, dy, scale=scale, bias=bias, dtotal=dstream)
-    return gradients.dtotal, gradients.dscale, gradients.dbias
-
-
-_norm_and_stream.defvjp(_norm_and_stream_fwd, _norm_and_stream_bwd)
+    norm = partial(pallas_kernels.layer_norm, bias=bias) if config.norm == "layer_norm" else pallas_kernels.rms_norm
+    return norm(x, scale, returns_total=True, epsilon=config.epsilon, implementation="mosaic")  # pyright: ignore
 
 
 def project_heads(
@@ -83,7 +56,7 @@ def normalise_and_project_heads(
         return _project_heads(config, normed, None, arrays, positions), stream
 
     positions = _positions(config, x, positions)
-    return _differentiated_as(apart, together)(*varying_alike((x, scale, _arrays_of(layers), positions)))
+    return differentiated_as(apart, together)(*varying_alike((x, scale, _arrays_of(layers), positions)))
 
 
 def _arrays_of(layers: Sequence[nnx.Linear]) -> list[tuple[Array, Array | None]]:
@@ -113,13 +86,6 @@ def _project_heads(
         rope=None if positions is None else pallas_kernels.Rope(positions, cast(float, config.rope_theta)),
         implementation="mosaic",
     )
-
-
-def _differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `together` with the gradient of `apart`, which computes the same."""
-    function = jax.custom_vjp(together)
-    function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
-    return function
 
 
 def rotate(config: BlockConfig, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
@@ -199,7 +165,7 @@ def normalise_and_expand(
         normed, stream = normalise(config, x, scale, None)
         return _expand_gated(config, normed, None, gate, up), stream
 
-    return _differentiated_as(apart, together)(*varying_alike((x, scale, gate.kernel[...], up.kernel[...])))
+    return differentiated_as(apart, together)(*varying_alike((x, scale, gate.kernel[...], up.kernel[...])))
 
 
 def _expand_gated(config: BlockConfig, x: Array, norm: Norm | None, gate: Array, up: Array) -> Array:

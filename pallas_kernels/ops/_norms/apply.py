@@ -58,6 +58,7 @@ def dispatch_norm(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
+    returns_total: bool,
     reference: Callable[[], Any],
     implementation: Implementation,
 ) -> Any:
@@ -74,8 +75,9 @@ def dispatch_norm(
         from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
 
         y, total = apply_norm_triton(norm, x, scale=scale, bias=bias, residual=residual)
+        total = x if total is None and returns_total else total
     else:
-        y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual)
+        y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual, returns_total=returns_total)
     return y if total is None else (y, total)
 
 
@@ -87,30 +89,37 @@ def apply_norm(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     words: jax.Array | None = None,
+    returns_total: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns y and, with a residual, the sum that was normalised. x: (..., features). Differentiable."""
+    """Returns y and the sum that was normalised; without a residual x, or None if not `returns_total`.
+
+    x: (..., features). Differentiable: the backward kernel adds the sum's cotangent to the gradient.
+    """
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)
-    y, total = _norm_rows(norm, *varying_alike(operands))  # pyright: ignore[reportGeneralTypeIssues]
+    y, total = _norm_rows(norm, returns_total, *varying_alike(operands))  # pyright: ignore[reportGeneralTypeIssues]
     return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_rows(norm, x, scale, bias, residual, words):
-    return norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm_rows(norm, returns_total, x, scale, bias, residual, words):
+    y, total = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+    return y, x if total is None and returns_total else total
 
 
-def _norm_rows_fwd(norm, x, *arguments):
+def _norm_rows_fwd(norm, returns_total, x, *arguments):
     x = x.value
     scale, bias, residual, words = (None if a is None else a.value for a in arguments)
     y, total = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
-    return (y, total), (x if total is None else total, scale, bias, words)
+    normed = x if total is None else total
+    # Saved values are arrays, or a structure without any: of the residual only whether there is one.
+    return (y, normed if returns_total else total), (normed, scale, bias, words, None if residual is None else ())
 
 
-def _norm_rows_bwd(norm, saved, cotangents):
-    total, scale, bias, words = saved
+def _norm_rows_bwd(norm, _, saved, cotangents):
+    total, scale, bias, words, residual = saved
     dy, dtotal = cotangents
-    has_residual = dtotal is not None
+    has_residual = residual is not None
     if isinstance(dtotal, SymbolicZero):  # the sum is not used, which saves reading an array
         dtotal = None
     if isinstance(dy, SymbolicZero):  # only the sum is used

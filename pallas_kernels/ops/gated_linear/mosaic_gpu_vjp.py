@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.primitives.activations import Activation
@@ -37,7 +38,6 @@ def gated_linear_backward(
     assert dup is not None
     dgate, dup = dgate.reshape(dy.shape), dup.reshape(dy.shape)
     dx = product_for(row_scale, dgate, w_gate) + product_for(row_scale, dup, w_up)
-    scaled = scaled_rows(x, row_scale)
-    dw_gate, dw_up = scaled.T @ dgate, scaled.T @ dup
+    dw_gate, dw_up = weight_gradients(scaled_rows(x, row_scale), (dgate, dup))
     dx, drow_scale = through_row_scale(dx, x, row_scale)
     return dx, dw_gate, dw_up, drow_scale

@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -19,6 +19,7 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
+    returns_total: bool = False,
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -36,6 +37,8 @@ def layer_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale, bias: (features,), any floating dtype, or None.
         residual: an array of x's shape and dtype, or None.
+        returns_total: also return total without a residual, where it is x itself. Take it for the residual stream: the
+            backward kernel then adds the stream's cotangent, which otherwise is a pass over three arrays.
         epsilon: added to the variance; a non-negative Python number.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
@@ -46,7 +49,7 @@ def layer_norm(
                 faster; else "xla".
 
     Returns:
-        y, with x's shape and dtype; with a residual, the pair (y, total).
+        y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
@@ -58,12 +61,16 @@ def layer_norm(
     scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
     check_arguments("layer_norm", x, scale, bias, residual)
     epsilon = added_number("layer_norm", "epsilon", epsilon)
+    returns_total = static_flag("layer_norm", "returns_total", returns_total)
     return dispatch_norm(
         Norm(name="layer_norm", epsilon=epsilon),
         x,
         scale,
         bias,
         residual,
-        reference=lambda: layer_norm_reference(x, scale, bias, residual=residual, epsilon=epsilon),
+        returns_total=returns_total,
+        reference=lambda: layer_norm_reference(
+            x, scale, bias, residual=residual, returns_total=returns_total, epsilon=epsilon
+        ),
         implementation=implementation,
     )

@@ -12,6 +12,7 @@ def layer_norm_reference(
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
+    returns_total: bool = False,
     epsilon: float = 1e-6,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs)."""
@@ -22,4 +23,4 @@ def layer_norm_reference(
     y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
     y = y if scale is None else y * scale.astype(wide)
     y = (y if bias is None else y + bias.astype(wide)).astype(x.dtype)
-    return y if residual is None else (y, total)
+    return (y, total) if returns_total or residual is not None else y

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
@@ -45,7 +46,7 @@ def qkv_projection_backward(
             product = _with_bias(scaled @ weights[i], biases[i])
             projected[i], dscales[i] = _head_norm_back(product, head_scales[i], projected[i], form.size, epsilon)
     products = [*projected, dv]
-    dweights = tuple(scaled.T @ product for product in products)
+    dweights = weight_gradients(scaled, products)
     dbiases = tuple(
         None if bias is None else jnp.sum(product, axis=0, dtype=jnp.float32).astype(bias.dtype)
         for product, bias in zip(products, biases, strict=True)

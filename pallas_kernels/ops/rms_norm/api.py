@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -18,6 +18,7 @@ def rms_norm(
     scale: jax.Array,
     *,
     residual: jax.Array | None = None,
+    returns_total: bool = False,
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -34,6 +35,8 @@ def rms_norm(
         x: (..., features), bfloat16, float16 or float32 (float64 with "xla").
         scale: (features,), any floating dtype.
         residual: an array of x's shape and dtype, or None.
+        returns_total: also return total without a residual, where it is x itself. Take it for the residual stream: the
+            backward kernel then adds the stream's cotangent, which otherwise is a pass over three arrays.
         epsilon: added to the mean square; a non-negative Python number.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
@@ -44,7 +47,7 @@ def rms_norm(
                 faster; else "xla".
 
     Returns:
-        y, with x's shape and dtype; with a residual, the pair (y, total).
+        y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
@@ -56,12 +59,14 @@ def rms_norm(
     (residual,) = optional_arrays("rms_norm", residual=residual)
     check_arguments("rms_norm", x, scale, None, residual)
     epsilon = added_number("rms_norm", "epsilon", epsilon)
+    returns_total = static_flag("rms_norm", "returns_total", returns_total)
     return dispatch_norm(
         Norm(name="rms_norm", epsilon=epsilon),
         x,
         scale,
         None,
         residual,
-        reference=lambda: rms_norm_reference(x, scale, residual=residual, epsilon=epsilon),
+        returns_total=returns_total,
+        reference=lambda: rms_norm_reference(x, scale, residual=residual, returns_total=returns_total, epsilon=epsilon),
         implementation=implementation,
     )

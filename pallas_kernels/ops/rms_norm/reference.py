@@ -7,7 +7,12 @@ import jax.numpy as jnp
 
 
 def rms_norm_reference(
-    x: jax.Array, scale: jax.Array, *, residual: jax.Array | None = None, epsilon: float = 1e-6
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    residual: jax.Array | None = None,
+    returns_total: bool = False,
+    epsilon: float = 1e-6,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.rms_norm`. Accumulates in float32 (float64 for float64 inputs)."""
     total = x if residual is None else x + residual
@@ -15,4 +20,4 @@ def rms_norm_reference(
     value = total.astype(wide)
     mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
     y = (value * jax.lax.rsqrt(mean_square + epsilon) * scale.astype(wide)).astype(x.dtype)
-    return y if residual is None else (y, total)
+    return (y, total) if returns_total or residual is not None else y

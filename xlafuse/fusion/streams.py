@@ -1,0 +1,68 @@
+"""Has norms return what they normalise, for the residual stream around them.
+
+In the backward pass the stream's cotangent then goes through the norm's kernel, which adds it to its own gradient. XLA
+would add the two in a launch of its own, which reads both and writes the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from xlafuse.fusion.binding import is_whole
+from xlafuse.fusion.graph import Equation, Graph, Value, is_free
+from xlafuse.fusion.site import Site
+
+_NORMS = ("rms_norm", "layer_norm")
+_SAME = ("reshape", "squeeze", "convert_element_type")
+
+
+def with_streams(graph: Graph, sites: Sequence[Site], implementation: Callable[[Site], str | None]) -> tuple[Site, ...]:
+    """Returns the sites, with a `stream` where a norm's input has other readers and all of them only add it.
+
+    The cotangent of such a reader's result is that of the stream. It needs no work, not even where the norm's input is
+    not differentiated.
+    """
+    owners = {equation: site for site in sites for equation in site.covered if not is_free(equation)}
+
+    def streamed(site: Site) -> Site:
+        value = _normalised(site)
+        if value is None or implementation(site) != "mosaic":
+            return site
+        others = [_only_adds(owners.get(reader), reader, value) for reader in _readers(value, site)]
+        is_stream = all(others) and (others or value in graph.outputs)
+        return replace(site, stream=value) if is_stream else site
+
+    return tuple(map(streamed, sites))
+
+
+def _normalised(site: Site) -> Value | None:
+    """Returns the value that a site computes a norm with a scale of; None for other sites and for norms of a sum."""
+    is_norm = site.operation in _NORMS and "scale" in site.arrays and "residual" not in site.arrays
+    has_norm = "norm_scale" in site.arrays and "norm_mean_square" not in site.arrays
+    if not (is_norm or has_norm) or not is_whole(site.arrays["x"]):
+        return None
+    return site.arrays["x"].value
+
+
+def _readers(value: Value, site: Site) -> Iterator[Equation]:
+    """Yields the equations outside a site that read a value, also reshaped or cast."""
+    for user in value.users:
+        if user.primitive in _SAME:
+            yield from _readers(user.outputs[0], site)
+        elif user not in site.covered:
+            yield user
+
+
+def _only_adds(owner: Site | None, reader: Equation, value: Value) -> bool:
+    if owner is None:
+        return reader.primitive == "add"
+    names = {name for name, binding in owner.arrays.items() if _origin(binding.value) is _origin(value)}
+    sides = {"x", "residual"} if owner.operation in _NORMS and "residual" in owner.arrays else {"residual"}
+    return names <= sides
+
+
+def _origin(value: Value) -> Value:
+    while value.primitive in _SAME and value.equation is not None:
+        value = value.equation.inputs[0]
+    return value
