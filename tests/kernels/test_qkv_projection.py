@@ -12,10 +12,10 @@ from draws import normal
 
 import hlo_analysis
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
-from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops.qkv_projection import mosaic_gpu
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
+from pallas_kernels.primitives.gradients import weight_gradients
 
 POSITIONS = jnp.arange(8)
 

@@ -62,6 +62,18 @@ def test_only_the_sum_is_used(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_many_short_rows_are_xla_s_unless_differentiated(seed):
+    x, scale = rows(seed, 1024, 384), rows(seed, 1, 384)[0]
+
+    def loss(x, scale, implementation=None):
+        return jnp.sum(jnp.sin(rms_norm(x, scale, implementation=implementation)))
+
+    assert "gmem" not in str(jax.make_jaxpr(loss)(x, scale))
+    assert "gmem" in str(jax.make_jaxpr(jax.grad(loss))(x, scale))
+    assert "gmem" in str(jax.make_jaxpr(loss)(x[:1023], scale))
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_x_is_returned_for_the_residual_stream(seed):
     x, scale = rows(seed, 3, 256), rows(seed, 1, 256)[0]
 

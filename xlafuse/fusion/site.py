@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels.dispatch import Choice, listening
-from pallas_kernels.ops._products.gradients import differentiated_as
+from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value

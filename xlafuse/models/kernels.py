@@ -15,9 +15,9 @@ from jax import Array, ShapeDtypeStruct
 
 import pallas_kernels
 from pallas_kernels import Norm
-from pallas_kernels.ops._products.gradients import differentiated_as
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.problem import problem_of
+from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.models.config import BlockConfig
 

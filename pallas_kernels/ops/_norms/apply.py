@@ -15,9 +15,18 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES, preferred_for_rows
 from pallas_kernels.primitives.triton_calls import triton_unsupported
+
+SHORT_ROW_FORWARD = 512
+"""The length below which XLA's forward pass is faster where there is no residual.
+
+RMS norm on an H100, bf16, µs of the kernel and of XLA: 65536x256 41.4 and 24.0, 65536x384 45.1 and 36.1, 2048x256 2.6
+and 2.0. With the gradient the kernels take 104.2, 129.6 and 7.9, XLA 112.8, 174.9 and 10.9.
+"""
+MANY_ROWS_FORWARD = 1024
 
 
 def check_arguments(
@@ -59,26 +68,42 @@ def dispatch_norm(
     residual: jax.Array | None,
     *,
     returns_total: bool,
-    reference: Callable[[], Any],
+    reference: Callable[..., Any],
     implementation: Implementation,
 ) -> Any:
-    """Runs `rms_norm` or `layer_norm` on checked arguments; `reference` is the implementation "xla"."""
+    """Runs `rms_norm` or `layer_norm` on checked arguments.
+
+    reference: the implementation "xla", a function of x, scale, bias and residual.
+    """
     support = {
         "mosaic": partial(mosaic_unsupported, x, scale, bias),
         "triton": partial(triton_unsupported, x),
         "xla": lambda: None,
     }
     chosen = choose(norm.name, implementation, support, preferred=partial(preferred_for_rows, x))
+    arrays = (x, scale, bias, residual)
     if chosen == "xla" or x.size == 0:
-        return reference()
-    if chosen == "triton":
-        from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
+        return reference(*arrays)
 
-        y, total = apply_norm_triton(norm, x, scale=scale, bias=bias, residual=residual)
-        total = x if total is None and returns_total else total
-    else:
-        y, total = apply_norm(norm, x, scale=scale, bias=bias, residual=residual, returns_total=returns_total)
-    return y if total is None else (y, total)
+    def kernel(x, scale, bias, residual):
+        given = {"scale": scale, "bias": bias, "residual": residual}
+        if chosen == "triton":
+            from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
+
+            y, total = apply_norm_triton(norm, x, **given)
+            total = x if total is None and returns_total else total
+        else:
+            y, total = apply_norm(norm, x, **given, returns_total=returns_total)
+        return y if total is None else (y, total)
+
+    if implementation is None and _is_best_forward_by_xla(x, residual):
+        return differentiated_as(kernel, reference)(*varying_alike(arrays))
+    return kernel(*arrays)
+
+
+def _is_best_forward_by_xla(x: jax.Array, residual: jax.Array | None) -> bool:
+    columns = x.shape[-1]
+    return residual is None and columns < SHORT_ROW_FORWARD and x.size >= MANY_ROWS_FORWARD * columns
 
 
 def apply_norm(

@@ -93,9 +93,8 @@ def attention(
             residuals. Gradients may differ between runs. At 4096 queries they took longer than those of "mosaic", which
             needed 11 % less time with a causal mask and 3 % less without.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for padded head
-            sizes with few features or scores, where padding should cost more than the kernel saves. For NVIDIA's other
-            GPUs, pass ("mosaic", "cudnn", "xla").
+            None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for heads
+            of fewer than 32 features. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
         out, with query's shape and dtype. With `return_residuals`, the pair (out, lse): lse (batch, heads, queries)

@@ -234,20 +234,12 @@ def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> No
 HEAD_SIZES = (64, 96, 128, 192, 256)
 """Head sizes that kernels have tiles for."""
 LEAST_SIZE = 32
-"""For smaller heads, more than half of a tile would be zeros."""
-LEAST_SCORES = 2**16
-"""Scores of a head: with fewer, padding is estimated (not measured) to take XLA as long as scores in memory."""
+"""For smaller heads, more than half of a tile would be zeros. 8x32x12x40 bf16, padded: 9.3 µs, XLA 13.0 (H100)."""
 
 
 def size_taken(size: int) -> int | None:
     """The least head size of the kernels that is not below `size`; None if there is none."""
     return next((whole for whole in HEAD_SIZES if whole >= size), None)
-
-
-def pays(problem: Problem) -> bool:
-    """Whether a kernel is worth padding the heads."""
-    scores = problem.masking.queries * problem.masking.keys
-    return problem.head_size in HEAD_SIZES or (problem.head_size >= LEAST_SIZE and scores >= LEAST_SCORES)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:

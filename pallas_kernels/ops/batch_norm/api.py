@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
@@ -41,7 +40,7 @@ def batch_norm(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             One kernel for up to 64 rows, else three.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 65 to 255 rows, where XLA is faster; else "xla".
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
@@ -57,25 +56,13 @@ def batch_norm(
     epsilon = added_number("batch_norm", "epsilon", epsilon)
     _check(x, scale, bias)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
-    chosen = choose("batch_norm", implementation, support, preferred=lambda: _preferred(x))
+    chosen = choose("batch_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return batch_norm_reference(x, scale, bias, epsilon=epsilon)
     operands = varying_alike((x.reshape(-1, x.shape[-1]), scale, bias))
     outputs: tuple[jax.Array, jax.Array, jax.Array] = _batch_norm_mosaic(epsilon, *operands)  # pyright: ignore
     y, mean, variance = outputs
     return y.reshape(x.shape), mean, variance
-
-
-FEWEST_ROWS = 256
-"""Rows from which three launches are faster than XLA.
-
-At 128x1816 f16 they take 13.2 µs, XLA 7.7; at 464x2128 bf16 29.8 with the gradients, XLA 43.7 (H100).
-"""
-
-
-def _preferred(x: jax.Array) -> tuple[str, ...]:
-    rows = x.size // max(1, x.shape[-1])
-    return () if HELD_ROWS < rows < FEWEST_ROWS else ("mosaic",)
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:

@@ -68,7 +68,7 @@ def cross_entropy(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; a vocabulary of at least
             128.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 1024 rows or more of fewer than 256 values, where XLA is
+            None: "mosaic" if it can run, but for 8192 rows or more of fewer than 256 values, where XLA is
                 faster; else "xla".
 
     Returns:

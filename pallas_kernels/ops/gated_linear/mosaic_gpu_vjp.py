@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.gradients import weight_gradients
 
 
 def gated_linear_backward(

@@ -45,8 +45,9 @@ def layer_norm(
             XLA computes the gradients of rows too long for registers.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 1024 rows or more of fewer than 256 values, where XLA is
-                faster; else "xla".
+            None: "mosaic" if it can run, but for 8192 rows or more of fewer than 256 values, where XLA is
+                faster; else "xla". Without a residual, 1024 rows or more of fewer than 512 values are normalised by
+                XLA where no gradient is taken, which "mosaic" by name does not do.
 
     Returns:
         y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).
@@ -69,7 +70,7 @@ def layer_norm(
         bias,
         residual,
         returns_total=returns_total,
-        reference=lambda: layer_norm_reference(
+        reference=lambda x, scale, bias, residual: layer_norm_reference(
             x, scale, bias, residual=residual, returns_total=returns_total, epsilon=epsilon
         ),
         implementation=implementation,

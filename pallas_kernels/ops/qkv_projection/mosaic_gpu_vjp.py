@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.gradients import weight_gradients
 from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.ops.rope.api import rope
+from pallas_kernels.primitives.gradients import weight_gradients
 
 Gradients = tuple[jax.Array, ...]
 

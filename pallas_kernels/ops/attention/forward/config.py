@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pallas_kernels import tuning
-from pallas_kernels.ops.attention.problem import Problem, pays
+from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem
 from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 
@@ -212,5 +212,5 @@ def preferred(problem: Problem) -> tuple[str, ...]:
     One token that sees itself alone has weights of one, for which XLA has two short kernels.
     """
     is_alone = problem.masking.queries == problem.masking.keys == 1
-    untuned = () if is_alone or not pays(problem) else ("mosaic",)
+    untuned = () if is_alone or problem.head_size < LEAST_SIZE else ("mosaic",)
     return tuple(tuning.implementations("attention", known(problem), untuned=untuned))
