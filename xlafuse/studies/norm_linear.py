@@ -52,7 +52,9 @@ STUDY = comparison(
                 least=1.0,
                 best_verdict="holds in part",
                 reason="Few rows are normed in the product's launch. With many, every block of outputs would norm its "
-                "rows again, and a launch for the norm, with its result in memory, is the faster way.",
+                "rows again, and a launch for the norm, with its result in memory, is the faster way. The product's "
+                "blocks read x repeatedly: of 1024 tokens from the L2 cache (50 MB come from DRAM, each array once), "
+                "of 8192 tokens not only (291 MB; the arrays have 168).",
             ),
         ),
     ],
