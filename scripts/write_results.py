@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-COUNTERS, TESTS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "gpu-tests", "sanitizer"))
+COUNTERS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "sanitizer"))
+TESTS = KEPT.with_name("gpu-tests.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -104,7 +104,7 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
         ended = ", and then the run was ended" if tests.get("was_ended") else ""
         parts.append(
             f"`tests/gpu` on one {_stamp(tests)}: {tests['passed']} passed, {tests['failed']} failed, "
-            f"{tests['skipped']} skipped{ended} ([summary](notebooks/results/gpu-tests-h200.json))."
+            f"{tests['skipped']} skipped{ended} ([summary](notebooks/results/gpu-tests.json))."
         )
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:
