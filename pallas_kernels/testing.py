@@ -99,20 +99,18 @@ def values_and_gradients(case: Case, implementation: str | None) -> dict[str, ja
     return {**finished(forward(case, implementation)), **finished(gradient(case, implementation))}
 
 
-def program(op: OpSpec, implementation: str | None, **options: bool) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """Returns `values_and_gradients`, jitted with these compiler options, as a function of arguments and cotangents."""
+@functools.cache
+def program(op: OpSpec, implementation: str | None) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """Returns `values_and_gradients`, jitted, as a function of arguments and cotangents.
+
+    To compile it is most of a check's time, so all calls of the same shapes share it.
+    """
 
     def run(arguments, cotangents):
         return values_and_gradients(Case(op=op, arguments=arguments, cotangents=cotangents), implementation)
 
-    return jax.jit(run, compiler_options=options)
-
-
-@functools.cache
-def _reference(op: OpSpec) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """Returns one program for all calls of the same shapes: to compile it is most of a check's time."""
     # With excess precision a program rounds less often than the operations do one by one.
-    return program(op, "xla", xla_allow_excess_precision=False)
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False} if implementation == "xla" else None)
 
 
 def baseline(case: Case) -> dict[str, jax.Array]:
@@ -122,7 +120,7 @@ def baseline(case: Case) -> dict[str, jax.Array]:
     bits need not: fused, gelu's gradient is several times less exact, and logits are not rounded before a loss.
     """
     if all(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(case.cotangents)):
-        return _reference(case.op)(dict(case.arguments), case.cotangents)
+        return program(case.op, "xla")(dict(case.arguments), case.cotangents)
     return values_and_gradients(case, "xla")
 
 
@@ -135,7 +133,7 @@ def oracle(case: Case) -> dict[str, np.ndarray]:
 
     with jax.enable_x64(True):
         wide = jax.tree.map(widen, (dict(case.arguments), case.cotangents))
-        return {name: np.asarray(value) for name, value in _reference(case.op)(*wide).items()}
+        return {name: np.asarray(value) for name, value in program(case.op, "xla")(*wide).items()}
 
 
 def error_reports(

@@ -14,8 +14,12 @@ from jax._src.lib import xla_client
 
 # Two thirds of what XLA's CPU compiler takes for a small program are to make its kernels by MLIR: LLVM alone makes them
 # too. It then fuses products with sums here and not there, and a mean of large values is another in each place; without
-# such instructions each operation is rounded.
-XLA_FLAGS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters", "--xla_cpu_max_isa=AVX")
+# such instructions each operation is rounded. A program that is cut up for LLVM's threads takes half as much again.
+XLA_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_max_isa=AVX",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 
 def _take_flags() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
+import draws
 import interpreter_semaphores
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import normal
 
 from pallas_kernels import attention, testing
 from pallas_kernels.ops.attention.backward.config import backward_config
@@ -70,25 +73,21 @@ CASES = {
 }
 
 
-def normal(key, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
-
-
 def make(name, seed, dtype=jnp.bfloat16):
     """(query, key, value), the cotangent, and further arguments."""
     (batch, queries, keys, heads, key_heads, size), arguments = (CASES | FUSED | SHORT)[name]
-    draw = iter(jax.random.split(jax.random.key(seed), 8))
+    draw = count(seed)
     shape = (batch, queries, heads, size)
     query, dout = (normal(next(draw), *shape, dtype=dtype) for _ in range(2))
     key, value = (normal(next(draw), batch, keys, key_heads, size, dtype=dtype) for _ in range(2))
     arguments = NOTHING | arguments
     if arguments["segment_ids"]:
-        arguments["segment_ids"] = jnp.sort(jax.random.randint(next(draw), (batch, queries), 0, 3), axis=-1)
+        arguments["segment_ids"] = jnp.sort(draws.integers(next(draw), (batch, queries), 0, 3), axis=-1)
     if arguments["dropout_key"]:
         arguments["dropout_key"] = jax.random.key(seed)
     if arguments["mask"]:
         # The first query sees nothing.
-        seen = jax.random.bernoulli(next(draw), 0.5, arguments["mask"])
+        seen = draws.integers(next(draw), arguments["mask"], 0, 2).astype(bool)
         arguments["mask"] = seen.at[..., 0, :].set(False)
     if arguments["bias"]:
         arguments["bias"] = normal(next(draw), *arguments["bias"], dtype=dtype)
@@ -125,7 +124,7 @@ def check(name, seed, **options):
 def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False):
     operands, dout, arguments = make(name, seed, dtype)
     batch, queries, heads, _ = dout.shape
-    dlse = with_dlse * jax.random.normal(jax.random.key(seed + 1), (batch, heads, queries))
+    dlse = with_dlse * normal(seed + 10, batch, heads, queries, dtype=jnp.float32)
     dynamic = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in arguments.items() if name not in dynamic}
     compute = jax.jit(lambda *inputs: reference(*inputs, static))
@@ -207,7 +206,7 @@ def test_gradients_by_one_kernel(name, seed, monkeypatch):
 @pytest.mark.usefixtures("interpreter")
 def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite(seed, monkeypatch):
     interpreter_semaphores.extend(monkeypatch)
-    draw = iter(jax.random.split(jax.random.key(seed), 4))
+    draw = count(seed)
     query, key = normal(next(draw), 1, 72, 1, 64) / 8 + 3, normal(next(draw), 1, 72, 1, 64) / 8 - 4  # scores of -96
     value, dout = (normal(next(draw), 1, 72, 1, 64) for _ in range(2))
     (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 1, 72)), NOTHING, {})
@@ -221,7 +220,7 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
 
 def copies(seed):
     """The gradients by one kernel as a function of two operands, and two of each."""
-    draw = iter(jax.random.split(jax.random.key(seed), 3))
+    draw = count(seed)
     query, dout = (normal(next(draw), 2, 1, 72, 1, 128) for _ in range(2))
     key = normal(next(draw), 1, 136, 1, 128)
     config = replace(backward_config(128), fused_parts=1)
@@ -296,10 +295,7 @@ def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_single_key_leaves_its_scores_no_gradient():
-    query, key, value, dout = (
-        jax.random.normal(key, (2, 1, heads, 64), jnp.bfloat16)
-        for key, heads in zip(jax.random.split(jax.random.key(0), 4), (8, 2, 2, 8), strict=True)
-    )
+    query, key, value, dout = (normal(i, 2, 1, heads, 64) for i, heads in enumerate((8, 2, 2, 8)))
     out, pullback = jax.vjp(lambda *x: attention(*x, is_causal=True, implementation="mosaic"), query, key, value)
     dquery, dkey, dvalue = pullback(dout)
     np.testing.assert_array_equal(out, jnp.repeat(value, 4, axis=2))
@@ -310,8 +306,8 @@ def test_a_single_key_leaves_its_scores_no_gradient():
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_mask_of_one_number_a_batch_entry():
-    query, dout = jax.random.normal(jax.random.key(0), (2, 2, 3, 1, 64), jnp.bfloat16)
-    key, value = jax.random.normal(jax.random.key(1), (2, 2, 1, 1, 64), jnp.bfloat16)
+    query, dout = normal(0, 2, 2, 3, 1, 64)
+    key, value = normal(1, 2, 2, 1, 1, 64)
     mask = jnp.array([True, False]).reshape(2, 1, 1, 1)
     out, pullback = jax.vjp(lambda *x: attention(*x, mask=mask, implementation="mosaic"), query, key, value)
     dquery, dkey, dvalue = pullback(dout)
