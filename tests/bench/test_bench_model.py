@@ -31,9 +31,10 @@ def _quick(monkeypatch):
 @pytest.mark.usefixtures("invented_times")
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_every_phase_is_measured(is_scanned):
-    settings = dataclasses.replace(SETTINGS, is_scanned=is_scanned)
+    phases = ("train", "decode") if is_scanned else PHASES
+    settings = dataclasses.replace(SETTINGS, is_scanned=is_scanned, phases=phases)
     results = [result for result in bench_model("2x8", settings) if not isinstance(result, str)]
-    assert [result.phase for result in results] == list(PHASES)
+    assert [result.phase for result in results] == list(phases)
     for result in results:
         assert result.problems == ()
         assert [each.name for each in result.candidates] == ["xla", "other"]
@@ -56,10 +57,21 @@ GPT = DecoderConfig(
     vocabulary=64,
     learned_positions=32,
 )
+SCANNED = dataclasses.replace(LLAMA, is_scanned=True)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(LLAMA, is_scanned=True), GPT], ids=["", "scan", "gpt"])
+@pytest.mark.parametrize(
+    ("config", "phase"),
+    [
+        *[
+            pytest.param(config, phase, id=f"{phase}-{name}")
+            for name, config in {"llama": LLAMA, "gpt": GPT}.items()
+            for phase in PHASES
+        ],
+        # Its weights are stacked.
+        *[pytest.param(SCANNED, phase, id=f"{phase}-scan") for phase in ("train", "decode")],
+    ],
+)
 def test_pytorchs_model_is_ours(config, phase, monkeypatch):
     imitation_torch.install(monkeypatch)
     from xlafuse.bench.peers import torch_model
