@@ -186,8 +186,9 @@ class OpSpec:
     backward: the backward pass alone, as in training, where the forward pass has saved its residuals. It takes the
         implementation's name, the arguments and the cotangents, and returns gradients. For the benchmark.
     flops: counts the additions and multiplications in a phase's matrix products; None without matrix products.
-    variants: for a phase ("forward" or "backward") and arguments, the kernel configurations worth timing, by name. Each
-        one takes the arguments (and, backward, `cotangents`) and runs that kernel alone.
+    variants: for a phase ("forward" or "backward") and arguments, the kernel configurations that the tuned table may
+        name, or forms for a study. Each one takes the arguments (and, backward, `cotangents`) and runs that kernel
+        alone.
     problem: returns the key under which the tuned table (`pallas_kernels.tuning`) has a call; None if not tuned.
     tuned_phases: the phases whose configuration is looked up in the tuned table.
     """

@@ -54,12 +54,6 @@ def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bo
     return config if blocks >= FEW_BLOCKS else ElementwiseConfig()
 
 
-def elementwise_candidates(*, has_bias: bool = False) -> dict[str, ElementwiseConfig]:
-    """Returns the configurations worth measuring, by name."""
-    shapes = ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1)) if has_bias else ((1, 1), (2, 1), (4, 1))
-    return {f"{v} vectors {r} rows": ElementwiseConfig(vectors=v, rows=r) for v, r in shapes}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """The part of a row that registers hold at a time: its columns in the row, first column in the block, layout."""

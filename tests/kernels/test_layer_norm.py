@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,8 +146,16 @@ def test_rows_of_16_bits_far_from_their_first_value(seed, keeps_row):
 def test_defaults_fit_in_shared_memory(features, sums):
     for itemsize in (2, 4):
         for streams in (2, 3):
-            shape = BackwardShape(features=features, itemsize=itemsize, streams=streams, gain_bytes=4, sums=sums)
-            for config in (shape.default(), *shape.candidates().values()):
+            for centered, has_dropout in itertools.product((False, True), repeat=2):
+                config = BackwardShape(
+                    features=features,
+                    itemsize=itemsize,
+                    streams=streams,
+                    gain_bytes=4,
+                    sums=sums,
+                    has_dropout=has_dropout,
+                    centered=centered,
+                ).default()
                 if config is not None:
                     block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
                     assert config.blocks_per_core * block_bytes <= 228 * 1024

@@ -48,7 +48,7 @@ def kernels(
             metavar="MB", help="Time peers only on shapes that move at least this much; compiling them takes a while."
         ),
     ] = 0.0,
-    variants: Annotated[bool, typer.Option("--variants", help="Also time every kernel configuration.")] = False,
+    variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 10,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")

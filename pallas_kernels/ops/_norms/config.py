@@ -1,4 +1,4 @@
-"""Launch configurations of the norms: their parameters, the untuned defaults, and the candidates worth measuring."""
+"""Launch configurations of the norms: their parameters and the untuned defaults."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ class BackwardConfig:
     warpgroups: int = 1
     steps: int = 3
     keeps_row: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of this candidate in benchmarks."""
-        kept = " keeps row" if self.keeps_row else ""
-        return f"{self.loads} {self.warpgroups} warpgroups {self.steps} steps{kept}, {self.blocks_per_core} blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,21 +128,6 @@ class BackwardShape:
         steps = 2 if is_two_steps else 4
         return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
 
-    def candidates(self) -> dict[str, BackwardConfig]:
-        """Returns the configurations worth measuring, by name."""
-        if self.features <= 2048:
-            pairs, blocks = ((1, 4), (1, 8), (2, 2), (4, 2)), (8,)
-        else:
-            pairs, blocks = ((4, 1), (4, 2), (2, 2)), (3,)
-        configs = [
-            self.shared(warpgroups=w, blocks_per_core=b, keeps_row=keeps_row, most_steps=steps)
-            for w, b in pairs
-            for keeps_row in (False, True)
-            for steps in (2, 4)
-        ]
-        configs += [self.pipeline(blocks_per_core=b) for b in blocks]
-        return {config.name: config for config in configs if config is not None}
-
     def _steps(self, blocks_per_core: int, other_bytes: int, *, most: int = 4) -> int:
         budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - other_bytes
         return min(most, budget // (self.streams * self.features * self.itemsize))
@@ -160,14 +139,3 @@ def default_forward(features: int, itemsize: int, *, centered: bool) -> ForwardC
         # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
         return ForwardConfig(piece=2 if features <= 4096 else 4)
     return ForwardConfig()
-
-
-def forward_candidates(features: int) -> dict[str, ForwardConfig]:
-    """Returns the configurations worth measuring, by name."""
-    candidates = {"registers": ForwardConfig(register_columns=features)} if features <= 16384 else {}
-    for piece in (2, 4):
-        candidates[f"pieces of {piece}"] = ForwardConfig(register_columns=features, piece=piece)
-    for chunk in (2048, 4096, 8192):
-        if features > 2 * chunk:
-            candidates[f"chunk {chunk}"] = ForwardConfig(register_columns=chunk, chunk=chunk)
-    return candidates

@@ -57,14 +57,6 @@ def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) 
     return BatchNormConfig(rows=4 // arrays, apply_rows=4 if blocks >= FEW_BLOCKS else 1)
 
 
-def candidates() -> dict[str, BatchNormConfig]:
-    """Returns the configurations worth measuring, by name, in both phases."""
-    shapes = ((2, 8, 4), (4, 8, 4), (4, 8, 2), (4, 8, 8), (4, 4, 4))
-    return {
-        f"{r} rows {w} warpgroups, {a} rows": BatchNormConfig(rows=r, warpgroups=w, apply_rows=a) for r, w, a in shapes
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
     """Divides `units` of `at_once` rows among `groups` groups, whose `lanes` warpgroups each take every n-th unit."""

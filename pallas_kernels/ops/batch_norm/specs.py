@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.batch_norm.api import batch_norm
-from pallas_kernels.ops.batch_norm.columns import candidates
-from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
+from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic, variants
+from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic
 from pallas_kernels.specs import ArraySpec, OpSpec
 
 _EPSILON = 1e-5
@@ -29,15 +28,11 @@ def _statistics(scale):
     return jnp.full(scale.shape, 0.5, jnp.float32), jnp.ones(scale.shape, jnp.float32)
 
 
-def _forward(*, x, scale, bias, config):
-    return batch_norm_forward(x.reshape(-1, x.shape[-1]), scale, bias, epsilon=_EPSILON, config=config)
-
-
-def _backward(*, x, scale, bias, cotangents, config=None):
+def _backward(*, x, scale, bias, cotangents):
     """Runs the backward pass as in training: with saved statistics, which have no cotangents."""
     rows = x.reshape(-1, x.shape[-1])
     arrays = (rows, scale, *_statistics(scale), cotangents[0].reshape(rows.shape))
-    dx, dscale, dbias = batch_norm_backward(*arrays, None, None, epsilon=_EPSILON, config=config)
+    dx, dscale, dbias = batch_norm_backward(*arrays, None, None, epsilon=_EPSILON)
     return dx.reshape(x.shape), dscale, dbias.astype(bias.dtype)
 
 
@@ -83,5 +78,4 @@ BATCH_NORM = OpSpec(
     forward_traffic=traffic(read=("x",) * 2, written=("x",)),
     backward_traffic=traffic(read=("x",) * 4, written=("x",)),
     backward=backward_passes(mosaic=_backward, xla=_xla_backward),
-    variants=variants((_forward, lambda arguments: candidates()), (_backward, lambda arguments: candidates())),
 )

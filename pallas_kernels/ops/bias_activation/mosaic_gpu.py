@@ -16,7 +16,6 @@ from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
     Blocks,
-    ElementwiseConfig,
     Part,
     access_columns,
     default_elementwise,
@@ -38,7 +37,6 @@ def bias_activation_forward(
     *,
     activation: Activation,
     rate: float = 0.0,
-    config: ElementwiseConfig | None = None,
 ) -> jax.Array:
     """Returns residual + dropout(activation(x + bias)), like x.
 
@@ -56,7 +54,7 @@ def bias_activation_forward(
             y = keep(y, row, part)
         return y + loaded["residual"].astype(jnp.float32) if "residual" in loaded else y
 
-    return elementwise_kernel("bias_activation", operands, step, rate=rate, config=config).reshape(shape)
+    return elementwise_kernel("bias_activation", operands, step, rate=rate).reshape(shape)
 
 
 def fold(x: jax.Array, bias: jax.Array | None, other: jax.Array | None) -> tuple[Any, Any, Any]:
@@ -83,12 +81,7 @@ def present(operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
 
 
 def elementwise_kernel(
-    name: str,
-    operands: Mapping[str, jax.Array],
-    step: Callable[..., jax.Array],
-    *,
-    rate: float,
-    config: ElementwiseConfig | None,
+    name: str, operands: Mapping[str, jax.Array], step: Callable[..., jax.Array], *, rate: float
 ) -> jax.Array:
     """Launches `step` over all parts of `operands["x"]`; returns its results in x's shape and dtype.
 
@@ -97,7 +90,7 @@ def elementwise_kernel(
     x = operands["x"]
     rows, features = x.shape
     itemsize = x.dtype.itemsize
-    config = config or default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
+    config = default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
     at_once = rows_at_once(config.rows, rows)
     blocks = Blocks(
         rows=rows // at_once,

@@ -28,7 +28,7 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import (
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, ElementwiseConfig, Part, access_columns
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 
@@ -45,12 +45,6 @@ class ColumnSumConfig:
     blocks_per_core: int = 1
 
 
-def column_sum_candidates() -> dict[str, ColumnSumConfig]:
-    """Returns the configurations worth measuring, by name."""
-    shapes = ((8, 1), (4, 1), (1, 2))
-    return {f"{w} warpgroups {b} blocks": ColumnSumConfig(warpgroups=w, blocks_per_core=b) for w, b in shapes}
-
-
 def bias_activation_backward(
     x: jax.Array,
     bias: jax.Array | None,
@@ -59,7 +53,7 @@ def bias_activation_backward(
     *,
     activation: Activation,
     rate: float = 0.0,
-    config: ElementwiseConfig | ColumnSumConfig | None = None,
+    config: ColumnSumConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x."""
     shape = x.shape
@@ -75,9 +69,7 @@ def bias_activation_backward(
         return dy * activation.value_and_derivative(add_bias(loaded), shown)[1]
 
     if bias is None:
-        assert not isinstance(config, ColumnSumConfig)
-        return elementwise_kernel("bias_activation_gradient", operands, step, rate=rate, config=config), None
-    assert not isinstance(config, ElementwiseConfig)
+        return elementwise_kernel("bias_activation_gradient", operands, step, rate=rate), None
     if config is None:
         config = ColumnSumConfig() if x.shape[0] >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
     dx, dbias = _column_sum_kernel(operands, step, features=shape[1], rate=rate, config=config)

@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
-from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forward
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward, column_sum_candidates
+from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.elementwise import elementwise_candidates
 from pallas_kernels.primitives.random import key_words
-from pallas_kernels.spec_builders import array_call, backward_passes, calls, gradients_of, traffic, variants
-from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
+from pallas_kernels.spec_builders import array_call, backward_passes, calls, gradients_of, traffic
+from pallas_kernels.specs import ArraySpec, OpSpec
 
 
 @array_call
@@ -37,34 +35,17 @@ def _rows(array: Any, bias: Any) -> Any:
     return None if array is None else array.reshape((1, -1) if bias is None else (-1, array.shape[-1]))
 
 
-def _options(activation, dropout_rate, config):
-    return {"activation": get_activation("bias_activation", activation), "rate": dropout_rate, "config": config}
-
-
-def _forward(*, x, bias, activation, residual=None, dropout_rate=0.0, dropout_key=None, config):
+def _backward(*, x, bias, activation, residual=None, dropout_rate=0.0, dropout_key=None, cotangents):
     words = None if dropout_key is None else key_words(dropout_key)
-    options = _options(activation, dropout_rate, config)
-    return (bias_activation_forward(_rows(x, bias), bias, _rows(residual, bias), words, **options).reshape(x.shape),)
-
-
-def _backward(*, x, bias, activation, residual=None, dropout_rate=0.0, dropout_key=None, cotangents, config=None):
-    words = None if dropout_key is None else key_words(dropout_key)
-    options = _options(activation, dropout_rate, config)
-    dx, dbias = bias_activation_backward(_rows(x, bias), bias, words, _rows(cotangents[0], bias), **options)
+    function = get_activation("bias_activation", activation)
+    rows = _rows(x, bias), bias, words, _rows(cotangents[0], bias)
+    dx, dbias = bias_activation_backward(*rows, activation=function, rate=dropout_rate)
     return (dx.reshape(x.shape),) if dbias is None else (dx.reshape(x.shape), dbias)
 
 
 def _xla_backward(*, residual=None, **arguments):
     """Runs XLA's backward pass without the residual, whose gradient is the cotangent itself."""
     return gradients_of(bias_activation_reference, "x", "bias")(**arguments)
-
-
-def _forward_configs(arguments: Arguments):
-    return elementwise_candidates(has_bias=arguments.get("bias") is not None)
-
-
-def _backward_configs(arguments: Arguments):
-    return elementwise_candidates() if arguments.get("bias") is None else column_sum_candidates()
 
 
 BIAS_ACTIVATION = OpSpec(
@@ -113,5 +94,4 @@ BIAS_ACTIVATION = OpSpec(
     # Reads x and dy; the residual's gradient is dy itself.
     backward_traffic=traffic(read=("x", "x"), written=("x",)),
     backward=backward_passes(mosaic=_backward, xla=_xla_backward),
-    variants=variants((_forward, _forward_configs), (_backward, _backward_configs)),
 )

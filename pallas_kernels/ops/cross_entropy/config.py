@@ -19,6 +19,8 @@ WARP_LANES = 32
 """Threads of a warp."""
 _LINE_BYTES = WARP_LANES * ACCESS_BYTES
 """Bytes that a warp moves in one access."""
+_CHUNK_BYTES = 8192
+"""The most bytes of a chunk of a ring."""
 _FEW_ROWS = 66
 """The most rows for which an H200's 132 multiprocessors give each row two or more."""
 _MOST_HELD = {4: 2, 3: 3}
@@ -121,14 +123,14 @@ def _share(accesses: int, sharers: int) -> int:
     return accesses // sharers // 8 * 8
 
 
-def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes: int = 8192) -> ForwardConfig | None:
+def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int) -> ForwardConfig | None:
     """Returns a ring with as many stages as fit, or None if the row does not divide into accesses or is too short.
 
     A third of the stages is left free for the next row. As many of the chunks without a stage as fit stay in registers.
     """
     accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
     share = _share(accesses, warpgroups)
-    tallest = min(chunk_bytes // _LINE_BYTES, share // WARP_LANES) // WARPS * WARPS
+    tallest = min(_CHUNK_BYTES // _LINE_BYTES, share // WARP_LANES) // WARPS * WARPS
     if left or not tallest:
         return None
 
@@ -149,18 +151,3 @@ def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int, chunk_bytes:
     config = ForwardConfig(loads="ring", warpgroups=warpgroups, chunk_lines=lines, slots=slots)
     own = RowPlan.make(vocabulary, itemsize, config).own
     return replace(config, held=max(0, min(_MOST_HELD[warpgroups], own + slots // 3 - slots, own)))
-
-
-def forward_candidates(vocabulary: int, itemsize: int, *, with_gradient: bool) -> dict[str, ForwardConfig]:
-    """Returns the configurations worth measuring, by name."""
-    candidates = {}
-    if vocabulary <= REGISTER_COLUMNS:
-        candidates["registers"] = ForwardConfig(loads="registers")
-    for warpgroups in (4, 3) if with_gradient else ():
-        config = ring_config(vocabulary, itemsize, warpgroups=warpgroups)
-        if config is not None:
-            size = f"{config.slots} x {config.chunk_lines} lines, {config.held} held"
-            candidates[f"ring {warpgroups} warpgroups {size}"] = config
-    for chunk in (2048, 4096, 8192):
-        candidates[f"split {chunk}"] = ForwardConfig(loads="split", chunk=chunk)
-    return candidates

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
-from pallas_kernels.ops.cross_entropy.config import forward_candidates
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.spec_builders import array_call, calls, traffic
@@ -36,37 +34,6 @@ def terms_of(vocabulary: int, arguments: Arguments) -> Terms:
     return Terms(vocabulary=vocabulary, **{key: arguments.get(key, 0.0) for key in ("label_smoothing", "z_loss")})
 
 
-def _variants(phase, arguments):
-    vocabulary, itemsize = arguments["logits"].shape[-1], jnp.dtype(arguments["logits"].dtype).itemsize
-    with_gradient = phase == "backward"
-    if with_gradient and not is_reduced(arguments):
-        return {f"chunk {chunk}": partial(_gradient, chunk=chunk) for chunk in (4096, 8192, 16384)}
-    variant = _loss_and_gradient if with_gradient else _loss
-    configs = forward_candidates(vocabulary, itemsize, with_gradient=with_gradient)
-    return {name: partial(variant, config=config) for name, config in configs.items()}
-
-
-def _forward(logits, labels, arguments, **others):
-    counts = jnp.full(1, labels.size, jnp.int32) if arguments.get("reduction") == "mean" else None
-    losses, _, gradient = cross_entropy_forward(
-        logits, labels, counts, terms=terms_of(logits.shape[-1], arguments), **others
-    )
-    return jnp.sum(losses) if is_reduced(arguments) else losses, gradient
-
-
-def _loss(*, logits, labels, config, **arguments):
-    return _forward(logits, labels, arguments, with_gradient=False, config=config)[:1]
-
-
-def _loss_and_gradient(*, logits, labels, cotangents, config, **arguments):
-    return _forward(logits, labels, arguments, with_gradient=True, config=config)
-
-
-def _gradient(*, logits, labels, cotangents, chunk=8192, **arguments):
-    terms = terms_of(logits.shape[-1], arguments)
-    return (cross_entropy_backward(logits, labels, cotangents[0], _statistics(labels), terms=terms, chunk=chunk),)
-
-
 def _statistics(labels):
     """Returns made-up maxima and sums of rows; the gradients have other values, but the work is the same."""
     return jnp.full(labels.shape, 12.0, jnp.float32), jnp.full(labels.shape, 64.0, jnp.float32)
@@ -81,7 +48,8 @@ def _backward(implementation, arguments, cotangents):
         return jax.value_and_grad(function)(logits)
     if implementation == "mosaic":
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        (gradient,) = _gradient(logits=rows, labels=flat, cotangents=(cotangents[0].reshape(-1),), **options)
+        terms = terms_of(rows.shape[-1], options)
+        gradient = cross_entropy_backward(rows, flat, cotangents[0].reshape(-1), _statistics(flat), terms=terms)
         return (gradient.reshape(logits.shape),)
     maximum, total = (value[..., None] for value in _statistics(labels))
     terms = terms_of(logits.shape[-1], arguments)
@@ -138,5 +106,4 @@ CROSS_ENTROPY = OpSpec(
     forward_traffic=traffic(read=("logits",)),
     backward_traffic=traffic(read=("logits",), written=("logits",)),
     backward=_backward,
-    variants=_variants,
 )

@@ -1,4 +1,4 @@
-"""How the cache is split among blocks: the default, and the candidates worth measuring."""
+"""How the cache is split among blocks: the default configuration."""
 
 from __future__ import annotations
 
@@ -64,8 +64,3 @@ def choose_splits(sequences: int, keys: int, cores: int) -> int:
 
     best = max(busy(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if busy(splits) >= _NEAR * best)
-
-
-def candidates(keys: int) -> dict[str, DecodeConfig]:
-    """The configurations worth measuring, by name."""
-    return {f"{n} parts": DecodeConfig(splits=n) for n in (1, 2, 4, 8, 16, 33) if n * _FEWEST_KEYS <= keys}

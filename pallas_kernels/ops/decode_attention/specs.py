@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels.ops.decode_attention.api import decode_attention
-from pallas_kernels.ops.decode_attention.config import candidates
-from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
-from pallas_kernels.spec_builders import arg_spec, calls, joined, traffic, variants
+from pallas_kernels.spec_builders import arg_spec, calls, joined, traffic
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill, OpSpec, array_bytes
 
 
@@ -73,11 +70,6 @@ def _flops(arguments: Arguments, phase: str) -> int:
     return 4 * array_bytes(query) // query.dtype.itemsize * _keys(arguments) if phase == "forward" else 0
 
 
-def _forward(*, query, key_cache, value_cache, lengths, scale=None, window=None, softcap=None, page_table=None, config):
-    rule = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
-    return (decode_forward(query, key_cache, value_cache, lengths, scores=rule, page_table=page_table, config=config),)
-
-
 DECODE_ATTENTION = OpSpec(
     name="decode_attention",
     function=decode_attention,
@@ -110,6 +102,5 @@ DECODE_ATTENTION = OpSpec(
     forward_traffic=traffic(read=("query", "seen", "seen"), written=("query",), seen=_seen_bytes),
     backward_traffic=traffic(),
     backward=lambda implementation, arguments, cotangents: (),
-    variants=variants((_forward, lambda arguments: candidates(arguments["key_cache"].shape[1]))),
     flops=_flops,
 )

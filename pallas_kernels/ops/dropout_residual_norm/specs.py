@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.specs import (
-    backward_configs,
-    forward_configs,
-    forward_kernel,
-    kernel_gradients,
-    parameter,
-)
+from pallas_kernels.ops._norms.specs import kernel_gradients, parameter
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.random import array_keep_mask
@@ -35,19 +27,6 @@ def _call(x, *, norm="rms_norm", affine=None, rate=0.1):
 
 def _norm(arguments: Arguments) -> Norm:
     return Norm(name=arguments["norm"], epsilon=1e-6, rate=arguments["rate"])
-
-
-def _variants(phase, arguments):
-    if phase == "forward":
-        kernel, configs = _forward, forward_configs(arguments)
-    else:
-        centered = _norm(arguments).centered
-        kernel, configs = _backward, backward_configs(arguments, centered=centered, has_dropout=True)
-    return {name: partial(kernel, config=config) for name, config in configs.items()}
-
-
-def _forward(*, norm, rate, **arguments):
-    return forward_kernel(_norm({"norm": norm, "rate": rate}), **arguments)
 
 
 def _backward(*, norm, rate, **arguments):
@@ -110,5 +89,4 @@ DROPOUT_RESIDUAL_NORM = OpSpec(
     # Reads the sum, dy and the sum's cotangent; writes the gradients of x and of the residual.
     backward_traffic=traffic(read=("x", "x", "x"), written=("x", "residual")),
     backward=backward_passes(mosaic=_backward, xla=_xla_backward),
-    variants=_variants,
 )

@@ -13,24 +13,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import (
-    Blocks,
-    ElementwiseConfig,
-    access_columns,
-    default_elementwise,
-    launch,
-)
+from pallas_kernels.primitives.elementwise import Blocks, access_columns, default_elementwise, launch
 
 
-def gated_activation_forward(
-    gate: jax.Array, up: jax.Array | None, *, activation: Activation, config: ElementwiseConfig | None = None
-) -> jax.Array:
+def gated_activation_forward(gate: jax.Array, up: jax.Array | None, *, activation: Activation) -> jax.Array:
     """Returns activation(gate) * up, (rows, features).
 
     gate, up: (rows, features) of one floating dtype; or gate (rows, 2, features) and up None.
     """
     rows, features = gate.shape[0], gate.shape[-1]
-    blocks = _blocks(rows, features, gate.dtype.itemsize, config)
+    blocks = _blocks(rows, features, gate.dtype.itemsize)
 
     def make_work(refs, y_ref):
         inputs = tuple(refs.values())
@@ -51,19 +43,14 @@ def gated_activation_forward(
 
 
 def gated_activation_backward(
-    gate: jax.Array,
-    up: jax.Array | None,
-    dy: jax.Array,
-    *,
-    activation: Activation,
-    config: ElementwiseConfig | None = None,
+    gate: jax.Array, up: jax.Array | None, dy: jax.Array, *, activation: Activation
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (dgate, dup), like gate and up; packed as they are packed.
 
     gate, up: (rows, features) of one floating dtype, or gate (rows, 2, features) and up None. dy: (rows, features).
     """
     rows, features = dy.shape
-    blocks = _blocks(rows, features, dy.dtype.itemsize, config)
+    blocks = _blocks(rows, features, dy.dtype.itemsize)
     branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
     names = tuple(branches)
 
@@ -87,9 +74,9 @@ def gated_activation_backward(
     return outputs[0], (None if up is None else outputs[1])
 
 
-def _blocks(rows: int, features: int, itemsize: int, config: ElementwiseConfig | None) -> Blocks:
-    config = config or default_elementwise(rows, features, itemsize)
-    return Blocks(rows=rows, features=features, columns=access_columns(config.vectors, itemsize), itemsize=itemsize)
+def _blocks(rows: int, features: int, itemsize: int) -> Blocks:
+    vectors = default_elementwise(rows, features, itemsize).vectors
+    return Blocks(rows=rows, features=features, columns=access_columns(vectors, itemsize), itemsize=itemsize)
 
 
 def _halves(refs, row, columns) -> tuple[Any, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pallas_kernels.ops.gated_activation.api import gated_activation
-from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.elementwise import elementwise_candidates
-from pallas_kernels.spec_builders import array_call, backward_passes, calls, gradients_of, traffic, variants
+from pallas_kernels.spec_builders import array_call, backward_passes, calls, gradients_of, traffic
 from pallas_kernels.specs import Arguments, OpSpec, array_bytes
 
 
@@ -29,16 +28,10 @@ def _operands(gate, up):
     return (gate.reshape(-1, 2, gate.shape[-1] // 2), None) if up is None else (gate.reshape(1, -1), up.reshape(1, -1))
 
 
-def _forward(*, gate, up=None, activation, config):
-    function = get_activation("gated_activation", activation)
-    y = gated_activation_forward(*_operands(gate, up), activation=function, config=config)
-    return (y.reshape(*gate.shape[:-1], -1),)
-
-
-def _backward(*, gate, up=None, activation, cotangents, config=None):
+def _backward(*, gate, up=None, activation, cotangents):
     function, operands = get_activation("gated_activation", activation), _operands(gate, up)
     dy = cotangents[0].reshape(operands[0].shape[0], operands[0].shape[-1])
-    gradients = gated_activation_backward(*operands, dy, activation=function, config=config)
+    gradients = gated_activation_backward(*operands, dy, activation=function)
     return tuple(gradient.reshape(gate.shape) for gradient in gradients if gradient is not None)
 
 
@@ -79,7 +72,4 @@ GATED_ACTIVATION = OpSpec(
     forward_traffic=traffic(read=("gate", "up"), written=("y",), y=_result_bytes),
     backward_traffic=traffic(read=("gate", "up", "y"), written=("gate", "up"), y=_result_bytes),
     backward=backward_passes(mosaic=_backward, xla=gradients_of(gated_activation_reference, "gate", "up")),
-    variants=variants(
-        (_forward, lambda arguments: elementwise_candidates()), (_backward, lambda arguments: elementwise_candidates())
-    ),
 )

@@ -174,7 +174,7 @@ def loss_and_gradients(
 
     hidden: (rows, features), whole groups of rows. labels: (rows,) int32.
     """
-    kept = kept_rows(*hidden.shape) if wants_w and call.config.keeps_logits else 0
+    kept = kept_rows(*hidden.shape) if wants_w else 0
     statistics, logits = logits_statistics(
         hidden, w, call.labels_in_range(labels), terms=call.terms, kept_rows=kept, config=call.config.statistics
     )

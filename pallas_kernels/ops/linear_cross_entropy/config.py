@@ -24,8 +24,7 @@ class LossConfig:
 
     statistics: of the product for the losses. recompute: of the product that computes logits again for their
     gradients. hidden: of the product of a chunk's gradients and w. weight: of their product with the hidden states.
-    chunk: columns of the vocabulary that the backward pass takes at a time, a multiple of 256. keeps_logits: whether
-    the memory of w's gradient, where it is wanted, holds the logits of the first rows; else all are computed twice.
+    chunk: columns of the vocabulary that the backward pass takes at a time, a multiple of 256.
     """
 
     statistics: GemmConfig
@@ -33,7 +32,6 @@ class LossConfig:
     hidden: GemmConfig
     weight: GemmConfig
     chunk: int
-    keeps_logits: bool = True
 
 
 def default_config(rows: int, vocabulary: int, features: int) -> LossConfig:
@@ -88,20 +86,3 @@ def is_preferred(rows: int, vocabulary: int, features: int, *, keeps_gradients: 
     which is more work than XLA's.
     """
     return keeps_gradients and _FEWEST_ROWS <= rows <= features and vocabulary >= _FEWEST_TOKENS
-
-
-def candidates(rows: int, vocabulary: int, features: int) -> dict[str, LossConfig]:
-    """Returns the configurations worth measuring, by name; those named "forward" are for the loss alone, too."""
-    default = default_config(rows, vocabulary, features)
-    plain = GemmConfig()
-    found = {
-        "forward: 128x256": replace(default, statistics=plain),
-        "forward: 128x256 cluster m": replace(default, statistics=GemmConfig(cluster=2)),
-        "forward: 128x128": replace(default, statistics=GemmConfig(tile_n=128, stages=6)),
-        "all logits twice": replace(default, keeps_logits=False),
-        "gradients 128x256": replace(default, hidden=replace(plain, store_columns=32), weight=plain),
-    }
-    tiles = default.chunk // CHUNK_UNIT
-    if tiles > 1:
-        found["half a chunk"] = replace(default, chunk=-(-tiles // 2) * CHUNK_UNIT)
-    return found

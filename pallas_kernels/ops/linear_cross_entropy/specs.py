@@ -8,12 +8,10 @@ from functools import partial
 import jax
 
 from pallas_kernels.ops._products.specs import product_call, weight
-from pallas_kernels.ops.cross_entropy.specs import is_reduced, terms_of
-from pallas_kernels.ops.linear_cross_entropy.api import Call, linear_cross_entropy, loss_and_gradients
-from pallas_kernels.ops.linear_cross_entropy.config import candidates
-from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import logits_statistics
+from pallas_kernels.ops.cross_entropy.specs import is_reduced
+from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
-from pallas_kernels.spec_builders import both_passes, traffic, variants
+from pallas_kernels.spec_builders import both_passes, traffic
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
 
@@ -28,36 +26,6 @@ def _call(hidden, *, vocabulary, **static):
 def _flops(arguments: Arguments, phase: str) -> int:
     """Counts each product once; backward is both passes."""
     return 2 * math.prod(arguments["hidden"].shape) * arguments["w"].shape[1] * (1 if phase == "forward" else 3)
-
-
-def _configs(arguments: Arguments):
-    hidden, w = arguments["hidden"], arguments["w"]
-    return candidates(math.prod(hidden.shape[:-1]), w.shape[1], w.shape[0])
-
-
-def _forward_configs(arguments: Arguments):
-    return {name: config for name, config in _configs(arguments).items() if "forward" in name}
-
-
-def _backward_configs(arguments: Arguments):
-    return _configs(arguments) if is_reduced(arguments) else {}
-
-
-def _prepared(hidden, w, labels, config, arguments):
-    terms, reduction = terms_of(w.shape[1], arguments), arguments.get("reduction", "none")
-    return Call(terms=terms, reduction=reduction, config=config), hidden.reshape(-1, w.shape[0]), labels.reshape(-1)
-
-
-def _loss(*, hidden, w, labels, config, **arguments):
-    call, rows, labels = _prepared(hidden, w, labels, config, arguments)
-    in_range = call.labels_in_range(labels)
-    statistics, _ = logits_statistics(rows, w, in_range, terms=call.terms, kept_rows=0, config=config.statistics)
-    return (call.result(statistics, labels),)
-
-
-def _gradients(*, hidden, w, labels, cotangents, config, **arguments):
-    call, rows, labels = _prepared(hidden, w, labels, config, arguments)
-    return tuple(loss_and_gradients(call, rows, w, labels))
 
 
 def _backward(implementation, arguments, cotangents):
@@ -100,6 +68,5 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     forward_traffic=traffic(read=("hidden", "w")),
     backward_traffic=traffic(read=("hidden", "w"), written=("hidden", "w")),
     backward=_backward,
-    variants=variants((_loss, _forward_configs), (_gradients, _backward_configs)),
     flops=_flops,
 )

@@ -1,10 +1,9 @@
-"""Launch configurations of the kernel: the untuned choice, and the candidates worth measuring."""
+"""Launch configurations of the kernel: which one a call takes, and when it is preferred."""
 
 from __future__ import annotations
 
-from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
-from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
-from pallas_kernels.primitives.gemm.config import EVEN, NARROW, GemmConfig, choose_config, fills
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config, fills
 
 FEWEST_ROWS = 512
 """With fewer rows, the kernel has not been compared with XLA."""
@@ -28,19 +27,3 @@ def is_preferred(rows: int, outputs: int) -> bool:
     On an H200, 14336 features and 4096 outputs: 1.01 times as fast as XLA at 8192 rows, 1.02 at 512.
     """
     return rows >= FEWEST_ROWS and fills(rows, outputs)
-
-
-def candidates(rows: int) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name."""
-    if rows <= MOST_ROWS:
-        whole = {
-            f"{n} columns, 128 deep": GemmConfig(tile_m=64, tile_n=n, tile_k=128, warpgroups=1, stages=16)
-            for n in (64, 128)
-        }
-        return {**whole, **few_rows_candidates()}
-    return {
-        "128x256": GemmConfig(),
-        "128x128": NARROW,
-        "128x256 cluster m": GemmConfig(cluster=2),
-        "128x256 cluster m, even waves": EVEN,
-    }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pallas_kernels.ops._products.norm import as_rows
-from pallas_kernels.ops._products.specs import epilogue, product_call, product_flops, rows_of, weight
+from pallas_kernels.ops._products.specs import epilogue, product_call, product_flops, weight
 from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
-from pallas_kernels.ops.linear_residual_norm.config import candidates
-from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
-from pallas_kernels.spec_builders import both_passes, traffic, variants
+from pallas_kernels.spec_builders import both_passes, traffic
 from pallas_kernels.specs import ArraySpec, OpSpec
 
 
@@ -17,11 +14,6 @@ def _call(x, *, outputs, bias=False):
     residual = ArraySpec(shape=(*x.shape[:-1], outputs), dtype=x.dtype)
     operands = {"x": x, "w": weight(x, outputs), "residual": residual}
     return outputs, operands, epilogue(x, outputs, bias=bias)
-
-
-def _forward(*, x, w, residual, bias=None, config):
-    total, mean_square = linear_residual_norm_forward(as_rows(x), w, bias, as_rows(residual), config=config)
-    return total.reshape(residual.shape), mean_square.reshape(x.shape[:-1])
 
 
 _DIFFERENTIABLE = ("x", "w", "bias", "residual")
@@ -47,6 +39,5 @@ LINEAR_RESIDUAL_NORM = OpSpec(
     forward_traffic=traffic(read=("x", "w", "residual"), written=("residual",)),
     backward_traffic=traffic(read=("x", "w", "residual", "residual"), written=("x", "w", "residual")),
     backward=both_passes(linear_residual_norm, *_DIFFERENTIABLE),
-    variants=variants((_forward, lambda arguments: candidates(rows_of(arguments)))),
     flops=product_flops,
 )

@@ -1,10 +1,10 @@
-"""Launch configurations of the low-rank corrected linear layer: the untuned choice, and candidates worth measuring."""
+"""Launch configurations of the low-rank corrected linear layer: which one a call takes, and when it is preferred."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.primitives.gemm.config import MIXED, GemmConfig, choose_config
+from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config
 
 DEPTH = 64
 """If XLA computes x @ a, ranks are padded with zeros to a multiple of this, the depth of a step of the main loop."""
@@ -47,17 +47,3 @@ def is_preferred(rows: int, outputs: int, features: int, rank: int) -> bool:
     """
     is_large = min(outputs, features) >= _FEWEST_MEASURED and rank <= MOST_RANK_OF_ONE_LAUNCH
     return rows >= _MANY_ROWS or (rows >= _ONE_LAUNCH_ROWS and is_large)
-
-
-def candidates(rows: int, rank: int) -> dict[str, LoraConfig]:
-    """Returns the configurations worth measuring, by name."""
-    cuts = {"128x256": GemmConfig()}
-    if rows >= _MANY_ROWS:
-        cuts["128x256 cluster m"] = GemmConfig(cluster=2)
-    else:
-        cuts["128x128"] = GemmConfig(tile_n=128, stages=6)
-    found = {f"{name}, x @ a before": LoraConfig(product=cut) for name, cut in cuts.items()}
-    if rank <= MOST_RANK_OF_ONE_LAUNCH:
-        cuts = {name: cut for name, cut in cuts.items() if cut.cluster == 1} | {"128x(256+192)": MIXED[1]}
-        found |= {f"{name}, one launch": LoraConfig(product=cut, is_one_launch=True) for name, cut in cuts.items()}
-    return found

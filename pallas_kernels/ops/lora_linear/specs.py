@@ -7,11 +7,9 @@ from dataclasses import replace
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops._products.specs import epilogue, product_call, result_bytes, rows_of, weight
 from pallas_kernels.ops.lora_linear.api import lora_linear
-from pallas_kernels.ops.lora_linear.config import candidates
-from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
-from pallas_kernels.spec_builders import backward_passes, gradients_of, traffic, variants
+from pallas_kernels.spec_builders import backward_passes, gradients_of, traffic
 from pallas_kernels.specs import Arguments, OpSpec, array_bytes
 
 
@@ -30,16 +28,6 @@ def _flops(arguments: Arguments, phase: str) -> int:
     (features, outputs), rank = arguments["w"].shape, arguments["a"].shape[1]
     forward = 2 * rows_of(arguments) * (features * outputs + rank * (features + outputs))
     return forward if phase == "forward" else 2 * forward
-
-
-def _variants(phase, arguments):
-    forward = variants((_forward, lambda a: candidates(rows_of(a), a["a"].shape[1])))
-    return forward(phase, arguments) or {"XLA": _backward}
-
-
-def _forward(*, x, w, a, b, alpha=1.0, bias=None, config):
-    y = lora_linear_forward(as_rows(x), w, a, b, bias, alpha=alpha, config=config)
-    return (y.reshape(*x.shape[:-1], -1),)
 
 
 def _backward(*, x, w, a, b, cotangents, alpha=1.0, bias=None):
@@ -76,6 +64,5 @@ LORA_LINEAR = OpSpec(
         read=("x", "weights", "y"), written=("x", "weights"), weights=_weight_bytes, y=result_bytes()
     ),
     backward=backward_passes(mosaic=_backward, xla=gradients_of(lora_linear_reference, *_DIFFERENTIABLE)),
-    variants=_variants,
     flops=_flops,
 )

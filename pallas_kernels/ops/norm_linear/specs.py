@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from pallas_kernels.ops._products.checks import optional_activation
-from pallas_kernels.ops._products.norm import can_fuse_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     epilogue,
-    flat,
     kept_bytes,
     norm_arguments,
-    normed,
     product_call,
     product_flops,
     result_bytes,
-    rows_of,
     weight,
     with_norm,
 )
-from pallas_kernels.ops.linear.config import candidates
-from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.api import norm_linear
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
-from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, fused_norm_candidates
-from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
-from pallas_kernels.specs import Arguments, OpSpec
+from pallas_kernels.spec_builders import as_taken, both_passes, traffic
+from pallas_kernels.specs import OpSpec
 
 
 @product_call
 def _call(x, *, outputs, norm="rms", scaled=True, mean_square=False, **after):
     norm_part = norm_arguments(x, norm, scaled=scaled, mean_square=mean_square)
     return outputs, {"x": x, "w": weight(x, outputs)}, norm_part, epilogue(x, outputs, **after)
-
-
-def _configs(arguments: Arguments):
-    rows, norm, x = rows_of(arguments), with_norm(arguments)["norm"], arguments["x"]
-    found = {**candidates(rows), **(fused_norm_candidates() if rows <= MOST_FUSED_NORM_ROWS else {})}
-    return {name: c for name, c in found.items() if can_fuse_norm(c, norm, x) == getattr(c, "fuses_norm", False)}
-
-
-def _forward(*, config, **arguments):
-    called = with_norm(arguments)
-    x, norm = called["x"], called["norm"]
-    rows, options = normed(x, norm, is_fused=can_fuse_norm(config, norm, x))
-    options["activation"] = optional_activation("norm_linear", called.get("activation"))
-    operands = (rows, called["w"], called.get("bias"), flat(called.get("residual")))
-    y, _ = linear_forward(*operands, **options, out_dtype=x.dtype, config=config)
-    return (y.reshape(*x.shape[:-1], -1),)
 
 
 _DIFFERENTIABLE = ("x", "w", "bias", *NORM_ARRAYS)
@@ -81,6 +57,5 @@ NORM_LINEAR = OpSpec(
     forward_traffic=traffic(read=("x", "w"), written=("y",), y=result_bytes()),
     backward_traffic=traffic(read=("x", "w", "y", "kept"), written=("x", "w"), y=result_bytes(), kept=kept_bytes),
     backward=both_passes(_FUNCTION, *_DIFFERENTIABLE),
-    variants=variants((_forward, _configs)),
     flops=product_flops,
 )

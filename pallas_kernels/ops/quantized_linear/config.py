@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.few_rows.config import MOST_ROWS, SPLIT_INTEGERS, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.mma_kernel import COLUMNS, IntegerMmaConfig
-from pallas_kernels.primitives.integer_gemm.mma_kernel import MOST_ROWS as MOST_MMA_ROWS
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.integer_gemm.problem import WorkSplit
 from pallas_kernels.primitives.platform import target_device
@@ -69,52 +68,6 @@ def _takes_mma(rows: int, outputs: int, features: int) -> bool:
         return False
     least, most = (share * target_device().core_count for share in _BLOCKS)
     return (least if rows == 1 else 2 * least) <= outputs // COLUMNS <= most
-
-
-def candidates(rows: int, dtype: jnp.dtype) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name."""
-    bits, is_packed = jnp.iinfo(dtype).bits, is_packed_dtype(dtype)
-    found: dict[str, Config] = {}
-    if rows > MOST_ROWS:
-        shallow, deep = {8: (64, 128), 4: (128, 256)}[bits]
-        cuts = (
-            (128, shallow, False),
-            (128, deep, False),
-            (128, deep, True),
-            (256, shallow, False),
-            (256, shallow, True),
-        )
-        for m, depth, in_parts in cuts:
-            name = f"{m} rows, {depth} deep{', in parts' if in_parts else ''}"
-            found[name] = IntegerGemmConfig(rows=m, depth=depth, in_parts=in_parts, stages=12)
-        if bits == 8:
-            found["104 rows, 192 columns, 128 deep, in parts"] = _LOW
-            found["128 rows, 128 deep, in parts, 64 at last"] = replace(_SQUARE, last_rows=64)
-            if rows <= _SHORT:
-                found["256, 192 and 128 rows, 64 deep, in parts"] = _WORK_SPLIT
-            found["256 rows, 64 deep, pairs of blocks, 64 at last"] = _PAIRED
-            found["256 rows, 64 deep, pairs of blocks, 64 at last, groups of 4"] = _PAIRED_LONG
-        return found
-    line = {8: 128, 4: 256}[bits]
-    cuts = (
-        *((64, line, 1, 4), (128, line, 1, 4)),
-        *((64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 1, 4)),
-    )
-    for columns, depth, splits, warpgroups in cuts:
-        name = f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups"
-        found[name] = FewRowsConfig(
-            columns=columns,
-            depth=depth,
-            splits=splits,
-            warpgroups=warpgroups,
-            stages=64,
-            in_parts=is_packed,
-        )
-    if is_packed and rows <= MOST_MMA_ROWS:
-        found["16 columns, by registers"] = _MMA
-    if is_packed:
-        found["64 columns, 256 deep, depth shared by 2, 4 stages"] = SPLIT_INTEGERS
-    return found
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:

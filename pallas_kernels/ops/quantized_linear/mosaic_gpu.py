@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.quantized_linear.config import Config, default_config
+from pallas_kernels.ops.quantized_linear.config import default_config
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
@@ -23,7 +23,6 @@ def quantized_linear_forward(
     *,
     activation: Activation | None,
     out_dtype: jnp.dtype,
-    config: Config | None = None,
 ) -> jax.Array:
     """Returns activation(x @ w + bias) + residual, (rows, outputs) of out_dtype.
 
@@ -31,7 +30,7 @@ def quantized_linear_forward(
     outputs) of out_dtype.
     """
     groups = w.scales.shape[0]
-    config = config or default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype, scale_groups=groups)
+    config = default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype, scale_groups=groups)
     arguments = {
         "epilogue": Epilogue(activation=activation),
         "bias": bias,

@@ -7,18 +7,15 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.checks import optional_activation
 from pallas_kernels.ops._products.norm import as_rows
-from pallas_kernels.ops._products.specs import bench_tags, epilogue, flat, product_call, rows_of
+from pallas_kernels.ops._products.specs import bench_tags, epilogue, product_call, rows_of
 from pallas_kernels.ops.quantized_linear.api import quantized_linear
-from pallas_kernels.ops.quantized_linear.config import candidates
-from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.integer_gemm.packing import SPAN
-from pallas_kernels.spec_builders import as_taken, traffic, variants
+from pallas_kernels.spec_builders import as_taken, traffic
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, array_bytes
 
 
@@ -79,15 +76,6 @@ def _flops(arguments: Arguments, phase: str) -> int:
     return 2 * products * rows_of(arguments) * math.prod(arguments["values"].shape)
 
 
-def _forward(*, config=None, bias=None, activation=None, residual=None, out_dtype=None, **operands):
-    called = _as_called(operands)
-    x, dtype = called["x"], jnp.dtype(out_dtype or called["x"].dtype)
-    function = optional_activation("quantized_linear", activation)
-    arrays = (as_rows(x), called["w"], bias, flat(residual))
-    y = quantized_linear_forward(*arrays, activation=function, out_dtype=dtype, config=config)
-    return (y.reshape(*x.shape[:-1], -1),)
-
-
 def _backward(implementation, arguments, cotangents):
     """Computes the gradient, which is XLA's for all implementations."""
     called = _as_called(arguments)
@@ -130,6 +118,5 @@ QUANTIZED_LINEAR = OpSpec(
     forward_traffic=traffic(read=("x", "weights", "residual"), written=("y",), **_SIZES),
     backward_traffic=traffic(read=("weights", "y", "kept"), written=("x",), **_SIZES),
     backward=_backward,
-    variants=variants((_forward, lambda arguments: candidates(rows_of(arguments), arguments["values"].dtype))),
     flops=_flops,
 )

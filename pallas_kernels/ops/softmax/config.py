@@ -1,4 +1,4 @@
-"""Launch configurations of the softmax kernels: their parameters, the untuned defaults, and the candidates."""
+"""Launch configurations of the softmax kernels: their parameters and the untuned defaults."""
 
 from __future__ import annotations
 
@@ -39,26 +39,3 @@ def default_backward(itemsize: int) -> RowConfig:
     Two rows take 145 registers per thread at 8192 columns; longer rows go to shared memory.
     """
     return RowConfig(register_columns=8192, shared_warpgroups=4, chunk=8192 // itemsize)
-
-
-def forward_candidates(features: int) -> dict[str, RowConfig]:
-    """Returns the configurations worth measuring, by name."""
-    return _candidates(features, DEFAULT_FORWARD.register_columns)
-
-
-def backward_candidates(features: int, itemsize: int) -> dict[str, RowConfig]:
-    """Returns the configurations worth measuring, by name."""
-    candidates = _candidates(features, default_backward(itemsize).register_columns)
-    if features >= 8192 and 2 * features * itemsize <= SHARED_BYTES:
-        for warpgroups in (2, 4):
-            config = RowConfig(register_columns=0, shared_warpgroups=warpgroups)
-            candidates[f"shared {warpgroups} warpgroups"] = config
-    return candidates
-
-
-def _candidates(features: int, longest: int) -> dict[str, RowConfig]:
-    candidates = {"registers": RowConfig(register_columns=features)} if features <= longest else {}
-    for chunk in (2048, 4096):
-        if features > chunk:
-            candidates[f"chunk {chunk}"] = RowConfig(register_columns=0, chunk=chunk)
-    return candidates

@@ -9,9 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.ops.softmax.api import masking_of, softmax
-from pallas_kernels.ops.softmax.config import backward_candidates, forward_candidates
 from pallas_kernels.ops.softmax.forms import FORMS, FUSED
-from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic
@@ -43,15 +41,10 @@ def _rows(*arrays: Any) -> Any:
     return (array.reshape(-1, array.shape[-1]) for array in arrays)
 
 
-def _forward(*, x, config, **arguments):
-    masking, mask = masking_of(x, **arguments)
-    return (softmax_forward(next(_rows(x)), mask, masking=masking, config=config).reshape(x.shape),)
-
-
-def _backward(*, x, cotangents, config=None, axis=-1, **arguments):
+def _backward(*, x, cotangents, axis=-1, **arguments):
     """Runs the backward pass with x in place of the saved weights; the work is the same."""
     masking, _ = masking_of(x, **arguments)
-    return (softmax_backward(*_rows(x, *cotangents), masking=masking, config=config).reshape(x.shape),)
+    return (softmax_backward(*_rows(x, *cotangents), masking=masking).reshape(x.shape),)
 
 
 def _triton_backward(*, x, cotangents, axis=-1, **arguments):
@@ -76,15 +69,10 @@ def _form(*, x, form):
 
 
 def _variants(phase, arguments):
-    features, itemsize = arguments["x"].shape[-1], jnp.dtype(arguments["x"].dtype).itemsize
-    if phase == "backward":
-        candidates = backward_candidates(features, itemsize)
-        return {name: partial(_backward, config=config) for name, config in candidates.items()}
-    found = {name: partial(_forward, config=config) for name, config in forward_candidates(features).items()}
-    if set(arguments) == {"x"}:
-        forms = {name: form for name, form in FORMS.items() if features <= 16384 or name not in FORMS}
-        found |= {f"form: {name}": partial(_form, form=form) for name, form in forms.items() if name != FUSED}
-    return found
+    """Returns the forms that a study compares with the kernel."""
+    if phase == "backward" or set(arguments) != {"x"} or arguments["x"].shape[-1] > 16384:
+        return {}
+    return {f"form: {name}": partial(_form, form=form) for name, form in FORMS.items() if name != FUSED}
 
 
 SOFTMAX = OpSpec(
