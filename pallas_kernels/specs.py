@@ -176,7 +176,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpSpec:
-    """The registry entry of an operation, hashed by identity.
+    """Registry entry of an operation, compared and hashed by identity.
 
     function: the public function, called with the keyword arguments of an `ArgSpec` and `implementation`.
     reference: the same function in plain `jax.numpy`; in float64 it is the oracle.

@@ -125,7 +125,7 @@ def baseline(case: Case) -> dict[str, jax.Array]:
 
 
 def oracle(case: Case) -> dict[str, np.ndarray]:
-    """Computes values and gradients in float64, with the operation's reference."""
+    """Runs the operation's reference in float64, forward and backward."""
 
     def widen(value):
         is_float = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)

@@ -49,10 +49,10 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(str(next(iter(readme)).parsed), encoding="utf-8")
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    run_blocks(page)
+    assert_blocks_run(page)
 
 
-def run_blocks(page):
+def assert_blocks_run(page):
     """Runs the code blocks of a page; raises what the first that fails raises."""
     for example in Document.parse(str(page), *PARSERS):
         try:
@@ -68,7 +68,7 @@ def run_blocks(page):
 def test_a_code_block_that_fails_is_found(block, tmp_path):
     (tmp_path / "page.md").write_text(block, encoding="utf-8")
     with pytest.raises(AssertionError):
-        run_blocks(tmp_path / "page.md")
+        assert_blocks_run(tmp_path / "page.md")
 
 
 def test_every_page_is_linked():

@@ -127,7 +127,7 @@ class Flops:
 
 
 def flops_of(module: Module, computation: Computation, instruction: Instruction) -> Flops:
-    """Counts the FLOPs of an instruction, including those of the computation that it fuses."""
+    """Counts an instruction's FLOPs; a fusion's are those of its computation."""
     operands = [computation.instructions[name].shape for name in instruction.operands]
     match instruction.opcode:
         case "fusion":

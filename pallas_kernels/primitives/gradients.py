@@ -11,7 +11,9 @@ from jax import lax
 
 
 def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns `x.T @ d` for each cotangent d, each a product of its own. x: (rows, features); d: (rows, outputs).
+    """Computes the weight gradient `x.T @ d` of each cotangent d as a separate matrix product.
+
+    x: (rows, features); d: (rows, outputs).
 
     XLA's dot merger makes one product of several that share an operand if one of them is small. It would copy the
     cotangents to one array, and the gradients from the product's result: 0.3 GB for query, key and value of llama3-8b

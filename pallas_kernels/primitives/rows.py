@@ -41,7 +41,7 @@ LOWEST = float(np.finfo(np.float32).min)
 """The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
 SHORT_ROW = 256
-"""The length below which a row is short."""
+"""Rows of fewer columns are short."""
 MANY_ROWS = 8192
 """The number of short rows from which XLA is faster than a kernel that gives each row a warpgroup.
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SLOW = ("attention", "qkv", "norm_linear", "lora", "linear_cross", "gated_linear", "linear", "dropout", "rope")
-"""By what their kernels and references take to compile; the others take less."""
+"""Parts of the names of the tests that compile longest."""
 
 
 def pytest_collection_modifyitems(items):

@@ -24,7 +24,7 @@ with contextlib.suppress(RuntimeError):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The registry's tests operation by operation: one process then finds most references compiled."""
+    """Groups the registry's tests by operation, so that a worker reuses compiled references."""
     places = [i for i, item in enumerate(items) if item.path.name == "test_operations.py"]
     by_operation = sorted((items[i] for i in places), key=lambda item: item.callspec.params["op"].name)
     for place, item in zip(places, by_operation, strict=True):

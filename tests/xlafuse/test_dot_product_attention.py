@@ -69,7 +69,7 @@ def output_and_gradients(function, operands, cotangent):
     return out, *pullback(cotangent)
 
 
-def compared(options, operands):
+def assert_agrees_with_jax(options, operands):
     """Judges output and gradients against `jax.nn` in float64."""
     cotangent = normal(*operands[0].shape, dtype=operands[0].dtype, seed=9)
     ours = output_and_gradients(functools.partial(xlafuse.dot_product_attention, **options), operands, cotangent)
@@ -86,12 +86,12 @@ def compared(options, operands):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_that_of_jax(name):
-    compared(OPTIONS[name], arrays())
+    assert_agrees_with_jax(OPTIONS[name], arrays())
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "both lengths, causal", "window", "all"])
 def test_it_is_that_of_jax_in_16_bits(name):
-    compared(OPTIONS[name], arrays(jnp.bfloat16))
+    assert_agrees_with_jax(OPTIONS[name], arrays(jnp.bfloat16))
 
 
 def test_kernels_are_taken_on_a_gpu():
@@ -126,7 +126,7 @@ def test_signature_is_that_of_jax():
 
 
 def test_queries_beyond_all_windows_average_the_values():
-    compared({"local_window_size": (2, 2)}, arrays(queries=20, keys=6))
+    assert_agrees_with_jax({"local_window_size": (2, 2)}, arrays(queries=20, keys=6))
 
 
 def test_arrays_without_a_batch():

@@ -31,7 +31,7 @@ def losses(logits, labels, where=None):
     return np.where(inside.any(-1), of_rows, 0)
 
 
-def close(ours, expected, dtype=jnp.float32):
+def assert_close(ours, expected, dtype=jnp.float32):
     assert ours.dtype == dtype
     np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=2 * float(jnp.finfo(dtype).eps), atol=2e-6)
 
@@ -39,7 +39,7 @@ def close(ours, expected, dtype=jnp.float32):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_integer_labels(dtype):
     logits = jnp.asarray(LOGITS, dtype)
-    close(softmax_cross_entropy_with_integer_labels(logits, LABELS), losses(logits, LABELS), dtype)
+    assert_close(softmax_cross_entropy_with_integer_labels(logits, LABELS), losses(logits, LABELS), dtype)
     with recorded_choices() as choices:
         jax.eval_shape(softmax_cross_entropy_with_integer_labels, logits, LABELS)
     assert [choice.operation for choice in choices] == ["cross_entropy"]
@@ -49,33 +49,37 @@ def test_integer_labels(dtype):
 def test_labels_of_any_width(dtype):
     logits = GENERATOR.standard_normal((4, 300)).astype(np.float32)
     labels = np.asarray([0, 100, 127, 77], dtype)
-    close(softmax_cross_entropy_with_integer_labels(logits, labels), losses(logits, labels.astype(np.int64)))
+    assert_close(softmax_cross_entropy_with_integer_labels(logits, labels), losses(logits, labels.astype(np.int64)))
 
 
 def test_labels_from_the_end_and_beyond():
     labels = np.asarray([-1, -12, 11, 12, -13, 2**31 - 1, -(2**31)], np.int32)
     ours = softmax_cross_entropy_with_integer_labels(LOGITS[0, :1].repeat(7, 0), labels)
-    close(ours[:3], losses(LOGITS[0, :1].repeat(3, 0), np.asarray([11, 0, 11])))
+    assert_close(ours[:3], losses(LOGITS[0, :1].repeat(3, 0), np.asarray([11, 0, 11])))
     assert np.isnan(ours[3:]).all()
     assert np.isnan(softmax_cross_entropy_with_integer_labels(LOGITS[0, :1], np.asarray([2**32 - 1], np.uint32))).all()
 
 
 def test_other_axes():
-    close(softmax_cross_entropy_with_integer_labels(LOGITS.swapaxes(1, 2), LABELS, axis=1), losses(LOGITS, LABELS))
+    assert_close(
+        softmax_cross_entropy_with_integer_labels(LOGITS.swapaxes(1, 2), LABELS, axis=1), losses(LOGITS, LABELS)
+    )
     wide = LOGITS.reshape(4, 5, 3, 4)
-    close(softmax_cross_entropy_with_integer_labels(wide, LABELS, axis=(2, 3)), losses(LOGITS, LABELS))
+    assert_close(softmax_cross_entropy_with_integer_labels(wide, LABELS, axis=(2, 3)), losses(LOGITS, LABELS))
     turned = wide.transpose(3, 0, 2, 1)
-    close(softmax_cross_entropy_with_integer_labels(turned, LABELS, axis=(2, 0)), losses(LOGITS, LABELS))
-    close(softmax_cross_entropy_with_integer_labels(turned, LABELS, (-2, 0), ROWS), losses(LOGITS, LABELS) * ROWS)
+    assert_close(softmax_cross_entropy_with_integer_labels(turned, LABELS, axis=(2, 0)), losses(LOGITS, LABELS))
+    assert_close(
+        softmax_cross_entropy_with_integer_labels(turned, LABELS, (-2, 0), ROWS), losses(LOGITS, LABELS) * ROWS
+    )
 
 
 def test_where():
-    close(softmax_cross_entropy_with_integer_labels(LOGITS, LABELS, where=ROWS), losses(LOGITS, LABELS) * ROWS)
+    assert_close(softmax_cross_entropy_with_integer_labels(LOGITS, LABELS, where=ROWS), losses(LOGITS, LABELS) * ROWS)
     ours = softmax_cross_entropy_with_integer_labels(LOGITS, LABELS, where=SOME)
-    close(ours, losses(LOGITS, LABELS, SOME))
+    assert_close(ours, losses(LOGITS, LABELS, SOME))
     assert ours[1, 2] == 0
     turned = softmax_cross_entropy_with_integer_labels(LOGITS.swapaxes(1, 2), LABELS, 1, SOME.swapaxes(1, 2))
-    close(turned, losses(LOGITS, LABELS, SOME))
+    assert_close(turned, losses(LOGITS, LABELS, SOME))
 
 
 def test_gradient():
@@ -90,20 +94,20 @@ def test_distributions(axis):
     log_probabilities = -np.stack([losses(LOGITS, np.full((4, 5), k)) for k in range(12)], -1)
     expected = -(labels * log_probabilities).sum(-1)
     moved = [np.moveaxis(each, -1, axis) for each in (LOGITS, labels)]
-    close(softmax_cross_entropy(*moved, axis=axis), expected)
-    close(softmax_cross_entropy(*moved, axis=axis, where=ROWS), np.where(ROWS, expected, 0))
+    assert_close(softmax_cross_entropy(*moved, axis=axis), expected)
+    assert_close(softmax_cross_entropy(*moved, axis=axis, where=ROWS), np.where(ROWS, expected, 0))
 
 
 def test_distributions_over_some_logits():
     labels = np.asarray(jax.nn.one_hot(np.where(SOME.any(-1), SOME.argmax(-1), 0), 12))
     ours = softmax_cross_entropy(LOGITS, labels, where=SOME)
-    close(ours, losses(LOGITS, SOME.argmax(-1), SOME))
+    assert_close(ours, losses(LOGITS, SOME.argmax(-1), SOME))
 
 
 def test_distributions_over_all_axes_and_in_16_bits():
     logits, labels = jnp.asarray(LOGITS[0, 0], jnp.bfloat16), jax.nn.one_hot(3, 12, dtype=jnp.bfloat16)
-    close(softmax_cross_entropy(logits, labels, axis=None), losses(logits, 3), jnp.bfloat16)
-    close(softmax_cross_entropy(logits, labels.astype(jnp.float32)), losses(logits, 3))
+    assert_close(softmax_cross_entropy(logits, labels, axis=None), losses(logits, 3), jnp.bfloat16)
+    assert_close(softmax_cross_entropy(logits, labels.astype(jnp.float32)), losses(logits, 3))
 
 
 @pytest.mark.parametrize(

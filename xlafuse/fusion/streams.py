@@ -37,7 +37,7 @@ def with_streams(graph: Graph, sites: Sequence[Site], implementation: Callable[[
 
 
 def _normalised(site: Site) -> Value | None:
-    """Returns the value that a site computes a norm with a scale of; None for other sites and for norms of a sum."""
+    """Returns the input of the site's norm; None without a norm, or if the norm has no scale or adds a residual."""
     is_norm = site.operation in _NORMS and "scale" in site.arrays and "residual" not in site.arrays
     has_norm = "norm_scale" in site.arrays and "norm_mean_square" not in site.arrays
     if not (is_norm or has_norm) or not is_whole(site.arrays["x"]):
@@ -46,7 +46,7 @@ def _normalised(site: Site) -> Value | None:
 
 
 def _readers(value: Value, site: Site) -> Iterator[Equation]:
-    """Yields the equations outside a site that read a value, also reshaped or cast."""
+    """Yields the equations outside the site that use a value, directly or reshaped or cast."""
     for user in value.users:
         if user.primitive in _SAME:
             yield from _readers(user.outputs[0], site)

@@ -1,4 +1,4 @@
-"""Launch configurations of the kernel: which one a call takes, and when it is preferred."""
+"""Chooses the kernel's launch configuration, and whether a call prefers the kernel to XLA."""
 
 from __future__ import annotations
 
