@@ -32,8 +32,9 @@ def _quick(monkeypatch):
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_every_phase_is_measured(is_scanned):
     phases = ("train", "decode") if is_scanned else PHASES
-    settings = dataclasses.replace(SETTINGS, is_scanned=is_scanned, phases=phases)
-    results = [result for result in bench_model("2x8", settings) if not isinstance(result, str)]
+    settings = dataclasses.replace(SETTINGS, is_scanned=is_scanned)
+    measured = [result for phase in phases for result in bench_model(f"{phase} 2x8", settings)]
+    results = [result for result in measured if not isinstance(result, str)]
     assert [result.phase for result in results] == list(phases)
     for result in results:
         assert result.problems == ()
@@ -113,7 +114,7 @@ def test_peers_take_turns_with_the_strategies(monkeypatch):
     imitation_torch.install(monkeypatch)
     monkeypatch.setitem(PRESETS, "small", GPT)
     settings = dataclasses.replace(SETTINGS, model="small", strategies=(), peers=("torch_compile",), layers=2)
-    for result in bench_model("1x8", settings):
+    for result in (result for phase in PHASES for result in bench_model(f"{phase} 1x8", settings)):
         assert not isinstance(result, str)
         assert result.problems == ()
         assert [(each.name, each.kind) for each in result.candidates] == [
@@ -145,7 +146,7 @@ def test_what_does_not_fit_is_refused_before_it_runs():
 def test_a_program_too_large_is_a_problem(monkeypatch):
     monkeypatch.setattr(model, "least_bytes", lambda *_: 0)
     monkeypatch.setattr(model, "memory_limit", lambda: 1000)
-    (result,) = bench_model("1x8", dataclasses.replace(SETTINGS, phases=("forward",)))
+    (result,) = bench_model("forward 1x8", SETTINGS)
     assert result.candidates == ()
     assert "JAX may use 0.0 GB of this GPU: ask for fewer layers or tokens" in result.problems[0].message
 
@@ -159,12 +160,12 @@ def test_a_wrong_strategy_is_a_problem_and_no_time(monkeypatch):
         return (step if strategy == "xla" else lambda *arguments: 2 * step(*arguments)), costs
 
     monkeypatch.setattr(model, "_compiled", compiled)
-    (result,) = bench_model("1x8", dataclasses.replace(SETTINGS, phases=("forward",)))
+    (result,) = bench_model("forward 1x8", SETTINGS)
     assert [each.name for each in result.candidates] == ["xla"]
     assert "off by 1" in result.problems[0].message
 
 
 def test_no_time_left_is_told():
-    assert list(bench_model("1x8", dataclasses.replace(SETTINGS, phases=("decode",), seconds=-1.0))) == [
-        "tiny decode 1x8: not begun within -1 s"
+    assert list(bench_model("decode 1x8", dataclasses.replace(SETTINGS, until=0.0))) == [
+        "tiny decode 1x8: not begun, the time was up"
     ]

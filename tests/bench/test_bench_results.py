@@ -216,6 +216,31 @@ def test_refusal_and_nothing_measured_are_errors(run):
         run("dies")
 
 
+def test_each_case_of_a_model_has_a_process(tmp_path, monkeypatch):
+    """Wall clock is taken before CUPTI has been in use."""
+    asked = []
+
+    def run_worker(command, folder, *_):
+        asked.append(json.loads((folder / "request.json").read_text())["operations"])
+        write(folder / "results.json", results(shape(op=asked[-1][0])))
+
+    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
+    cases = ["decode 1x8", "train 1x8"]
+    got = supervisor.run(cases, Settings(), tmp_path / "out.json", benchmark="model")
+    assert asked == [["decode 1x8"], ["train 1x8"]]
+    assert [each.op for each in got.shapes] == cases
+    assert load(tmp_path / "out.json") == got
+
+
+def test_why_nothing_was_measured_is_told(tmp_path, monkeypatch):
+    def run_worker(command, folder, *_):
+        write(folder / "results.json", results(left_out=("tiny decode 1x8: too many positions",)))
+
+    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
+    with pytest.raises(BenchError, match="nothing was measured: tiny decode 1x8: too many positions"):
+        supervisor.run(["decode 1x8"], Settings(), tmp_path / "out.json", benchmark="model")
+
+
 def test_memory_is_left_to_pytorch_where_it_runs():
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     with_liger = Settings(peers=("liger",))

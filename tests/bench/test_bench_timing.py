@@ -36,6 +36,16 @@ def test_times_are_sums_over_the_kernels_of_a_call():
     assert result.wall_us > 0
 
 
+def test_wall_clock_is_taken_before_cupti_is_in_use(monkeypatch):
+    happened = []
+    monkeypatch.setattr(timing, "_kernel_records", lambda _, calls: happened.append("cupti") or [("k", 1e-3)] * calls)
+    monkeypatch.setattr(
+        timing._Turn, "measure_wall", lambda turn, _: happened.append("wall") or turn._wall_us.append(1)
+    )
+    time_candidates([candidate("a"), candidate("b")], rounds=2, **NO_WARM_UP)
+    assert happened == ["wall"] * 4 + ["cupti"] * 6
+
+
 @pytest.mark.usefixtures("invented_times")
 def test_sets_of_buffers_take_turns():
     seen = []
@@ -116,9 +126,9 @@ def test_each_round_has_an_order_of_its_own(monkeypatch):
         return [("k", 1e-3)] * calls
 
     monkeypatch.setattr(timing, "_kernel_records", records)
-    time_candidates([candidate(name) for name in "abcd"], rounds=4, calls=1, **NO_WARM_UP)
-    orders = ["".join(seen[i : i + 4]) for i in range(4, 20, 4)]  # before them the choice of a timer
-    assert {"".join(sorted(order)) for order in orders} == {"abcd"}
+    time_candidates([candidate(name) for name in "abcdef"], rounds=4, calls=1, **NO_WARM_UP)
+    orders = ["".join(seen[i : i + 6]) for i in range(6, 30, 6)]  # before them the choice of a timer
+    assert {"".join(sorted(order)) for order in orders} == {"abcdef"}
     assert len(set(orders)) == 4
 
 

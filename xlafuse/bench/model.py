@@ -43,18 +43,17 @@ class ModelSettings:
 
     peers: names from `PEERS`.
     layers: replaces the model's number of layers.
-    seconds: after this time no phase starts, and no strategy or peer is compiled.
+    until: seconds since the epoch after which no phase starts, and no strategy or peer is compiled.
     """
 
     model: str
     strategies: tuple[str, ...]
-    phases: tuple[str, ...] = PHASES
     peers: tuple[str, ...] = ()
     layers: int | None = None
     is_scanned: bool = False
     rounds: int = 5
     calls: int = 4
-    seconds: float = float("inf")
+    until: float = float("inf")
     seed: int = 0
 
 
@@ -75,49 +74,39 @@ class _Chain:
         return result
 
 
-def bench_model(shape: str, settings: ModelSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Times each phase at a shape such as "8x1024", sequences x tokens; yields a str for a phase left out.
+def bench_model(item: str, settings: ModelSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
+    """Times a phase at a shape, sequences x tokens, such as "decode 8x1024"; yields a str if it is left out.
 
     Decoding appends one token to each of that many sequences of that many tokens.
     """
     config = get_decoder(settings.model)
     config = replace(config, layers=settings.layers or config.layers, is_scanned=settings.is_scanned)
-    deadline = time.monotonic() + settings.seconds
-    params = None
-    for phase in settings.phases:
-        title = f"{settings.model} {phase} {shape}"
-        if time.monotonic() > deadline:
-            yield f"{title}: not begun within {settings.seconds:.0f} s"
-        elif refusal := refused(config, shape, phase, memory_limit()):
-            yield f"{title}: {refusal}"
-        else:
-            if params is None:
-                params = Decoder(config).params(jax.random.key(settings.seed))
-            chain = _chain(config, shape, phase, params, settings.seed)
-            if phase == "train":  # donates the weights
-                params = None
-            yield _bench_phase(config, shape, phase, chain, settings, deadline, sampler)
-            del chain
+    phase, shape = item.split()
+    if time.time() > settings.until:
+        yield f"{settings.model} {item}: not begun, the time was up"
+    elif refusal := refused(config, shape, phase, memory_limit()):
+        yield f"{settings.model} {item}: {refusal}"
+    else:
+        yield _bench_phase(config, shape, phase, settings, sampler)
 
 
 def _bench_phase(
     config: DecoderConfig,
     shape: str,
     phase: str,
-    chain: _Chain,
     settings: ModelSettings,
-    deadline: float,
     sampler: Sampler | None,
 ) -> ShapeResult:
     start = time.monotonic()
+    chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
     problems: list[Problem] = []
     measured: dict[str, Measured] = {}
     candidates: list[Candidate] = []
     expected: Any = None
     for name in dict.fromkeys((BASELINE, *settings.strategies, *settings.peers)):
         try:
-            if expected is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"not begun within {settings.seconds:.0f} s")
+            if expected is not None and time.time() > settings.until:
+                raise TimeoutError("not begun, the time was up")
             if name in PEERS:
                 made, found, costs = _of_peer(name, config, phase, chain)
             else:

@@ -1,7 +1,9 @@
 """Runs a benchmark in a worker process and starts a new one if it dies.
 
-One worker measures all operations, since starting JAX and PyTorch takes many seconds. An illegal access, a deadlock or
-a crash of a kernel ends the worker; the next one continues with the next operation. The supervisor itself uses no GPU.
+One worker measures all operations or calls, since starting JAX and PyTorch takes many seconds; but each case of a block
+or model has a worker of its own, because its wall clock must be taken before CUPTI is in use. An illegal access, a
+deadlock or a crash of a kernel ends the worker; the next one continues with the next operation. The supervisor itself
+uses no GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from xlafuse.bench.results import Results, load, merge, write
 from xlafuse.errors import XlafuseError
 
 _POLL_SECONDS = 0.2
+_ALONE = ("block", "model")
+"""Benchmarks whose cases have a process each."""
 WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
 
 
@@ -57,8 +61,8 @@ def run(
     """Measures operations and writes `output` after every shape.
 
     Args:
-        operations: names in `pallas_kernels.REGISTRY`; shapes such as "2x4096" for the block and model benchmarks;
-            calls such as "attention 7" for the choice benchmark.
+        operations: names in `pallas_kernels.REGISTRY`; cases such as "forward 2x4096" for the block and model
+            benchmarks; calls such as "attention 7" for the choice benchmark.
         settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings`, `.choice.ChoiceSettings` or
             `.model.ModelSettings`.
         output: the JSON file.
@@ -76,7 +80,8 @@ def run(
     while remaining:
         with tempfile.TemporaryDirectory(prefix="xlafuse-bench-") as name:
             folder = Path(name)
-            request = {"benchmark": benchmark, "operations": remaining, "settings": asdict(settings)}
+            begun = remaining[:1] if benchmark in _ALONE else remaining
+            request = {"benchmark": benchmark, "operations": begun, "settings": asdict(settings)}
             (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
             keep = partial(_keep, output, parts, kept)
             ended = _run_worker([*worker, name], folder, settings, keep, stall_seconds)
@@ -87,14 +92,17 @@ def run(
             progress = folder / "progress.txt"
             current = progress.read_text(encoding="utf-8") if progress.is_file() else None
         if ended is None:
-            break
+            remaining = remaining[len(begun) :]
+            continue
         if current is None:
             raise BenchError(f"the measuring process {ended} before it began; its own output is above")
         notes.append(f"{current}: the measuring process {ended}")
         remaining = remaining[remaining.index(current) + 1 :]
     results = merge(parts)
     if not results.shapes:
-        raise BenchError(f"nothing was measured: {'; '.join(notes) or 'no shape has such a name, phase or operation'}")
+        reasons = [*notes, *(note for run in results.runs for note in run.left_out)]
+        told = "; ".join(reasons) or "no shape has such a name, phase or operation"
+        raise BenchError(f"nothing was measured: {told}")
     results = _with_notes(results, notes)
     write(output, results)
     return results

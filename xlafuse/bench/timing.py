@@ -2,7 +2,8 @@
 
 CUPTI gives the kernel times, through the extension behind `jax.experimental.mosaic.gpu.profiler.measure`. It records
 every kernel of the process, other frameworks' too. `measure` itself runs each call twice on the same buffers, so that
-small calls would read from the L2 cache. Wall-clock times are taken as well.
+small calls would read from the L2 cache. Wall-clock times are taken as well, before CUPTI is in use: once it has been,
+the host launches more slowly for the rest of the process.
 
 Candidates take turns, so that clocks and temperature are the same for all of them. The order changes from round to
 round, because at the power limit a call's speed depends on the one before it. Each call uses the next of several sets
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ def time_candidates(
 
     Args:
         candidates: what to time; names must differ.
-        rounds: how often the candidates take turns.
+        rounds: how often the candidates take turns, for wall clock and again for GPU time.
         calls: calls of a candidate in each turn.
         warm_up_seconds: least and longest time for which all candidates first take turns until times settle.
 
@@ -126,15 +127,21 @@ def time_candidates(
         except Exception as error:  # a failing candidate must not end the run of the others
             failures[name] = f"{type(error).__name__}: {error}"
 
+    orders = np.random.default_rng(seed=0)
+
+    def take_turns(measure: Callable[[_Turn], None], median_us: Callable[[_Turn], float]) -> None:
+        for i in range(rounds):
+            running = list(turns.values()) if i < _TRIAL_ROUNDS else _without_slow_variants(turns.values(), median_us)
+            for place in orders.permutation(len(running)):
+                attempt(running[place], measure)
+
     for turn in turns.values():  # compiles, if not done yet
         attempt(turn, _Turn.run_once)
-        attempt(turn, _Turn.choose_timer)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
-    orders = np.random.default_rng(seed=0)
-    for i in range(rounds):
-        running = list((turns if i < _TRIAL_ROUNDS else _without_slow_variants(turns)).values())
-        for place in orders.permutation(len(running)):
-            attempt(running[place], lambda turn: turn.measure(calls))
+    take_turns(lambda turn: turn.measure_wall(calls), lambda turn: turn.median_wall_us)
+    for turn in turns.values():
+        attempt(turn, _Turn.choose_timer)
+    take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
         failures=failures,
@@ -143,10 +150,10 @@ def time_candidates(
     )
 
 
-def _without_slow_variants(turns: Mapping[str, _Turn]) -> dict[str, _Turn]:
-    ours = [turn.median_us for turn in turns.values() if turn.candidate.kind in ("implementation", "variant")]
+def _without_slow_variants(turns: Collection[_Turn], median_us: Callable[[_Turn], float]) -> list[_Turn]:
+    ours = [median_us(turn) for turn in turns if turn.candidate.kind in ("implementation", "variant")]
     limit = _FAR_BEHIND * min(ours, default=0.0)
-    return {n: turn for n, turn in turns.items() if turn.candidate.kind != "variant" or turn.median_us <= limit}
+    return [turn for turn in turns if turn.candidate.kind != "variant" or median_us(turn) <= limit]
 
 
 def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tuple[float, bool]:
@@ -191,13 +198,15 @@ class _Turn:
                 raise RuntimeError(f"CUPTI saw no kernel of {self.candidate.name!r}; is another profiler on?")
             self._timer = "cuda_events"
 
-    def measure(self, calls: int) -> None:
+    def measure_wall(self, calls: int) -> None:
         start = time.perf_counter()
         result = None
         for _ in range(calls):
             result = self.call()  # the last result is dropped, so that its memory can be used again
         self.candidate.wait(result)
         self._wall_us.append((time.perf_counter() - start) / calls * 1e6)
+
+    def measure_gpu(self, calls: int) -> None:
         if self._timer == "cuda_events":
             assert self.candidate.event_us is not None
             self._gpu_us += [self.candidate.event_us(self.call) for _ in range(calls)]
@@ -213,8 +222,13 @@ class _Turn:
 
     @property
     def median_us(self) -> float:
-        """Median so far; infinite before the first sample."""
+        """Median GPU time so far; infinite before the first sample."""
         return float(np.median(self._gpu_us)) if self._gpu_us else float("inf")
+
+    @property
+    def median_wall_us(self) -> float:
+        """Median wall clock so far; infinite before the first sample."""
+        return float(np.median(self._wall_us)) if self._wall_us else float("inf")
 
     def timing(self) -> Timing:
         p20, median, p80 = np.percentile(self._gpu_us, (20, 50, 80))

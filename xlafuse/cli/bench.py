@@ -109,9 +109,7 @@ def block(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Start no mode of a shape after this many seconds.")
-    ] = float("inf"),
+    seconds: Annotated[float, typer.Option(metavar="S", help="Start no case after this many seconds.")] = float("inf"),
 ) -> None:
     """Measure a whole transformer block under the fusion strategies, forward only and with the backward pass.
 
@@ -120,7 +118,6 @@ def block(
     with cli_errors():
         from xlafuse.bench.block import MODES, PEERS, BlockSettings
         from xlafuse.bench.text import block_summary
-        from xlafuse.cli.inputs import block_shape
         from xlafuse.models import get_preset
         from xlafuse.strategies import STRATEGIES, get_strategy
 
@@ -133,12 +130,11 @@ def block(
         settings = BlockSettings(
             preset=preset,
             strategies=chosen,
-            modes=names(modes) or MODES,
             peers=names(peers),
             rounds=rounds,
-            seconds=seconds,
+            until=time.time() + seconds,
         )
-        cases = ["x".join(map(str, block_shape((text,)))) for text in names(shapes)]
+        cases = _cases(names(shapes), names(modes) or MODES)
         results = _measured("block", cases, settings, output, block_summary, stall_seconds=200.0)
     raise typer.Exit(0 if _is_complete(results, chosen) else 1)
 
@@ -168,7 +164,7 @@ def model(
     scan: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 5,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="Start no phase, strategy or peer of a shape after this many seconds.")
+        float, typer.Option(metavar="S", help="Start no phase, strategy or peer after this many seconds.")
     ] = float("inf"),
 ) -> None:
     """Measure a whole language model under the fusion strategies: wall clock, tokens a second, compile time, memory.
@@ -178,7 +174,6 @@ def model(
     """
     with cli_errors():
         from xlafuse.bench.model import PEERS, PHASES, ModelSettings, model_summary
-        from xlafuse.cli.inputs import block_shape
         from xlafuse.models.decoder import get_decoder
         from xlafuse.strategies import get_strategy
 
@@ -190,14 +185,13 @@ def model(
         settings = ModelSettings(
             model=preset,
             strategies=names(strategies),
-            phases=names(phases) or PHASES,
             peers=names(peers),
             layers=layers,
             is_scanned=scan,
             rounds=rounds,
-            seconds=seconds,
+            until=time.time() + seconds,
         )
-        cases = ["x".join(map(str, block_shape((text,)))) for text in names(shapes)]
+        cases = _cases(names(shapes), names(phases) or PHASES)
         results = _measured("model", cases, settings, output, model_summary, stall_seconds=300.0)
     raise typer.Exit(0 if _is_complete(results, names(strategies)) else 1)
 
@@ -337,6 +331,17 @@ def _check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise UnknownNameError(what, name, known)
+
+
+def _cases(shapes: Sequence[str], modes: Sequence[str]) -> list[str]:
+    """Returns each mode at each shape, as "forward 2x4096".
+
+    Raises:
+        InputError: a shape is not two numbers.
+    """
+    from xlafuse.cli.inputs import block_shape
+
+    return [f"{mode} {'x'.join(map(str, block_shape((text,))))}" for text in shapes for mode in modes]
 
 
 def _measured(
