@@ -285,6 +285,7 @@ def test_a_window_that_bounds_nothing_is_no_window():
         ({"window": (-1, 0)}, ValueError, "window"),
         ({"window": 1.5}, ValueError, "window"),
         ({"mask": jnp.ones((16, 16))}, TypeError, "boolean"),
+        ({"deterministic": "no"}, TypeError, "deterministic must be True or False"),
         ({"mask": jnp.ones((3, 16), bool)}, ValueError, "broadcast"),
         ({"bias": jnp.ones((16, 16), jnp.int32)}, TypeError, "floating"),
         ({"segment_ids": jnp.zeros((1, 9), jnp.int32)}, ValueError, "segment_ids"),

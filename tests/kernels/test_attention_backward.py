@@ -14,6 +14,7 @@ import pytest
 from products import normal
 
 from pallas_kernels import attention, testing
+from pallas_kernels.ops.attention.backward import fused_launch
 from pallas_kernels.ops.attention.backward.config import backward_config
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
@@ -121,8 +122,9 @@ def check(name, seed, **options):
     return found[seed]
 
 
-def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False):
+def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False, **given):
     operands, dout, arguments = make(name, seed, dtype)
+    arguments |= given
     batch, queries, heads, _ = dout.shape
     dlse = with_dlse * normal(seed + 10, batch, heads, queries, dtype=jnp.float32)
     dynamic = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
@@ -218,7 +220,48 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
         np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
 
 
-def copies(seed):
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    "name",
+    ["causal, two tiles of keys", "causal, more queries", "causal, head size 96", "parts, odd tiles, head size 96"],
+)
+def test_gradients_by_one_kernel_that_need_not_repeat(name, seed, monkeypatch):
+    interpreter_semaphores.extend(monkeypatch)
+    config = replace(backward_config(FUSED[name][0][-1]), fused_parts=2 if "parts" in name else 1)
+    check(name, seed, config=config, deterministic=False)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_shares_that_are_added_in_another_order(seed, monkeypatch):
+    interpreter_semaphores.extend(monkeypatch)
+    draw = count(seed)
+    query, dout = (normal(next(draw), 1, 72, 2, 64) for _ in range(2))
+    key, value = (normal(next(draw), 1, 300, 1, 64) for _ in range(2))
+    (out, lse), _ = reference((query, key, value), dout, jnp.zeros((1, 2, 72)), NOTHING, {})
+    config = replace(backward_config(64), fused_parts=1)
+
+    def gradients(**given):
+        problem, extras = problem_of(query, key, **NOTHING, **given)
+        return attention_backward(query, key, value, out, lse, dout, extras, problem=problem, config=config)[:3]
+
+    def place(block, *, tiles, **others):
+        tile, lane = block_place(block, tiles=tiles, **others)
+        return jnp.where(tile == 0, 0, tiles - tile), lane  # the first one, and then from the last one down
+
+    in_order = gradients()
+    monkeypatch.setattr(fused_launch, "block_place", place)
+    dquery, *others = gradients(deterministic=False)
+    np.testing.assert_allclose(
+        dquery.astype(jnp.float32),
+        in_order[0].astype(jnp.float32),
+        rtol=2**-7,
+        atol=2**-7 * float(jnp.abs(dquery).max()),
+    )
+    for own, other in zip(others, in_order[1:], strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def copies(seed, **given):
     """The gradients by one kernel as a function of two operands, and two of each."""
     draw = count(seed)
     query, dout = (normal(next(draw), 2, 1, 72, 1, 128) for _ in range(2))
@@ -226,7 +269,7 @@ def copies(seed):
     config = replace(backward_config(128), fused_parts=1)
 
     def gradients(query, dout):
-        problem, extras = problem_of(query, key, **NOTHING)
+        problem, extras = problem_of(query, key, **NOTHING, **given)
         lse = jnp.full((1, 1, 72), np.log(136), jnp.float32)
         return attention_backward(query, key, key, query, lse, dout, extras, problem=problem, config=config)[:3]
 
@@ -234,9 +277,10 @@ def copies(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_copies_of_one_kernel_are_one_launch(seed, monkeypatch):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_copies_of_one_kernel_are_one_launch(seed, deterministic, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    gradients, query, dout = copies(seed)
+    gradients, query, dout = copies(seed, deterministic=deterministic)
     together = jax.jit(jax.vmap(gradients))(query, dout)
     # Each copy has two tiles of queries, to which two blocks add.
     assert sorted(counts.values()) == [2] * 4

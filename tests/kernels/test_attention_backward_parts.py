@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
+from pallas_kernels import attention
 from pallas_kernels.ops.attention.backward.config import BackwardConfig, backward_candidates, default_backward
+from pallas_kernels.ops.attention.forward.config import known
 from pallas_kernels.ops.attention.problem import Problem, problem_of
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -83,6 +86,25 @@ def test_blocks_of_few_queries_share_keys(shape, parts, warpgroups):
 def test_keys_are_shared_only_where_all_see_them_all(given):
     assert chosen(1, 64, 4096, 8, 2, 128).queries.parts > 1
     assert chosen(1, 64, 4096, 8, 2, 128, **given).queries.parts == 1
+
+
+@pytest.mark.parametrize(("length", "differs"), [(1280, True), (256, False)])
+def test_only_the_fused_kernel_may_add_in_any_order(length, differs):
+    heads = jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16)
+
+    def traced(**given):
+        """The values, and the gradients."""
+        attend = partial(attention, implementation="mosaic", **given)
+        slopes = jax.grad(lambda *x: attend(*x).sum(dtype=jnp.float32), argnums=(0, 1, 2))
+        with jax.sharding.use_abstract_mesh(MESH):
+            return [str(jax.make_jaxpr(function)(heads, heads, heads)) for function in (attend, slopes)]
+
+    (value, slopes), (own_value, own_slopes) = traced(), traced(deterministic=False)
+    assert value == own_value
+    assert (slopes != own_slopes) == differs
+    assert traced(deterministic=True) == [value, slopes]
+    shape = (2, length, length, 8, 8, 64)
+    assert known(described(*shape)) == known(described(*shape, deterministic=False))
 
 
 def test_parts_divide_the_group_in_every_candidate():

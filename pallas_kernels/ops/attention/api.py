@@ -50,6 +50,7 @@ def attention(
     softcap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    deterministic: bool = True,
     return_residuals: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -82,13 +83,16 @@ def attention(
             the key and the element's position.
         dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; needed if the rate is above 0. Members of a
             `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
+        deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
+            the parts of query's gradient in any order, so that its rounding may differ between runs; gradients of key
+            and value have the same bits nevertheless. "xla" and "cudnn" ignore it: JAX has no option for the order of
+            cuDNN's sums.
         return_residuals: whether to return the scores' log-sum-exp, too.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
-            head sizes 64, 96, 128, 192 and 256, and smaller ones, padded with zeros to the next of these. Gradients
-            have the same bits in every run. Without a gradient, a few queries that see all keys run in
-            `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded for each query head,
-            as in cuDNN, before the sum over the heads of a group.
+            head sizes 64, 96, 128, 192 and 256, and smaller ones, padded with zeros to the next of these. Without a
+            gradient, a few queries that see all keys run in `decode_attention`'s kernel. With few keys, the gradients
+            of key and value are rounded for each query head, as in cuDNN, before the sum over the heads of a group.
             "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, segments, softcap, dropout or
             residuals. Gradients may differ between runs. At 4096 queries they took longer than those of "mosaic", which
             needed 11 % less time with a causal mask and 3 % less without.
@@ -107,6 +111,7 @@ def attention(
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
     bias, mask = optional_arrays("attention", bias=bias, mask=mask)
     is_causal = static_flag("attention", "is_causal", is_causal)
+    deterministic = static_flag("attention", "deterministic", deterministic)
     options: Options = {
         "bias": bias,
         "mask": mask,
@@ -117,6 +122,7 @@ def attention(
         "softcap": softcap,
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
+        "deterministic": deterministic,
     }
     check(query, key, value, **options)
     # A NumPy float would make float64 of what it multiplies, under jax_enable_x64.

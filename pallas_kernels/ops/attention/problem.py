@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class Problem:
     dense: whether a "mask" (int8, 0 hides) or a "bias" array comes with the launch; None: neither.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
+    deterministic: whether gradients have the same bits in every run; only the fused backward kernel asks.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class Problem:
     dropout_rate: float = 0.0
     dense: str | None = None
     bounds_weights: bool = False
+    deterministic: bool = True
 
     @property
     def product(self) -> Products | None:
@@ -106,7 +108,7 @@ def segments_of(segment_ids: Segments) -> tuple[jax.Array, jax.Array]:
 
 
 class Options(TypedDict):
-    """The keyword arguments of `attention` that say what it computes."""
+    """The keyword arguments of `attention` that say what it computes, and whether with the same bits each time."""
 
     bias: jax.Array | None
     mask: jax.Array | None
@@ -117,6 +119,7 @@ class Options(TypedDict):
     softcap: float | None
     dropout_rate: float
     dropout_key: jax.Array | None
+    deterministic: NotRequired[bool]
 
 
 def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> tuple[Problem, Extras]:
@@ -146,6 +149,7 @@ def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> 
         softcap=options["softcap"],
         dropout_rate=rate,
         dense=dense,
+        deterministic=options.get("deterministic", True),
     )
     own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
     words = key_words(dropout_key) if rate and dropout_key is not None else None

@@ -31,12 +31,14 @@ def attention_reference(
     softcap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    deterministic: bool = True,
     return_residuals: bool = False,
 ):
     """See `pallas_kernels.attention`. Keeps all scores in memory, or those of one key head if they are too many.
 
     Computes in float32 (float64 for float64 inputs).
     """
+    del deterministic  # of the kernels
     given = {"bias": bias, "mask": mask, "is_causal": is_causal, "scale": scale, "window": window}
     given |= {"segment_ids": segment_ids, "softcap": softcap}
     batch, queries, heads, _ = query.shape

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.backward.config import backward_candidates
+from pallas_kernels.ops.attention.backward.config import FUSED_ROWS, backward_candidates
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
@@ -32,12 +32,13 @@ def _call(
     documents: int = 0,
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
+    is_atomic: bool = False,
     tags: str = "test",
     **static: Any,
 ) -> ArgSpec:
     """sizes: batch, queries, keys, query heads, key heads and columns of a head.
 
-    documents: the number of segments, packed in order, of about the same length.
+    documents: the number of segments, packed in order, of about the same length. is_atomic: not `deterministic`.
     """
     batch, queries, keys, heads, key_heads, size = sizes
     key = ArraySpec(shape=(batch, keys, key_heads, size), dtype=dtype, fill=fill, deviation=deviation)
@@ -59,8 +60,10 @@ def _call(
         mask and f"mask_{_text(mask, 'x')}",
         bias and f"bias_{_text(bias, 'x')}",
         *(_WORDS.get(k, k) + ("" if v is True else f"_{_text(v)}") for k, v in static.items()),
+        is_atomic and "atomic",
     )
-    return arg_spec(call_name(sizes, dtype, *details), arguments, tags)
+    spec = arg_spec(call_name(sizes, dtype, *details), arguments, tags)
+    return replace(spec, arguments={**spec.arguments, "deterministic": False}) if is_atomic else spec
 
 
 def _text(value: Any, separator: str = "_") -> str:
@@ -107,6 +110,7 @@ _NAMES = ("bias", "mask", "is_causal", "scale", "window", "segment_ids", "softca
 def _problem(arguments: Mapping[str, Any]):
     given: dict[str, Any] = {name: arguments.get(name) for name in _NAMES}
     given |= {"is_causal": bool(given["is_causal"]), "dropout_rate": given["dropout_rate"] or 0.0}
+    given["deterministic"] = arguments.get("deterministic", True)
     return problem_of(arguments["query"], arguments["key"], **given)
 
 
@@ -220,6 +224,9 @@ ATTENTION = OpSpec(
         *calls(_call, (4, 4096, 4096, 32, 8, 128), (2, 4096, 4096, 32, 8, 128), is_causal=True, tags="bench block"),
         _call(1, 16384, 16384, 32, 8, 128, tags="bench"),
         _call(1, 16384, 16384, 32, 8, 128, is_causal=True, tags="bench"),
+        _call(1, 16384, 16384, 32, 8, 128, is_causal=True, is_atomic=True, tags="bench"),
+        *(_call(1, 8192, 8192, 32, 8, 128, is_causal=True, is_atomic=x, tags="bench") for x in (False, True)),
+        *(_call(4, 2048, 2048, 32, 32, 128, is_atomic=x, tags="bench") for x in (False, True)),
         _call(4, 4096, 4096, 32, 8, 64, tags="bench"),
         _call(4, 4096, 4096, 32, 8, 64, is_causal=True, tags="bench"),
         _call(4, 4096, 4096, 16, 4, 256, tags="bench"),
@@ -235,6 +242,9 @@ ATTENTION = OpSpec(
         # A vision transformer's images, and a length that is no whole groups of eight either.
         _call(64, 197, 197, 12, 12, 64, tags="bench"),
         _call(2, 1002, 1002, 32, 8, 128, is_causal=True, tags="bench"),
+        # One backward kernel that adds in any order.
+        *(_call(2, 1280, 1280, 8, 8, n, is_causal=True, is_atomic=True, tags="gpu") for n in FUSED_ROWS),
+        *(_call(2, 1280, 1280, 8, 8, n, is_atomic=True, tags="gpu") for n in FUSED_ROWS),
     ),
     forward_traffic=traffic(read=_READ, written=("query",)),
     # Reads the output, of the queries' shape, and its cotangent, too.

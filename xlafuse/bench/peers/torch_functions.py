@@ -243,8 +243,19 @@ def dot_interaction(features, self_interaction=False):
     return ((features @ features.transpose(-2, -1))[..., first, second],)
 
 
-def attention(query, key, value, is_causal=False, window=None, segment_ids=None, softcap=None, dropout_rate=0.0):
+def attention(
+    query,
+    key,
+    value,
+    is_causal=False,
+    window=None,
+    segment_ids=None,
+    softcap=None,
+    dropout_rate=0.0,
+    deterministic=True,
+):
     """See `pallas_kernels.attention`. PyTorch chooses the fused kernel and draws dropout's mask itself."""
+    del deterministic  # an option of the process
     if window is not None or segment_ids is not None or softcap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no window, segments or softcap but by a dense mask")
     operands = (x.transpose(1, 2) for x in (query, key, value))

@@ -293,7 +293,8 @@ def default_backward(problem: Problem) -> BackwardConfig:
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
-    """The configurations worth measuring, by name. All of them give the same bits each time."""
+    """The configurations worth measuring, by name. Each gives the same bits in every run if the problem is
+    deterministic."""
     two = two_kernels(problem)
     found = {"two kernels": two}
     if two.keys.parts > 1:

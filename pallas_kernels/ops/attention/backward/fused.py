@@ -8,6 +8,11 @@ blocks, the finishers, compute dquery from the sums. A block visits query tiles 
 it waits for, all of which were launched before it: so the first of the running blocks never waits, and none waits for
 ever.
 
+If the problem is not deterministic, a block adds as soon as the first one has stored its share: the first signal is
+that one's, as all others wait for it. Only who stores dquery, the last block or a finisher, waits for all. Each waits
+for some of the blocks that it waits for otherwise, all launched before it (`block_place` numbers a lane's tiles in
+order, in each section), so that none waits for ever here either.
+
 Finishers come last, so that they run where the last round of the others leaves multiprocessors free: of 1024 blocks of
 as much work each, 132 at a time, the last 100 leave 32 multiprocessors free for an eighth of the launch. A second
 kernel behind all of them would take its time in addition.

@@ -62,7 +62,7 @@ def _load_queries(block: Block, n: Any) -> None:
 
 
 def _add_share(block: Block, n: Any) -> None:
-    """Adds the n-th step's share when it is the block's turn, and loads a later step's queries if no other warp does.
+    """Adds the n-th step's share when the block may, and loads a later step's queries if no other warp does.
 
     Without finishers the last block of a query tile stores dquery instead.
     """
@@ -73,13 +73,12 @@ def _add_share(block: Block, n: Any) -> None:
     sums = [launch.part_of(block.outputs.sums, batch, head, query_tile, i) for i in range(WARPGROUPS)]
     is_last = jnp.asarray(block.is_last_of(query_tile, n >= block.full_steps))
 
-    def await_turn():
-        # The key tiles that a query tile sees begin with the first: so many blocks add before this one.
-        plgpu.semaphore_wait(turns.at[turn], block.tile, decrement=False, memory_scope="gpu")
+    def await_others(count):
+        plgpu.semaphore_wait(turns.at[turn], count, decrement=False, memory_scope="gpu")
 
     def fetch():
         # While this step's products are under way.
-        await_turn()
+        await_others(block.tile)
         for i in range(WARPGROUPS):
             plgpu.copy_gmem_to_smem(sums[i], scratch.share.at[slot, i], launch.fetched_of(scratch, slot))
 
@@ -95,7 +94,9 @@ def _add_share(block: Block, n: Any) -> None:
             plgpu.copy_smem_to_gmem(scratch.share.at[slot, i], sums[i], reduction_op=reduction)
 
     def add():
-        await_turn()
+        # The key tiles that a query tile sees begin with the first: so many blocks add before this one.
+        is_ordered = launch.problem.deterministic
+        await_others(block.tile if is_ordered else jnp.minimum(block.tile, 1))
         pl.when(block.tile == 0)(put)
         pl.when(block.tile > 0)(lambda: put("add"))
         # The next block may add when this sum has arrived, not only been read.
