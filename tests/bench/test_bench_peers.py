@@ -130,6 +130,204 @@ def test_liger_refuses_what_it_has_not(monkeypatch):
         liger.module.layer_norm(None)
 
 
+@pytest.fixture
+def quack(monkeypatch):
+    """quack's functions by what they compute."""
+    torch = sys.modules["torch"]
+    functional = torch.nn.functional
+
+    class Function:
+        needs_input_grad = ()
+
+        @classmethod
+        def apply(cls, *arguments):
+            return cls.forward(types.SimpleNamespace(save_for_backward=lambda *_: None), *arguments)
+
+    torch.autograd.Function = Function
+
+    def rmsnorm(x, weight, residual=None, eps=1e-6, prenorm=False):
+        total = x if residual is None else x + residual
+        y = functional.rms_norm(total, x.shape[-1:], weight, eps)
+        return (y, total) if prenorm else y
+
+    def layernorm_fwd(x, weight, bias, eps, return_rstd, return_mean):
+        assert x.ndim == 2
+        assert weight.dtype == bias.dtype == np.float32
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps), None, None
+
+    def gemm_act(a, b, bias=None, activation=None, store_preact=True, tuned=True):
+        assert not store_preact
+        y = a @ b if bias is None else a @ b + bias
+        plain = {"gelu_tanh_approx": lambda x: functional.gelu(x, "tanh"), "silu": functional.silu}
+        gates = {"swiglu": "silu", "geglu": "gelu_tanh_approx"}
+        if activation in gates:
+            return None, plain[gates[activation]](y[:, ::2]) * y[:, 1::2]
+        return None, plain[activation](y)
+
+    def gemm(a, b, bias=None, tuned=True):
+        return a @ b if bias is None else a @ b + bias
+
+    modules = {
+        "quack": {
+            "rmsnorm": rmsnorm,
+            "softmax": lambda x: torch.softmax(x, 1),
+            "cross_entropy": functional.cross_entropy,
+        },
+        "quack.rmsnorm": {"layernorm_fwd": layernorm_fwd, "layernorm_bwd": None},
+        "quack.gemm_interface": {
+            "gemm": gemm,
+            "gemm_act": gemm_act,
+            "gemm_add": lambda a, b, c, bias=None, tuned=True: gemm(a, b, bias) + c,
+        },
+        "quack.linear_cross_entropy": {
+            "chunked_linear_cross_entropy": lambda x, w, labels, tuned, **options: functional.cross_entropy(
+                functional.linear(x, w), labels, **options
+            )
+        },
+    }
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return peers.load("quack")
+
+
+def specs_in_float32(op):
+    for spec in REGISTRY[op].tagged("test"):
+        if not spec.tags & {"empty", "extreme", "long"}:
+            yield replace(spec, arguments={name: wide(value) for name, value in spec.arguments.items()})
+
+
+@pytest.mark.parametrize(
+    ("op", "least"),
+    [
+        ("rms_norm", 3),
+        ("layer_norm", 3),
+        ("softmax", 2),
+        ("cross_entropy", 1),
+        ("linear_cross_entropy", 1),
+        ("linear", 3),
+        ("gated_linear", 1),
+    ],
+)
+def test_quack_computes_the_operation(quack, op, least):
+    agreed = 0
+    for spec in specs_in_float32(op):
+        case = testing.make_case(REGISTRY[op], spec, 2)
+        try:
+            _, first = quack.candidate(op, "forward", [case])
+        except NotImplementedError as error:
+            assert "quack" in str(error)
+            continue
+        expected = _peers_results(case, "forward")
+        assert set(first) == set(expected)
+        for name, value in first.items():
+            error = np.linalg.norm(np.asarray(value) - np.asarray(expected[name]))
+            assert error <= 2e-3 * np.linalg.norm(np.asarray(expected[name])), spec.name
+        agreed += 1
+    assert agreed >= least
+
+
+def test_quack_has_the_gradient_of_weights_in_our_layout(quack, monkeypatch):
+    op = REGISTRY["linear_cross_entropy"]
+    case = testing.make_case(op, next(s for s in specs_in_float32(op.name) if "reduction_mean" in s.name), 1)
+    loss = imitation_torch.tensor(np.float32(0)).requires_grad_()
+    monkeypatch.setitem(quack.module.FUNCTIONS, op.name, lambda **_: (loss,))
+    _, first = quack.candidate(op.name, "backward", [peers.as_trained(case)])
+    assert {name: value.shape for name, value in first.items()} == {
+        f"gradient of {name}": case.arguments[name].shape for name in ("hidden", "w")
+    }
+
+
+def test_quack_refuses_what_it_has_not(quack):
+    with pytest.raises(NotImplementedError, match="quack has no rope"):
+        quack.candidate("rope", "forward", [])
+    with pytest.raises(NotImplementedError, match="in the forward pass"):
+        quack.candidate("linear", "backward", [])
+    with pytest.raises(NotImplementedError, match="a scale and a bias"):
+        quack.module.layer_norm(None)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    """Both libraries by what they compute where there are as many keys as queries."""
+
+    def sides(window, causal):
+        left, right = (None if side is None or side < 0 else side for side in window)
+        assert causal == ((left, right) == (None, 0))
+        return left, right
+
+    def flash_mha(query, key, value, softmax_scale, is_causal, window_size):
+        left, right = sides(window_size, is_causal)
+        length = query.shape[1]
+        window = None if left is right is None else tuple(length if side is None else side for side in (left, right))
+        wide = (array.astype(jnp.float32) for array in (query, key, value))
+        out = jax.nn.dot_product_attention(*wide, scale=softmax_scale, local_window_size=window)
+        return out.astype(query.dtype)
+
+    def flash_attn_func(query, key, value, softmax_scale, causal, window_size, deterministic):
+        deterministic_calls.append(deterministic)
+        arrays = (jnp.asarray(np.asarray(each)) for each in (query, key, value))
+        out = flash_mha(*arrays, softmax_scale=softmax_scale, is_causal=causal, window_size=window_size)
+        return imitation_torch.tensor(np.asarray(out)), None
+
+    deterministic_calls: list[bool] = []
+    for name, members in (
+        ("flash_attn3_jax", {"flash_mha": flash_mha}),
+        ("flash_attn", {}),
+        ("flash_attn.cute", {"flash_attn_func": flash_attn_func}),
+    ):
+        module = types.ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return deterministic_calls
+
+
+def attention_case(queries=96, keys=96, size=128, dtype="float16", **options):
+    query, key = (ArraySpec(shape=(2, n, h, size), dtype=dtype) for n, h in ((queries, 4), (keys, 2)))
+    arguments = {"query": query, "key": key, "value": key, **options}
+    return testing.make_case(REGISTRY["attention"], ArgSpec(name="case", arguments=arguments), 1)
+
+
+@pytest.mark.parametrize("peer", ["fa3", "fa4", "fa4_deterministic"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"is_causal": True, "window": (20, 0)}, {"window": (5, 9)}, {"keys": 40}],
+    ids=["full", "causal", "causal window", "window", "fewer keys"],
+)
+def test_flash_attention_has_our_masks(flash_attention, peer, options):
+    case = attention_case(**options)
+    candidate, first = peers.load(peer).candidate("attention", "forward", [case])
+    assert (candidate.name, candidate.kind) == (peer, "peer")
+    check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
+    assert flash_attention == ([] if peer == "fa3" else [peer == "fa4_deterministic"])
+
+
+def test_flash_attention_three_has_a_gradient_in_jax(flash_attention):
+    case = attention_case(dtype="bfloat16", is_causal=True)
+    _, first = peers.load("fa3").candidate("attention", "backward", [case])
+    expected = _peers_results(case, "backward")
+    check_close(tuple(first[name] for name in expected), tuple(expected.values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float32"}, "no kernel for float32"),
+        ({"size": 64}, "head size 64"),
+        ({"keys": 128, "is_causal": True}, "last query and key"),
+        ({"keys": 128, "window": (3, 3)}, "last query and key"),
+        ({"softcap": 3.0}, "without softcap"),
+        ({"segment_ids": ArraySpec(shape=(2, 96), dtype="int32", fill="sorted")}, "without segment_ids"),
+    ],
+)
+def test_flash_attention_refuses_what_it_has_not(flash_attention, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        peers.load("fa3").candidate("attention", "forward", [attention_case(**options)])
+    with pytest.raises(NotImplementedError, match="fa4 has no softmax"):
+        peers.load("fa4").candidate("softmax", "forward", [])
+
+
 def test_integer_weights_are_compared_with_the_weights_they_stand_for():
     op = REGISTRY["quantized_linear"]
     spec = next(s for s in op.tagged("test") if s.name.endswith("residual"))

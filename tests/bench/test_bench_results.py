@@ -243,10 +243,11 @@ def test_why_nothing_was_measured_is_told(tmp_path, monkeypatch):
 
 def test_memory_is_left_to_pytorch_where_it_runs():
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    with_liger = Settings(peers=("liger",))
-    assert supervisor.worker_environment(with_liger, {})[name] == "false"
+    for peer in ("liger", "fa4_deterministic", "quack"):
+        assert supervisor.worker_environment(Settings(peers=(peer,)), {})[name] == "false"
+    with_liger = Settings(peers=("fa3", "liger"))
     assert supervisor.worker_environment(with_liger, {name: "true"})[name] == "true"
-    assert supervisor.worker_environment(Settings(), {}) == {}
+    assert supervisor.worker_environment(Settings(peers=("fa3",)), {}) == {}
     assert supervisor.worker_environment(Settings(variants=True), {}) == {"MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 

@@ -35,6 +35,10 @@ _PACKAGES = (
     "triton",
     "torch",
     "liger-kernel",
+    "flash-attn3-jax",
+    "flash-attn-4",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
     "numpy",
 )
 

@@ -25,6 +25,10 @@ RIVALS = {
     "cudnn": "cuDNN",
     "cudnn_dense_mask": "cuDNN, dense mask",
     "jax_mosaic": "JAX's Mosaic kernel, f16",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4, deterministic",
+    "quack": "quack",
     "xla_bf16": "XLA, bf16 weights",
 }
 """Rivals by name, with their labels in tables, in the tables' order."""

@@ -27,6 +27,8 @@ from xlafuse.errors import XlafuseError
 _POLL_SECONDS = 0.2
 _ALONE = ("block", "model")
 """Benchmarks whose cases have a process each."""
+_PYTORCH_PEERS = ("torch", "liger", "fa4", "quack")
+"""How the names of peers begin that run in PyTorch."""
 WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
 
 
@@ -41,7 +43,7 @@ def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[st
     ptxas reports the spills and serialized products of each.
     """
     added = {}
-    if any(name.startswith("torch") or name == "liger" for name in getattr(settings, "peers", ())):
+    if any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ())):
         added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if getattr(settings, "variants", False):
         added[ptxas.VARIABLE] = "1"

@@ -27,7 +27,10 @@ from xlafuse.bench.rows import (
 
 _ASIDE = ("cudnn_dense_mask",)
 """Rivals of single shapes, without a column among the means."""
-_PACKAGES = ("jax", "torch", "triton", "liger-kernel", "jax-triton")
+_PACKAGES = (
+    *("jax", "torch", "triton", "liger-kernel", "jax-triton"),
+    *("flash-attn3-jax", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"),
+)
 
 CLOCKS = (
     "MHz: the multiprocessors' clock while the candidates of a shape took turns, median and lowest; W: the board's "

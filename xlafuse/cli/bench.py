@@ -39,7 +39,8 @@ def kernels(
         typer.Option(
             metavar="A,B,C",
             help="Libraries to time in the same run, if they have the operation: torch_compile, "
-            "torch_max_autotune, torch_eager, liger, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask.",
+            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask, "
+            "fa3, fa4, fa4_deterministic.",
         ),
     ] = None,
     peer_megabytes: Annotated[

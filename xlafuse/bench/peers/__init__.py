@@ -29,6 +29,10 @@ _MODULES = {
     "cudnn_dense_mask": "jax_attention",
     "jla": "jla",
     "jax_mosaic": "jax_attention",
+    "fa3": "flash_attention",
+    "fa4": "flash_attention",
+    "fa4_deterministic": "flash_attention",
+    "quack": "quack_kernels",
     "xla_bf16": "xla_bf16",
 }
 PEERS = ("xla", "jax_triton", *_MODULES)
