@@ -101,6 +101,7 @@ def time_candidates(
     *,
     rounds: int = 10,
     calls: int = 4,
+    wall_seconds: float = 0.0,
     warm_up_seconds: tuple[float, float] = (0.3, 1.0),
 ) -> TimingRun:
     """Times candidates against each other on the attached NVIDIA GPU.
@@ -109,11 +110,13 @@ def time_candidates(
         candidates: what to time; names must differ.
         rounds: how often the candidates take turns, for wall clock and again for GPU time.
         calls: calls of a candidate in each turn.
+        wall_seconds: for so long each turn for wall clock keeps calling, as the GPU is idle while the host prepares
+            the first call.
         warm_up_seconds: least and longest time for which all candidates first take turns until times settle.
 
     Returns:
-        Timings over `rounds * calls` calls each. A variant that is far behind after three rounds is timed no further. A
-        candidate that raises is dropped and recorded in `failures`.
+        Timings over at least `rounds * calls` calls each. A variant that is far behind after three rounds is timed no
+        further. A candidate that raises is dropped and recorded in `failures`.
     """
     turns = {candidate.name: _Turn(candidate) for candidate in candidates}
     failures: dict[str, str] = {}
@@ -138,7 +141,7 @@ def time_candidates(
     for turn in turns.values():  # compiles, if not done yet
         attempt(turn, _Turn.run_once)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
-    take_turns(lambda turn: turn.measure_wall(calls), lambda turn: turn.median_wall_us)
+    take_turns(lambda turn: turn.measure_wall(calls, wall_seconds), lambda turn: turn.median_wall_us)
     for turn in turns.values():
         attempt(turn, _Turn.choose_timer)
     take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
@@ -198,13 +201,14 @@ class _Turn:
                 raise RuntimeError(f"CUPTI saw no kernel of {self.candidate.name!r}; is another profiler on?")
             self._timer = "cuda_events"
 
-    def measure_wall(self, calls: int) -> None:
+    def measure_wall(self, calls: int, seconds: float) -> None:
         start = time.perf_counter()
-        result = None
-        for _ in range(calls):
+        result, made = None, 0
+        while made < calls or time.perf_counter() - start < seconds:
             result = self.call()  # the last result is dropped, so that its memory can be used again
+            made += 1
         self.candidate.wait(result)
-        self._wall_us.append((time.perf_counter() - start) / calls * 1e6)
+        self._wall_us.append((time.perf_counter() - start) / made * 1e6)
 
     def measure_gpu(self, calls: int) -> None:
         if self._timer == "cuda_events":

@@ -239,8 +239,8 @@ def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
 
 
 _LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
-"""Lengths for which the fused kernel serves. The longest ones, by head size, are for causal masks, under which blocks
-wait for each other, the more the longer."""
+"""Lengths for which the fused kernel serves. The longest ones, by head size, are for causal masks if gradients are
+deterministic: blocks then wait for each other, the more the longer."""
 _MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
 """Blocks with which the fused kernel, causal and without parts, was faster from `_LEAST` on, by head size."""
 _LONG_ALONE = 1200
@@ -266,7 +266,8 @@ def is_faster_fused(problem: Problem, parts: int) -> bool:
     """Whether there is so much work that the fused kernel is faster; parts: blocks that share a group's heads."""
     masking, size = problem.masking, problem.head_size
     lengths = (masking.queries, masking.keys)
-    if min(lengths) < _LEAST or (masking.is_causal and max(lengths) > _MOST[size]):
+    is_chain = masking.is_causal and problem.deterministic
+    if min(lengths) < _LEAST or (is_chain and max(lengths) > _MOST[size]):
         return False
     blocks = problem.batch * problem.key_heads * -(-masking.keys // FUSED_KEYS)
     has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[size]
