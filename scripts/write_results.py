@@ -81,12 +81,14 @@ def _pages(*, check_only: bool) -> int:
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
     """The pages with the text between their markers replaced."""
     results, counters = load(KEPT), load_counters(COUNTERS)
+    of_h100 = load(KEPT.with_name("kernels-h100.json"))
     blocks = [load(path) for path in sorted(KEPT.parent.glob("block-*.json"), reverse=True)]
     models = [load(path) for path in sorted(KEPT.parent.glob("model-*.json"), reverse=True)]
     tables = {
         README: {"summary": summary(results)},
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
+            "h100": overview(of_h100),
             "limits": shortfall_table(results, counters),
             "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks)
             or "Not measured yet.",
