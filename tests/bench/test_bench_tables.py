@@ -120,7 +120,7 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "DOCS", tmp_path)
     monkeypatch.setattr(script, "PAGES", tuple(tmp_path / path.name for path in script.PAGES))
     monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
-    marked = {"README": ("summary",), "results": ("results", "limits", "block", "models")}
+    marked = {"README": ("summary",), "results": ("results", "limits", "block", "h100", "models")}
     marked |= {"correctness": ("checks",), "kernels": ("coverage",)}
     for page, names in marked.items():
         markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
@@ -128,6 +128,7 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     assert script.main([]) == 2
     assert "expected a file of benchmark results" in capsys.readouterr().err
     write(script.KEPT, results(shape()))
+    write(tmp_path / "kernels-h100.json", results(shape()))
     write(tmp_path / "model-h100.json", results(shape("a model, 2 layers")))
     assert script.main(["--check"]) == 1
     assert script.main([]) == 0
