@@ -35,7 +35,8 @@ TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes
 
 Programs = Mapping[str, jax.stages.Compiled | Exception]
 """The compiled programs of a call by name, or why there is none: XLA's first, the call without a name last."""
-_AHEAD = 4
+_AHEAD = 2
+"""Calls of a thread: with more, the supervisor would wait too long for a result."""
 _LOWERING = threading.Lock()
 """Tracing is Python, which threads do not make faster."""
 _NONE = "None: "
@@ -51,7 +52,7 @@ class ChoiceSettings:
 
     until: no call starts after this time (`time.time`).
     seed: seeds both the drawn calls and their values.
-    jobs: threads that compile calls before they are timed, `_AHEAD` for each.
+    jobs: threads that compile calls before they are timed, `_AHEAD` calls for each.
     """
 
     modes: tuple[str, ...] = MODES
