@@ -20,7 +20,9 @@ from typing import Any
 import jax
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import mapped_mesh_axes
+from pallas_kernels.primitives.settings import usual_promotion
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """The implementation names that callers may pass."""
@@ -147,6 +149,21 @@ def choose(
     raise NotImplementedError(
         f"{operation} cannot run as asked. {'; '.join(refused)}. Pass implementation=None for the best that runs here."
     )
+
+
+def partly_by_xla(
+    kernel: Callable[..., Any], reference: Callable[..., Any], *, forward: bool = False, gradient: bool = False
+) -> Callable[..., Any]:
+    """Returns `kernel`, or a function of the same arrays that runs `reference` in part.
+
+    For calls that name no implementation, where XLA was measured to be faster.
+
+    forward: whether `reference` runs where no gradient is taken. gradient: whether it runs, both ways, where one is.
+    """
+    if forward == gradient:
+        return reference if forward else kernel
+    together, apart = (usual_promotion(reference if is_xla else kernel) for is_xla in (forward, gradient))
+    return differentiated_as(apart, together)
 
 
 def _preferred_order(

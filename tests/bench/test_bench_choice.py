@@ -152,6 +152,30 @@ def test_modes_of_a_call_and_the_time(monkeypatch):
     assert late == f"linear grad {drawn(REGISTRY['linear'], 0, 7).name}: not begun, the time was up"
 
 
+def test_calls_are_compiled_ahead_in_batches_and_timed_as_they_are(monkeypatch, spec):
+    settings, items = ChoiceSettings(jobs=2), [f"linear {n}" for n in range(9)] + ["decode_attention 0"]
+    begun: list[str] = []
+
+    def compiled(op, call, mode, seed):
+        begun.append(call.name)
+        return {"xla": f"{op.name} {call.name[:3]} {mode}"}
+
+    monkeypatch.setattr(choice, "compiled", compiled)
+    ahead = choice.compile_ahead(items, settings)
+    assert next(ahead) == {mode: {"xla": f"linear 0.0 {mode}"} for mode in choice.MODES}
+    assert len(begun) == 2 * 2 * choice._AHEAD
+    *_, ninth, last = ahead
+    assert (ninth["grad"], last) == (
+        {"xla": "linear 0.8 grad"},
+        {"forward": {"xla": "decode_attention 0.0 forward"}},
+    )
+    assert list(choice.compile_ahead(items, ChoiceSettings())) == [{}] * 10
+    assert list(choice.compile_ahead(items, dataclasses.replace(settings, until=0.0))) == [{}] * 10
+    assert len(begun) == 19
+    result = bench_call(get_op("rms_norm"), spec, "forward", SETTINGS, None, {"xla": RuntimeError("no memory")})
+    assert [(p.candidate, p.message) for p in result.problems] == [("xla", "RuntimeError: no memory")]
+
+
 def call(none: float, mosaic: float, xla: float, **more):
     """A result with such times in microseconds."""
     candidates = (
@@ -201,7 +225,8 @@ def invoke(tmp_path, monkeypatch):
     """Runs `xlafuse bench choice` with a worker in this process, whose calls take such times; returns what it wrote."""
 
     def run(*words, times=None):
-        def timed(item, settings, sampler):
+        def timed(item, settings, sampler, programs):
+            assert not programs
             op, _, number = item.partition(" ")
             for mode in settings.modes:
                 yield call(*times[int(number)], op=op, phase=mode, spec=f"{settings.seed}.{number}")

@@ -20,7 +20,7 @@ from pallas_kernels.ops.attention.backward.config import (
     two_kernels,
 )
 from pallas_kernels.ops.attention.few_queries import can_pack, few_queries_forward, has_few_queries, packs_in_place
-from pallas_kernels.ops.attention.forward.config import default_forward, preferred
+from pallas_kernels.ops.attention.forward.config import default_forward, is_mostly_padding, preferred
 from pallas_kernels.ops.attention.problem import Problem, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
@@ -92,6 +92,32 @@ def test_what_is_taken_unasked():
     many = ((2, 1, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
     assert kernels(forward, *many) == {"decode_attention"}
     assert kernels(gradient, *many) == {"attention"}
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_padded_heads_and_few_keys_take_cudnn_unless_differentiated(seed, monkeypatch):
+    api = "pallas_kernels.ops.attention.api"
+    monkeypatch.setattr(f"{api}.cudnn_unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(f"{api}.cudnn_attention", lambda *a, window, **given: attention_reference(*a, **given))
+    shapes = ((2, 16, 4, 72), (2, 24, 2, 72), (2, 24, 2, 72), (1, 4, 16, 24))
+    draws = [
+        jax.random.normal(key, s) for key, s in zip(jax.random.split(jax.random.key(seed), 4), shapes, strict=True)
+    ]
+
+    def loss(query, key, value, bias, implementation=None):
+        out = attention(query, key, value, bias=bias, implementation=implementation)
+        return jnp.sin(cast(jax.Array, out).astype(jnp.float32)).sum()
+
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    assert kernels(loss, *shapes) == set()
+    assert kernels(gradient, *shapes) == {"attention"}
+    assert kernels(loss, *((*shape[:3], 96) for shape in shapes[:3]), shapes[3]) == {"attention"}
+    assert is_mostly_padding(described(size=72, keys=512))
+    assert not is_mostly_padding(described(size=72, keys=513))
+    operands = [array.astype(jnp.bfloat16) for array in draws]
+    got, expected = gradient(*operands), gradient(*operands, "xla")
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=0.1, atol=0.05, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import batch_norm
+from pallas_kernels.ops.batch_norm.api import is_best_forward_by_xla
 from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, RowSplit
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
@@ -105,6 +106,30 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
         assert split.count(jnp.int32(group)) == counts[-1]
     assert sorted(taken) == list(range(split.units))
     assert sum(counts) == rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "by_xla"),
+    [((64, 2048), False), ((65, 2048), True), ((511, 16384), True), ((512, 2048), False), ((512, 2040), True),
+     ((1024, 128), False), ((1827, 12040), True), ((1827, 4096), False), ((400, 12040), True), ((600, 12040), False)],
+)  # fmt: skip
+def test_sizes_at_which_the_forward_pass_alone_is_xla_s(shape, by_xla):
+    assert is_best_forward_by_xla(*shape, itemsize=2) == by_xla
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_forward_pass_by_xla_has_the_kernels_gradient(seed):
+    x, scale, bias = normal(seed, (66, 128)), normal(seed + 1, (128,)), normal(seed + 2, (128,))
+
+    def loss(*arrays, implementation=None):
+        return sum(jnp.sum(jnp.sin(output)) for output in batch_norm(*arrays, implementation=implementation))
+
+    gradient = jax.value_and_grad(loss, (0, 1, 2))
+    assert "gmem" not in str(jax.make_jaxpr(loss)(x, scale, bias))
+    assert "gmem" in str(jax.make_jaxpr(gradient)(x, scale, bias))
+    got, expected = (jax.tree.leaves(gradient(x, scale, bias, implementation=name)) for name in (None, "xla"))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import bias_activation
+from pallas_kernels.ops.bias_activation.api import has_small_blocks
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import ColumnSumConfig, bias_activation_backward
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from pallas_kernels.primitives.elementwise import FOLD_FROM, accesses_a_value, folded_rows
@@ -17,6 +20,37 @@ from pallas_kernels.primitives.elementwise import FOLD_FROM, accesses_a_value, f
 def test_known_values():
     y = bias_activation(jnp.array([[-3.0, 1.0]]), jnp.array([1.0, 1.0]), activation="relu", residual=jnp.ones((1, 2)))
     np.testing.assert_allclose(y, [[1.0, 3.0]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_small"),
+    [((16384, 64), "float32", False), ((16376, 64), "float32", True), ((7553, 136), "float32", True),
+     ((4096, 136), "float32", True), ((4095, 136), "float32", False), ((7553, 192), "float32", False),
+     ((7553, 376), "bfloat16", True), ((7553, 384), "bfloat16", False), ((8192, 136), "float32", False)],
+)  # fmt: skip
+def test_small_blocks(shape, dtype, is_small):
+    x: Any = jax.ShapeDtypeStruct(shape, dtype)
+    bias: Any = jax.ShapeDtypeStruct(shape[1:], dtype)
+    assert has_small_blocks(x, bias) == is_small
+    assert not has_small_blocks(x, None)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("rows", [4, 6])
+def test_many_values_in_few_rows_are_differentiated_by_xla(seed, monkeypatch, rows):
+    monkeypatch.setattr("pallas_kernels.ops.bias_activation.api.MANY_ROWS", 6)
+    monkeypatch.setattr("pallas_kernels.ops.bias_activation.api.MOST_OF_FEW_ROWS", 3 * 256)
+    given = {"dropout_rate": 0.25, "dropout_key": jax.random.key(seed)}
+    x, bias = normal(seed, (rows, 256)), normal(seed + 1, (256,))
+
+    def loss(x, bias, implementation=None):
+        return jnp.sum(jnp.sin(bias_activation(x, bias, residual=x, **given, implementation=implementation)))
+
+    gradient = jax.grad(loss, (0, 1))
+    assert "gmem" in str(jax.make_jaxpr(loss)(x, bias))
+    assert ("gmem" in str(jax.make_jaxpr(gradient)(x, bias))) == (rows == 6)
+    for a, b in zip(gradient(x, bias), gradient(x, bias, "xla"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

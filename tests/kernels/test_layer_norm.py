@@ -161,6 +161,35 @@ def test_defaults_fit_in_shared_memory(features, sums):
                     assert config.blocks_per_core * block_bytes <= 228 * 1024
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("features", "has_scale", "dtype", "by_xla"),
+    [
+        (256, False, "float32", True),
+        (256, True, "float32", False),
+        (272, False, "float32", False),
+        (8200, True, "float32", True),
+        (8200, True, "bfloat16", False),
+        (4096, True, "float32", False),
+    ],
+)
+def test_a_gradient_is_xla_s_where_its_kernel_sums_nothing_or_is_missing(
+    seed, monkeypatch, features, has_scale, dtype, by_xla
+):
+    monkeypatch.setattr("pallas_kernels.ops._norms.apply.MANY_ROWS", 4)
+    x, residual = rows(seed, 4, features).astype(dtype), rows(seed + 1, 4, features).astype(dtype)
+    scale = jnp.ones(features, dtype) if has_scale else None
+
+    def loss(x, implementation=None):
+        return sum(jnp.sum(jnp.sin(a)) for a in layer_norm(x, scale, residual=residual, implementation=implementation))
+
+    assert "gmem" in str(jax.make_jaxpr(loss)(x))
+    assert ("gmem" not in str(jax.make_jaxpr(jax.grad(loss))(x))) == by_xla
+    if by_xla:
+        got, expected = jax.grad(loss)(x), jax.grad(loss)(x, "xla")
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

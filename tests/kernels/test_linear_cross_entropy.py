@@ -13,13 +13,42 @@ from draws import integers, normal
 
 import hlo_analysis
 from pallas_kernels import linear_cross_entropy
-from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk, kept_rows
+from pallas_kernels.ops.linear_cross_entropy.config import (
+    CHUNK_UNIT,
+    chunk_bounds,
+    default_chunk,
+    is_preferred_forward,
+    kept_rows,
+)
 
 
 def arrays(rows=8, features=64, vocabulary=128, dtype=jnp.bfloat16):
     hidden = normal(0, (rows, features), dtype)
     w = (normal(1, (features, vocabulary)) / 8).astype(dtype)
     return hidden, w, integers(2, (rows,), 0, vocabulary)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_many_logits_are_the_kernel_s_unless_differentiated(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.ops.linear_cross_entropy.api.is_preferred_forward", lambda *_: True)
+    hidden, w, labels = arrays()
+
+    def loss(hidden, w, implementation=None):
+        return linear_cross_entropy(hidden, w, labels, reduction="mean", implementation=implementation)
+
+    gradient = jax.grad(loss, (0, 1))
+    assert "gmem" in str(jax.make_jaxpr(loss)(hidden, w))
+    assert "gmem" not in str(jax.make_jaxpr(gradient)(hidden, w))
+    for a, b in zip(gradient(hidden, w), gradient(hidden, w, "xla"), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "is_best"),
+    [(8192, 1408, True), (511, 32768, False), (8192, 1023, False), (512, 16384, True)],
+)
+def test_sizes_at_which_the_kernel_computes_losses_alone(rows, vocabulary, is_best):
+    assert is_preferred_forward(rows, vocabulary) == is_best
 
 
 def test_without_a_gpu_none_is_xla():

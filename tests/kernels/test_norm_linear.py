@@ -9,6 +9,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
+from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.ops.norm_linear import api
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
@@ -29,6 +30,14 @@ def test_without_a_gpu_none_is_xla():
     ):
         with pytest.raises(NotImplementedError, match="Hopper"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "features", "is_best"),
+    [(16, 4096, 8192, True), (17, 4096, 8192, False), (1, 4088, 8192, False), (1, 4096, 8184, False)],
+)
+def test_few_rows_of_a_residual_norm_take_the_kernel_where_it_was_measured(rows, outputs, features, is_best):
+    assert is_preferred(rows, outputs, features) == is_best
 
 
 def test_errors_say_what_is_wrong():

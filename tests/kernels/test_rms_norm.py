@@ -63,8 +63,9 @@ def test_only_the_sum_is_used(seed):
 
 @pytest.mark.usefixtures("interpreter")
 def test_many_short_rows_are_xla_s_unless_differentiated(seed, monkeypatch):
-    monkeypatch.setattr("pallas_kernels.ops._norms.apply.MANY_ROWS_FORWARD", 4)
-    x, scale = rows(seed, 4, 384), rows(seed, 1, 384)[0]
+    monkeypatch.setattr("pallas_kernels.ops._norms.apply.MANY_ROWS", 4)
+    x, scale = rows(seed, 4, 256), rows(seed, 1, 256)[0]
+    longer = jnp.ones((4, 264))
 
     def loss(x, scale, implementation=None):
         return jnp.sum(jnp.sin(rms_norm(x, scale, implementation=implementation)))
@@ -72,6 +73,8 @@ def test_many_short_rows_are_xla_s_unless_differentiated(seed, monkeypatch):
     assert "gmem" not in str(jax.make_jaxpr(loss)(x, scale))
     assert "gmem" in str(jax.make_jaxpr(jax.grad(loss))(x, scale))
     assert "gmem" in str(jax.make_jaxpr(loss)(x[:3], scale))
+    assert "gmem" in str(jax.make_jaxpr(loss)(longer, longer[0]))
+    assert "gmem" not in str(jax.make_jaxpr(loss)(longer.astype("bfloat16"), longer[0]))
     got, expected = (jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)(x, scale, i) for i in (None, "xla"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")

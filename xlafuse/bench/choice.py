@@ -8,8 +8,10 @@ that run take turns with the call that names no implementation. An NVIDIA GPU mu
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +33,12 @@ BAR = 0.98
 TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes=(1e6, 1e9))
 """Limits of the drawn calls; their forward pass takes two microseconds to a millisecond on an H200."""
 
+Programs = Mapping[str, jax.stages.Compiled | Exception]
+"""The compiled programs of a call by name, or why there is none: XLA's first, the call without a name last."""
+_AHEAD = 2
+"""Calls of a thread: with more, the supervisor would wait too long for a result."""
+_LOWERING = threading.Lock()
+"""Tracing is Python, which threads do not make faster."""
 _NONE = "None: "
 _SMALLEST = 2e-3
 """Smallest reference for an array's error (see `candidates.check_close`), the same as in the block benchmark."""
@@ -44,6 +52,7 @@ class ChoiceSettings:
 
     until: no call starts after this time (`time.time`).
     seed: seeds both the drawn calls and their values.
+    jobs: threads that compile calls before they are timed, `_AHEAD` calls for each.
     """
 
     modes: tuple[str, ...] = MODES
@@ -51,6 +60,7 @@ class ChoiceSettings:
     calls: int = 4
     seed: int = 0
     until: float = math.inf
+    jobs: int = 1
 
 
 def drawn(op: OpSpec, seed: int, number: int) -> ArgSpec:
@@ -60,22 +70,59 @@ def drawn(op: OpSpec, seed: int, number: int) -> ArgSpec:
     return replace(call, name=f"{label} {call.name}")
 
 
-def bench_choice(item: str, settings: ChoiceSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
-    """Times each mode of one call, such as "attention 7"; yields a str for a mode that the time limit left out."""
-    name, _, number = item.partition(" ")
-    op = get_op(name)
-    call = drawn(op, settings.seed, int(number))
-    for mode in settings.modes:
-        if mode == "grad" and not op.differentiable:
-            continue
+def compile_ahead(items: Sequence[str], settings: ChoiceSettings) -> Iterator[Mapping[str, Programs]]:
+    """Yields the programs of each call by mode; none if `settings.jobs` is 1, or where the arrays cannot be made.
+
+    While programs compile none is timed, since XLA tries algorithms for products on the GPU.
+    """
+    size = _AHEAD * settings.jobs if settings.jobs > 1 else 1
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        for batch in (items[first : first + size] for first in range(0, len(items), size)):
+            tasks = {
+                (item, mode): pool.submit(compiled, *call, mode, settings.seed)
+                for item in batch
+                for call in [_call(item, settings)]
+                for mode in _modes(call[0], settings)
+                if settings.jobs > 1 and time.time() <= settings.until
+            }
+            wait(tasks.values())
+            for item in batch:
+                yield {
+                    mode: task.result() for (name, mode), task in tasks.items() if name == item and not task.exception()
+                }
+
+
+def bench_choice(
+    item: str, settings: ChoiceSettings, sampler: Sampler | None = None, programs: Mapping[str, Programs] | None = None
+) -> Iterator[ShapeResult | str]:
+    """Times each mode of one call, such as "attention 7"; yields a str for a mode that the time limit left out.
+
+    programs: by mode, those that are compiled already.
+    """
+    op, call = _call(item, settings)
+    for mode in _modes(op, settings):
         if time.time() > settings.until:
             yield f"{op.name} {mode} {call.name}: not begun, the time was up"
             continue
-        yield bench_call(op, call, mode, settings, sampler)
+        yield bench_call(op, call, mode, settings, sampler, (programs or {}).get(mode))
+
+
+def _call(item: str, settings: ChoiceSettings) -> tuple[OpSpec, ArgSpec]:
+    name, _, number = item.partition(" ")
+    return get_op(name), drawn(get_op(name), settings.seed, int(number))
+
+
+def _modes(op: OpSpec, settings: ChoiceSettings) -> list[str]:
+    return [mode for mode in settings.modes if mode != "grad" or op.differentiable]
 
 
 def bench_call(
-    op: OpSpec, call: ArgSpec, mode: str, settings: ChoiceSettings, sampler: Sampler | None = None
+    op: OpSpec,
+    call: ArgSpec,
+    mode: str,
+    settings: ChoiceSettings,
+    sampler: Sampler | None = None,
+    programs: Programs | None = None,
 ) -> ShapeResult:
     """Times one mode of one call after checking its results; failures go into the result's problems."""
     start = time.monotonic()
@@ -86,7 +133,8 @@ def bench_call(
     problems: list[Problem] = []
     try:
         cases = copies(testing.make_case(op, call, settings.seed), sets)
-        candidates = _candidates(op, call, mode, [inputs_of(case, mode) for case in cases], problems)
+        programs = programs or compiled(op, call, mode, settings.seed)
+        candidates = _candidates(programs, [inputs_of(case, mode) for case in cases], problems)
     except Exception as error:  # too little memory is recorded and does not end the run
         problems.append(problem_of("None", error))
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
@@ -107,29 +155,41 @@ def bench_call(
     )
 
 
-def _candidates(
-    op: OpSpec, call: ArgSpec, mode: str, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]
-) -> list[Candidate]:
+def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
+    """Compiles a call with each implementation, and without a name; failures are kept in place of programs."""
+    inputs = inputs_of(testing.make_case(op, call, seed), mode)  # compiles what draws them, too
+    choice = choice_of(op, call.structs())
+    taken = choice.runnable[0]
+    named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
+    programs: dict[str, jax.stages.Compiled | Exception] = {}
+    texts: dict[str, str] = {}
+    for name, implementation in (*named, (f"{_NONE}{taken}", None)):
+        try:
+            with _LOWERING:
+                lowered = jax.jit(callable_of(op, mode, implementation)).lower(*inputs)
+            texts[name] = lowered.as_text()
+            # If None lowers to the program of an implementation, that program is compiled once.
+            same = next((other for other in programs if texts.get(other) == texts[name]), None)
+            run = programs[same] if same and implementation is None else lowered.compile()
+            if name == "xla" != taken and isinstance(run, jax.stages.Compiled):
+                _check_memory(run)
+            programs[name] = run
+        except Exception as error:  # a failing implementation must not end the run of the others
+            programs[name] = error
+    return programs
+
+
+def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]) -> list[Candidate]:
     """Returns the candidates that run and agree with XLA, or with the first one if XLA does not run.
 
     Failures go into `problems`.
     """
-    choice = choice_of(op, call.structs())
-    taken = choice.runnable[0]
-    named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
-    programs: dict[str, tuple[str, jax.stages.Compiled]] = {}
     candidates: list[Candidate] = []
     baseline: Sequence[jax.Array] = ()
-    for name, implementation in (*named, (f"{_NONE}{taken}", None)):
+    for name, run in programs.items():
         try:
-            lowered = jax.jit(callable_of(op, mode, implementation)).lower(*inputs[0])
-            text = lowered.as_text()
-            same = programs.get(taken) if implementation is None else None
-            # If None lowers to the program of the implementation that it takes, that program is compiled once.
-            run = same[1] if same and same[0] == text else lowered.compile()
-            if name == "xla" and name != taken:
-                _check_memory(run)
-            programs[name] = (text, run)
+            if isinstance(run, Exception):
+                raise run
             outputs = jax.block_until_ready(run(*inputs[0]))
             if candidates:
                 check_close(outputs, baseline, of=candidates[0].name, smallest=_SMALLEST)
@@ -138,9 +198,8 @@ def _candidates(
         except Exception as error:  # a failing implementation must not end the run of the others
             problems.append(problem_of(name, error))
             continue
-        candidates.append(
-            Candidate(name=name, kind="implementation" if implementation else "default", call=run, inputs=inputs)
-        )
+        kind = "default" if name.startswith(_NONE) else "implementation"
+        candidates.append(Candidate(name=name, kind=kind, call=run, inputs=inputs))
     return candidates
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pydantic import TypeAdapter
 
 from pallas_kernels import get_op
 from xlafuse.bench.block import BlockSettings, bench_block
-from xlafuse.bench.choice import ChoiceSettings, bench_choice
+from xlafuse.bench.choice import ChoiceSettings, bench_choice, compile_ahead
 from xlafuse.bench.environment import Sampler, environment, sampling
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
 from xlafuse.bench.model import ModelSettings, bench_model, model_lines
@@ -61,10 +62,11 @@ def measure(operations: Sequence[str], settings: AnySettings, folder: Path, samp
     }
     shapes: list[ShapeResult] = []
     left_out: list[str] = []
+    ahead = compile_ahead(operations, settings) if isinstance(settings, ChoiceSettings) else repeat({})
     for name in operations:
         (folder / "progress.txt").write_text(name)
         print(name, flush=True)
-        for result in _results(name, settings, sampler):
+        for result in _results(name, settings, sampler, next(ahead)):
             if isinstance(result, str):
                 left_out.append(result)
                 continue
@@ -80,12 +82,14 @@ def measure(operations: Sequence[str], settings: AnySettings, folder: Path, samp
     return DONE
 
 
-def _results(name: str, settings: AnySettings, sampler: Sampler | None) -> Iterator[ShapeResult | str]:
+def _results(
+    name: str, settings: AnySettings, sampler: Sampler | None, programs: Mapping[str, Any]
+) -> Iterator[ShapeResult | str]:
     match settings:
         case BlockSettings():
             return bench_block(name, settings, sampler)
         case ChoiceSettings():
-            return bench_choice(name, settings, sampler)
+            return bench_choice(name, settings, sampler, programs)
         case ModelSettings():
             return bench_model(name, settings, sampler)
         case Settings():

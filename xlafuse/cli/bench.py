@@ -218,6 +218,7 @@ def choice(
     ] = 0,
     rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
     seconds: Annotated[float, typer.Option(metavar="S", help="Start no call after this many seconds.")] = float("inf"),
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that compile calls ahead.")] = 1,
 ) -> None:
     """Measure whether calls that name no implementation take the fastest one, at random sizes.
 
@@ -236,7 +237,8 @@ def choice(
             if not number.isdecimal():
                 raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
         drawn = [int(number) for number in names(numbers)] or range(count)
-        settings = ChoiceSettings(modes=names(modes) or MODES, rounds=rounds, seed=seed, until=time.time() + seconds)
+        until = time.time() + seconds
+        settings = ChoiceSettings(modes=names(modes) or MODES, rounds=rounds, seed=seed, until=until, jobs=jobs)
         calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
         results = _measured("choice", calls, settings, output, choice_summary)
     raise typer.Exit(0 if is_kept(results) else 1)

@@ -11,22 +11,23 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.ops._norms.backward import default_backward, norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES, preferred_for_rows
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
-SHORT_ROW_FORWARD = 512
-"""Without a residual, many rows shorter than this run XLA's forward pass if no gradient is taken.
+SHORT_ROW_BYTES = 1024
+"""Rows of at most so many bytes are short: a GPU starts 1.6 blocks a nanosecond, which takes as long as it does to read
+and write 1024 bytes for each. The forward kernel has a block a row, XLA's several rows.
 
-RMS norm on an H100, bf16, µs of the kernel and of XLA: 65536x256 41.4 and 24.0, 65536x384 45.1 and 36.1, 2048x256 2.6
-and 2.0. With the gradient the kernels take 104.2, 129.6 and 7.9, XLA 112.8, 174.9 and 10.9.
+RMS norm on an H100, bf16, µs of the kernel and of XLA: 65536x128 41.2 and 10.9, 65536x384 45.1 and 36.1, 65536x512 49.6
+and 47.9, 2048x256 2.6 and 2.0. With the gradient of a scale the kernels take 104.2 at 65536x256, XLA 112.8. Without a
+scale XLA needs one pass for the gradient, too: LayerNorm with a residual, 11696x320, 37.9 and 25.4.
 """
-MANY_ROWS_FORWARD = 1024
+MANY_ROWS = 1024
 """The fewest rows for which that was measured to be faster."""
 
 
@@ -81,7 +82,10 @@ def dispatch_norm(
         "triton": partial(triton_unsupported, x),
         "xla": lambda: None,
     }
-    chosen = choose(norm.name, implementation, support, preferred=partial(preferred_for_rows, x))
+    sums_nothing = scale is None and bias is None
+    is_xla_s = lambda: sums_nothing and residual is None and has_many_short_rows(x)  # noqa: E731
+    preferred = lambda: () if is_xla_s() else preferred_for_rows(x)  # noqa: E731
+    chosen = choose(norm.name, implementation, support, preferred=preferred)
     arrays = (x, scale, bias, residual)
     if chosen == "xla" or x.size == 0:
         return reference(*arrays)
@@ -97,14 +101,20 @@ def dispatch_norm(
             y, total = apply_norm(norm, x, **given, returns_total=returns_total)
         return y if total is None else (y, total)
 
-    if implementation is None and _is_best_forward_by_xla(x, residual):
-        return differentiated_as(kernel, reference)(*varying_alike(arrays))
-    return kernel(*arrays)
+    if implementation is not None:
+        return kernel(*arrays)
+    is_short = has_many_short_rows(x)
+    # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
+    has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
+    best = partly_by_xla(
+        kernel, reference, forward=is_short and residual is None, gradient=has_no_kernel or (is_short and sums_nothing)
+    )
+    return best(*varying_alike(arrays))
 
 
-def _is_best_forward_by_xla(x: jax.Array, residual: jax.Array | None) -> bool:
-    columns = x.shape[-1]
-    return residual is None and columns < SHORT_ROW_FORWARD and x.size >= MANY_ROWS_FORWARD * columns
+def has_many_short_rows(x: jax.Array) -> bool:
+    """Whether XLA is faster at what it computes in one pass: norms without a residual, gradients without a scale."""
+    return x.size >= MANY_ROWS * x.shape[-1] and x.shape[-1] * x.dtype.itemsize <= SHORT_ROW_BYTES
 
 
 def apply_norm(

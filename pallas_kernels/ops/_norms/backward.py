@@ -60,19 +60,11 @@ def norm_backward(
     floating dtype, features >= 128. scale, bias: (features,), or None; of the bias only the dtype counts. words: the
     dropout's key.
     """
-    rows, features = total.shape
+    rows = total.shape[0]
     streams = (total, dy) if dtotal is None else (total, dy, dtotal)
     sums = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}
     if config is None:
-        config = BackwardShape(
-            features=features,
-            itemsize=total.dtype.itemsize,
-            streams=len(streams),
-            gain_bytes=0 if scale is None else scale.dtype.itemsize,
-            sums=len(sums),
-            has_dropout=words is not None,
-            centered=norm.centered,
-        ).default()
+        config = default_backward(norm, total, len(streams), scale, bias, has_dropout=words is not None)
     if config is None:
         return _xla_gradients(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
     blocks = min(rows, target_device().core_count * config.blocks_per_core) if rows > _ROWS_OF_ONE_BLOCK else 1
@@ -91,6 +83,27 @@ def norm_backward(
         dscale=gradients.get("scale"),
         dbias=gradients.get("bias"),
     )
+
+
+def default_backward(
+    norm: Norm,
+    total: jax.Array,
+    streams: int,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    has_dropout: bool = False,
+) -> BackwardConfig | None:
+    """Returns the untuned configuration, or None if XLA computes the gradients. See `BackwardShape` for `streams`."""
+    return BackwardShape(
+        features=total.shape[-1],
+        itemsize=total.dtype.itemsize,
+        streams=streams,
+        gain_bytes=0 if scale is None else scale.dtype.itemsize,
+        sums=(scale is not None) + (bias is not None),
+        has_dropout=has_dropout,
+        centered=norm.centered,
+    ).default()
 
 
 def _total_of_blocks(outputs: dict[str, jax.Array], name: str, index: int, operands: BackwardOperands) -> jax.Array:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import check_operands, check_weight
 from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import label_kinds
-from pallas_kernels.ops.linear_cross_entropy.config import LossConfig, default_config, is_preferred, kept_rows
+from pallas_kernels.ops.linear_cross_entropy.config import (
+    LossConfig,
+    default_config,
+    is_preferred,
+    is_preferred_forward,
+    kept_rows,
+)
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
@@ -79,7 +86,8 @@ def linear_cross_entropy(
             must be multiples of 64, and the vocabulary at least 128.
             "xla": keeps the logits in memory, in hidden's dtype.
             None: "mosaic" where it was measured to be faster (bfloat16, a reduction, at least 512 tokens but no more
-            than features, a vocabulary of at least 32000), else "xla". Pass ("mosaic", "xla") to save memory.
+            than features, a vocabulary of at least 32000; if not differentiated, at least 512 tokens and 2**23 logits),
+            else "xla". Pass ("mosaic", "xla") to save memory.
 
     Returns:
         The losses (...), or a scalar with a reduction; float32 (float64 for float64 hidden states).
@@ -102,9 +110,20 @@ def linear_cross_entropy(
     support = {"mosaic": partial(mosaic_unsupported, hidden, w), "xla": lambda: None}
     keeps_gradients = _keeps_gradients(reduction, hidden.dtype)
     is_best = partial(is_preferred, rows, w.shape[1], w.shape[0], keeps_gradients=keeps_gradients)
-    chosen = choose("linear_cross_entropy", implementation, support, preferred=lambda: ("mosaic",) if is_best() else ())
+    preferred = lambda: ("mosaic",) if is_best() or is_preferred_forward(rows, w.shape[1]) else ()  # noqa: E731
+    chosen = choose("linear_cross_entropy", implementation, support, preferred=preferred)
+    reference = partial(linear_cross_entropy_reference, **options, reduction=reduction)
     if chosen == "xla" or hidden.size == 0:
-        return linear_cross_entropy_reference(hidden, w, labels, **options, reduction=reduction)
+        return reference(hidden, w, labels)
+    kernel = partial(_kernel, options=options, reduction=reduction)
+    by_xla = implementation is None and not is_best()
+    return partly_by_xla(kernel, reference, gradient=by_xla)(*varying_alike((hidden, w, labels)))
+
+
+def _kernel(
+    hidden: jax.Array, w: jax.Array, labels: jax.Array, *, options: dict[str, Any], reduction: Reduction
+) -> jax.Array:
+    rows = labels.size
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
     hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
     is_ignored, is_valid = label_kinds(flat_labels, w.shape[1], options["ignore_index"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config
+from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config, fills
 from pallas_kernels.primitives.platform import target_device
 
 CHUNK_UNIT = 256
@@ -13,6 +13,8 @@ ROW_UNIT = 64
 """Kept rows are all rows or a multiple of this, a warpgroup's rows of a tile."""
 _FEWEST_ROWS, _FEWEST_TOKENS = 512, 32000
 """The smallest sizes for which the kernels are preferred; smaller ones have not been measured."""
+_MANY_LOGITS = 2**23
+"""Logits that do not stay in the L2 cache between XLA's launches."""
 _FEWEST_CHUNKS, _MOST_CHUNKS = 6, 12
 """The number of chunks of a large vocabulary. A chunk's gradients are in memory at once, so chunks must not be large;
 each chunk adds to all of hidden's gradient, so there must not be many."""
@@ -86,3 +88,12 @@ def is_preferred(rows: int, vocabulary: int, features: int, *, keeps_gradients: 
     which is more work than XLA's.
     """
     return keeps_gradients and _FEWEST_ROWS <= rows <= features and vocabulary >= _FEWEST_TOKENS
+
+
+def is_preferred_forward(rows: int, vocabulary: int) -> bool:
+    """Whether the kernel is preferred where no gradient is taken: it never writes the logits.
+
+    Losses of 8192 tokens with 64 features and a vocabulary of 1408 take 18.8 µs on an H100, by XLA 72.8. With more
+    features the product is a larger part: 1.08 times as fast on an H200 with 4096, 1.21 times with 2048.
+    """
+    return rows >= _FEWEST_ROWS and rows * vocabulary >= _MANY_LOGITS and fills(rows, vocabulary)

@@ -48,7 +48,8 @@ def linear_residual_norm(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`.
             "xla": always runs.
-            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, else "xla".
+            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, and for up to 16 rows of
+                8192 features or more and 4096 outputs or more; else "xla".
 
     Returns:
         (total, mean_square): total (..., outputs), of x's dtype; mean_square (...), float32 (float64 for float64 x).
@@ -69,7 +70,7 @@ def linear_residual_norm(
         "linear_residual_norm",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1]) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0]) else (),
     )
     if chosen == "xla" or x.size == 0 or w.size == 0:
         return linear_residual_norm_reference(x, w, residual=residual, bias=bias)
