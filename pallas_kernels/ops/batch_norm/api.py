@@ -12,9 +12,8 @@ from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
-from pallas_kernels.primitives.elementwise import access_columns, elementwise_unsupported
+from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import split_row
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -62,26 +61,20 @@ def batch_norm(
     if chosen == "xla" or x.size == 0:
         return batch_norm_reference(x, scale, bias, epsilon=epsilon)
     operands = varying_alike((x.reshape(-1, x.shape[-1]), scale, bias))
-    by_xla = implementation is None and is_best_forward_by_xla(x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize)
+    by_xla = implementation is None and is_best_forward_by_xla(x.size // x.shape[-1], x.shape[-1])
     kernel, reference = partial(_batch_norm_mosaic, epsilon), partial(batch_norm_reference, epsilon=epsilon)
     y, mean, variance = partly_by_xla(kernel, reference, forward=by_xla)(*operands)
     return y.reshape(x.shape), mean, variance
 
 
-def is_best_forward_by_xla(rows: int, columns: int, itemsize: int) -> bool:
+def is_best_forward_by_xla(rows: int, columns: int) -> bool:
     """Whether XLA's forward pass was measured to be faster than the kernels' three launches.
 
-    Few rows: XLA sums them fast, and three launches take 8 µs however small x is (H100, bf16, µs of the kernels and of
-    XLA: 192x2048 10.2 and 7.9, 512x2048 11.2 and 12.4, 768x128 11.3 and 8.9). Large x whose last columns a block takes
-    in several parts of narrower accesses, one after another, as all others wait (1827x12040 105 and 78). With gradients
-    the kernels are 1.3 to 3 times as fast from 96 rows on.
+    XLA sums few rows fast, and three launches take 8 µs however small x is (H100, bf16, µs of the kernels and of XLA:
+    192x2048 10.2 and 7.9, 512x2048 11.2 and 12.4, 768x128 11.3 and 8.9). With gradients the kernels are 1.3 to 3 times
+    as fast from 96 rows on.
     """
-    if rows <= HELD_ROWS:
-        return False
-    is_small = rows < 512 or (rows < 1024 and rows * columns < 2**20)
-    strip = access_columns(1, itemsize)
-    last_parts = split_row(columns if columns < strip else strip + columns % strip, itemsize, stride=columns)
-    return is_small or (len(last_parts) > 2 and rows * columns * itemsize >= 2**24)
+    return HELD_ROWS < rows < 512 or (512 <= rows < 1024 and rows * columns < 2**20)
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:

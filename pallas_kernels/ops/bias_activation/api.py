@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forward
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
@@ -23,10 +23,6 @@ from pallas_kernels.primitives.elementwise import (
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
-
-MANY_ROWS, MOST_OF_FEW_ROWS = 1024, 3 * 2**19
-"""With fewer rows, a block of the backward kernel has one warpgroup, which takes its rows one after another. With more
-values than this a block has more than six: 120x15752 bf16 takes 18.7 µs with the gradient, by XLA 14.4 (H100)."""
 
 
 @usual_promotion
@@ -63,8 +59,7 @@ def bias_activation(
             features, or rows that fold: a power of two that divides the rows, with 128 values in so many rows. Without
             a bias it needs 128 values.
             "xla": always runs.
-            None: "mosaic" if it can run and not `has_small_blocks`, else "xla". If differentiated, also "xla" for many
-            values in fewer than 1024 rows.
+            None: "mosaic" if it can run and not `has_small_blocks`, else "xla".
 
     Returns:
         y, with x's shape and dtype.
@@ -81,33 +76,30 @@ def bias_activation(
     _check(x, bias, residual)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)
     support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
-    preferred = lambda: () if has_small_blocks(x, bias) else ("mosaic",)  # noqa: E731
+    preferred = lambda: () if has_small_blocks(x, bias, is_plain=words is None) else ("mosaic",)  # noqa: E731
     chosen = choose("bias_activation", implementation, support, preferred=preferred)
-
-    def reference(x, bias, residual, words):
-        return bias_activation_reference(
-            x, bias, activation=activation, dropout_rate=dropout_rate, dropout_key=words, residual=residual
-        )
-
     if chosen == "xla" or x.size == 0:
-        return reference(x, bias, residual, words)
+        return bias_activation_reference(
+            x, bias, activation=activation, dropout_rate=dropout_rate, dropout_key=dropout_key, residual=residual
+        )
     # Without a bias the row length does not matter, and one long row has the fewest unaligned accesses.
     rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
     operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
-    kernel = partial(_bias_activation_mosaic, activation, float(dropout_rate))
-    is_much = bias is not None and rows.shape[0] < MANY_ROWS and x.size > MOST_OF_FEW_ROWS
-    y = partly_by_xla(kernel, reference, gradient=implementation is None and is_much)(*operands)
+    y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), *operands)  # pyright: ignore
     return y.reshape(x.shape)
 
 
-def has_small_blocks(x: jax.Array, bias: jax.Array | None) -> bool:
+def has_small_blocks(x: jax.Array, bias: jax.Array | None, *, is_plain: bool = True) -> bool:
     """Whether starting the kernel takes longer than its work.
 
+    is_plain: without dropout, whose mask XLA computes slowly.
+
     Rows of fewer than 128 values are folded, and the launch before that repeats the bias takes 1 µs. Longer rows may
-    have thousands of blocks of a few hundred bytes, of which a GPU starts 1.6 a nanosecond. On an H100, float32, µs of
-    the kernel and of XLA: 7553x136 6.2 and 3.6, with gradients 14.4 and 10.2; 11680x64 3.3 and 2.9, 10.8 and 9.4.
+    have thousands of blocks of a few hundred bytes, of which a GPU starts 1.6 a nanosecond. On an H100, µs of the
+    kernel and of XLA: 22005x128 bf16 14.6 and 5.8, with gradients 23.9 and 20.5; 7553x136 float32 6.2 and 3.6;
+    11680x64 float32 3.3 and 2.9, but with dropout 14784x64 4.8 and 5.6.
     """
-    if bias is None or x.size == 0:
+    if bias is None or x.size == 0 or not is_plain:
         return False
     sizes = rows, features, itemsize = x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize
     if features < LANES or folded_rows(*sizes) > 1:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
@@ -68,8 +68,8 @@ def cross_entropy(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; a vocabulary of at least
             128.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". For 8192 rows or more of fewer than 256 values, "mosaic" only
-                if a reduction is differentiated, not of float16.
+            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
+                faster; else "xla".
 
     Returns:
         The losses (...), or a scalar with a reduction; float32 (float64 for float64 logits).
@@ -89,27 +89,18 @@ def cross_entropy(
     labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
     options = checked_options("cross_entropy", labels.dtype, ignore_index, label_smoothing, z_loss, reduction)
     support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
-    keeps_gradient = reduction != "none" and logits.dtype != jnp.float16  # float16 needs its loss scale first
-    preferred = ("mosaic",) if keeps_gradient else partial(preferred_for_rows, logits)
-    chosen = choose("cross_entropy", implementation, support, preferred=preferred)
-    reference = partial(cross_entropy_reference, **options, reduction=reduction)
+    chosen = choose("cross_entropy", implementation, support, preferred=partial(preferred_for_rows, logits))
     if chosen == "xla" or logits.size == 0:
-        return reference(logits, labels)
-    kernel = partial(_kernel, options=options, reduction=reduction)
-    by_xla = implementation is None and not preferred_for_rows(logits)
-    return partly_by_xla(kernel, reference, forward=by_xla)(logits, labels)
-
-
-def _kernel(logits: jax.Array, labels: jax.Array, *, options: dict[str, Any], reduction: Reduction) -> jax.Array:
+        return cross_entropy_reference(logits, labels, **options, reduction=reduction)
     vocabulary = logits.shape[-1]
     rows, flat_labels = varying_alike((logits.reshape(-1, vocabulary), labels.reshape(-1)))
-    weights, ignore_index = None, options["ignore_index"]
+    weights = None
     if reduction == "mean":
         weights = jnp.sum(flat_labels != ignore_index, dtype=jnp.int32).reshape(1)
     if labels.dtype != jnp.int32:
         is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
         flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, -1, -2))
-        options = {**options, "ignore_index": -1}
+        options["ignore_index"] = -1
     call = _Call(terms=Terms(vocabulary=vocabulary, **options), is_reduced=reduction != "none")
     loss: jax.Array = _cross_entropy_mosaic(call, rows, flat_labels, weights)  # pyright: ignore
     return loss.reshape(labels.shape) if reduction == "none" else loss
@@ -191,7 +182,7 @@ def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, wei
 
 def _mosaic_fwd(call, logits, labels, weights):
     logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
-    with_gradient = call.is_reduced and logits.dtype != jnp.float16
+    with_gradient = call.is_reduced and logits.dtype != jnp.float16  # float16 needs its loss scale first
     losses, statistics, gradient = cross_entropy_forward(
         logits, labels, weights, terms=call.terms, with_gradient=with_gradient
     )

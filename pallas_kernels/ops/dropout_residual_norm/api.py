@@ -53,7 +53,7 @@ def dropout_residual_norm(
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of fewer than 256 values, where XLA is
+            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
                 faster; else "xla".
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config, fills
+from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config
 
 DEPTH = 64
 """If XLA computes x @ a, ranks are padded with zeros to a multiple of this, the depth of a step of the main loop."""
@@ -46,4 +46,4 @@ def is_preferred(rows: int, outputs: int, features: int, rank: int) -> bool:
     and 14336 outputs), 9 and 33 µs less. The backward pass loses some of that, since it computes x @ a again.
     """
     is_large = min(outputs, features) >= _FEWEST_MEASURED and rank <= MOST_RANK_OF_ONE_LAUNCH
-    return fills(rows, outputs) and (rows >= _MANY_ROWS or (rows >= _ONE_LAUNCH_ROWS and is_large))
+    return rows >= _MANY_ROWS or (rows >= _ONE_LAUNCH_ROWS and is_large)

@@ -55,7 +55,7 @@ def softmax(
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; along the last axis, with
             a size of 128 to 32768 and no mask.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of fewer than 256 values, where XLA is
+            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
                 faster; else "xla".
 
     Returns:
