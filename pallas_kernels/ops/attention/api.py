@@ -86,8 +86,9 @@ def attention(
             `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
             the parts of query's gradient in any order, so that its rounding may differ between runs; gradients of key
-            and value have the same bits nevertheless. "xla" and "cudnn" ignore it: JAX has no option for the order of
-            cuDNN's sums.
+            and value have the same bits nevertheless. Under a causal mask that saves 8 to 14 % of both passes with head
+            size 64 from 8192 queries on, and 1 to 2 % with 128. "xla" and "cudnn" ignore it: JAX has no option for the
+            order of cuDNN's sums.
         return_residuals: whether to return the scores' log-sum-exp, too.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
