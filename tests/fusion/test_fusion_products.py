@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from rewriting import normal
+
+from xlafuse.fusion.binding import Binding, laid_out, transposed
+from xlafuse.fusion.graph import Value
 
 BF16 = jnp.bfloat16
 X, W, B, R = (normal(s, BF16, k) for k, s in enumerate(((2, 16, 64), (64, 128), (128,), (2, 16, 128))))
@@ -88,6 +94,35 @@ def test_attention(sites, name):
     assert sites(function, Q, K, V, told=reports.append) == ["attention"]
     assert reports[0].taken[0].options.items() >= options.items()
     assert reports[0].taken[0].arrays["key"] == "float32[2,16,2,32]"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 3, 0, 2)])
+def test_a_product_of_attentions_result(sites, order):
+    """Its argument is the result, of which attention computes the elements in another order."""
+    reports = []
+
+    def fn(q, k, v, w, b):
+        y = jax.nn.dot_product_attention(q, k, v, implementation="xla").transpose(order)
+        return y.reshape(*y.shape[:2], -1) @ w[: y.shape[2] * y.shape[3]] + b
+
+    w, b = normal((512, 64), BF16, 8) / 16, normal((64,), BF16, 9)
+    arguments = (*(normal((2, 16, heads, 32), BF16, heads) for heads in (4, 4, 4)), w, b)
+    assert sites(fn, *arguments, told=reports.append) == ["attention", "linear"]
+
+
+@pytest.mark.parametrize("parts", [(6, 4), (2, 3, 4), (2, 3, 2, 2)])
+def test_an_argument_is_the_same_of_a_transposed_value(parts):
+    value = np.arange(24).reshape(6, 1, 4)
+
+    def bound(array, order):
+        places = tuple((0, 1, size) for size in array.shape)
+        return Binding(Value(jax.ShapeDtypeStruct(array.shape, array.dtype)), places, parts, order, (24,))
+
+    for axes, order in itertools.product(itertools.permutations(range(3)), itertools.permutations(range(len(parts)))):
+        moved = value.transpose(axes)
+        read = replace(transposed(bound(value, order), axes), places=bound(moved, order).places)
+        expected = laid_out(bound(value, order), value, keeps_missing=True)
+        np.testing.assert_array_equal(laid_out(read, moved, keeps_missing=True), expected)
 
 
 @pytest.mark.parametrize("name", ["jax", "jax, causal"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -61,6 +61,24 @@ def order_of(binding: Binding) -> tuple[int, ...]:
     sizes = zip(binding.places, binding.value.shape, strict=True)
     whole = all((start, step, size) == (0, 1, length) for (start, step, size), length in sizes)
     return binding.order if whole and binding.parts == binding.value.shape and not binding.missing else ()
+
+
+def transposed(binding: Binding, order: Sequence[int]) -> Binding:
+    """Returns how the argument lies in the value with its axes in this order; `value` and `places` are left to set."""
+    parts, groups = list(enumerate(binding.parts)), []
+    for length in binding.value.shape:  # the parts that each axis is split to
+        group: list[int] = []
+        while parts and length % parts[0][1] == 0 and length > 1:
+            at, size = parts.pop(0)
+            group.append(at)
+            length //= size
+        groups.append(group)
+    moved = [at for axis in order for at in groups[axis]]
+    return replace(
+        binding,
+        parts=tuple(binding.parts[at] for at in moved),
+        order=tuple(moved.index(at) for at in binding.order),
+    )
 
 
 def laid_out(binding: Binding, array: Any, *, keeps_missing: bool) -> jax.Array:

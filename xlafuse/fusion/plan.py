@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from xlafuse.fusion.binding import Binding, constant_argument, is_permuted, is_whole
+from xlafuse.fusion.binding import Binding, constant_argument, is_permuted, is_whole, transposed
 from xlafuse.fusion.combine import combined
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, is_free
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
@@ -377,14 +377,21 @@ def _computing(value: Value, results: set[Value]) -> Equation | None:
 
 
 def _read_as_result(binding: Binding, maker: Site) -> Binding | None:
-    """Returns the argument as the result of the site that computes it, if that is the whole value reshaped."""
+    """Returns the argument as the result of the site that computes it, if that is the whole value in another layout."""
+    sizes = zip(binding.places, binding.value.shape, strict=True)
+    if any((a, b, size or 1) != (0, 1, length) for (a, b, size), length in sizes):
+        return None
     for result in maker.results:
         value = result
         while value is not binding.value and value.primitive == "reshape" and value.equation is not None:
             value = value.equation.inputs[0]
-        sizes = zip(binding.places, binding.value.shape, strict=True)
-        if value is binding.value and all((a, b, size or 1) == (0, 1, length) for (a, b, size), length in sizes):
-            return replace(binding, value=result, places=tuple((0, 1, size) for size in result.shape))
+        order = tuple(range(len(value.shape)))
+        while value is not binding.value and value.primitive == "transpose" and value.equation is not None:
+            order = tuple(value.equation.params["permutation"][axis] for axis in order)
+            value = value.equation.inputs[0]
+        if value is binding.value:
+            places = tuple((0, 1, size) for size in result.shape)
+            return replace(transposed(binding, order), value=result, places=places)
     return None
 
 
