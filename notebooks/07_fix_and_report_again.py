@@ -259,9 +259,10 @@ with kernels.recorded_choices() as choices:
 print(f"{choices[-1].operation}: {choices[-1].taken}, of {choices[-1].runnable}")
 
 # %% [markdown]
-# XLA, though the kernel would run. The kernel keeps the logits of as many tokens as there are features (2048 of 8192
-# here), and computes the others twice, which was measured to be slower. But time is not the only cost. Ask for the
-# kernel by name, and look at the memory of this part of the program:
+# The record names the kernel, which a loss alone takes. With the gradient, as here, XLA runs: the kernel keeps the
+# logits of as many tokens as there are features (2048 of 8192 here), and computes the others twice, which was measured
+# to be slower. But time is not the only cost. Ask for the kernel by name, and look at the memory of this part of the
+# program:
 
 # %%
 asked = capture(lean_cross_entropy, *loss_arguments, target="h200", mode="grad")

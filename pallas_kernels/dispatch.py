@@ -49,6 +49,8 @@ Support = Callable[[], str | None]
 class Choice:
     """The implementation chosen for one call of an operation, and why the others were not.
 
+    A call that runs partly by XLA (see `partly_by_xla`) is recorded with its kernel.
+
     order: the requested or preferred names, in the order tried; the first that can run is taken.
     reasons: for each implementation of the operation, why it cannot run here, or None if it can.
     where: file and line of the call, in code that belongs neither to JAX nor to this package.
