@@ -108,7 +108,7 @@ def segments_of(segment_ids: Segments) -> tuple[jax.Array, jax.Array]:
 
 
 class Options(TypedDict):
-    """The keyword arguments of `attention` that say what it computes, and whether with the same bits each time."""
+    """The keyword arguments of `attention`, but for `return_residuals` and `implementation`."""
 
     bias: jax.Array | None
     mask: jax.Array | None

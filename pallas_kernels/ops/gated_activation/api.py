@@ -17,7 +17,7 @@ from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_un
 from pallas_kernels.primitives.settings import usual_promotion
 
 MANY_VALUES = 2**20
-"""From so many values on memory is the limit, and activations without an exponential leave no arithmetic to save: on an
+"""From this size on memory is the limit, and an activation without an exponential leaves no arithmetic to save: on an
 H100 232x6720 float32 takes 6.9 µs, XLA's forward pass 6.3. With gradients the kernels take 14.7, XLA 15.4."""
 
 
