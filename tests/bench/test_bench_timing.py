@@ -47,6 +47,20 @@ def test_wall_clock_is_taken_before_cupti_is_in_use(monkeypatch):
 
 
 @pytest.mark.usefixtures("invented_times")
+def test_a_turn_for_wall_clock_lasts_as_long_as_asked(monkeypatch):
+    clock, called = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call(x):
+        clock[0] += 0.01
+        called.append(x)
+
+    run = time_candidates([candidate(call=call)], rounds=1, calls=2, wall_seconds=0.095, **NO_WARM_UP)
+    assert len(called) == 1 + 10 + 2 + 2  # compiles, wall clock, choice of a timer, kernels
+    assert run.timings["a"].wall_us == pytest.approx(1e4)
+
+
+@pytest.mark.usefixtures("invented_times")
 def test_sets_of_buffers_take_turns():
     seen = []
     time_candidates([candidate(call=lambda x: seen.append(float(x)))], rounds=2, calls=3, **NO_WARM_UP)

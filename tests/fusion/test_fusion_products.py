@@ -99,15 +99,14 @@ def test_attention(sites, name):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 3, 0, 2)])
 def test_a_product_of_attentions_result(sites, order):
     """Its argument is the result, of which attention computes the elements in another order."""
-    reports = []
 
     def fn(q, k, v, w, b):
         y = jax.nn.dot_product_attention(q, k, v, implementation="xla").transpose(order)
         return y.reshape(*y.shape[:2], -1) @ w[: y.shape[2] * y.shape[3]] + b
 
     w, b = normal((512, 64), BF16, 8) / 16, normal((64,), BF16, 9)
-    arguments = (*(normal((2, 16, heads, 32), BF16, heads) for heads in (4, 4, 4)), w, b)
-    assert sites(fn, *arguments, told=reports.append) == ["attention", "linear"]
+    arguments = (*(normal((2, 16, 4, 32), BF16, seed) for seed in (4, 5, 6)), w, b)
+    assert sites(fn, *arguments) == ["attention", "linear"]
 
 
 @pytest.mark.parametrize("parts", [(6, 4), (2, 3, 4), (2, 3, 2, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +202,19 @@ def test_a_gradient_is_xla_s_where_its_kernel_sums_nothing_or_is_missing(
 def test_arguments_that_do_not_belong_together(arguments, message):
     with pytest.raises(ValueError, match=message):
         layer_norm(jnp.ones((2, 256)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("features", "centered", "taken"),
+    [(1024, False, (1, 3, 4)), (2048, True, (2, 2, 3)), (4096, False, (4, 2, 2)), (4096, True, (2, 2, 2)),
+     (6144, False, (2, 2, 2))],
+)  # fmt: skip
+def test_few_rows_are_in_flight_without_a_residual(features, centered, taken):
+    """(warpgroups, blocks, stages), as measured: TUNING.md."""
+    shape = BackwardShape(features=features, itemsize=2, streams=2, gain_bytes=2, sums=1 + centered, centered=centered)
+    config = shape.default()
+    assert config is not None
+    assert (config.warpgroups, config.blocks_per_core, config.steps) == taken
+    with_residual = replace(shape, streams=3).default()
+    assert with_residual is not None
+    assert with_residual.steps >= config.steps

@@ -36,7 +36,7 @@ TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes
 Programs = Mapping[str, jax.stages.Compiled | Exception]
 """The compiled programs of a call by name, or why there is none: XLA's first, the call without a name last."""
 _AHEAD = 2
-"""Calls of a thread: with more, the supervisor would wait too long for a result."""
+"""Calls that each thread compiles before they are timed; more would keep the supervisor waiting for a result."""
 _LOWERING = threading.Lock()
 """Tracing is Python, which threads do not make faster."""
 _NONE = "None: "

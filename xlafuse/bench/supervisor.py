@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 _ALONE = ("block", "model")
 """Benchmarks whose cases have a process each."""
 _PYTORCH_PEERS = ("torch", "liger", "fa4", "quack")
-"""How the names of peers begin that run in PyTorch."""
+"""Prefixes of the names of peers that run in PyTorch."""
 WORKER = (sys.executable, "-m", "xlafuse.bench.worker")
 
 

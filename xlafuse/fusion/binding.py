@@ -64,7 +64,7 @@ def order_of(binding: Binding) -> tuple[int, ...]:
 
 
 def transposed(binding: Binding, order: Sequence[int]) -> Binding:
-    """Returns how the argument lies in the value with its axes in this order; `value` and `places` are left to set."""
+    """Returns the binding to its value transposed to this order of axes; the caller sets `value` and `places`."""
     parts, groups = list(enumerate(binding.parts)), []
     for length in binding.value.shape:  # the parts that each axis is split to
         group: list[int] = []

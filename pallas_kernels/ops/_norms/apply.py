@@ -83,8 +83,11 @@ def dispatch_norm(
         "xla": lambda: None,
     }
     sums_nothing = scale is None and bias is None
-    is_xla_s = lambda: sums_nothing and residual is None and has_many_short_rows(x)  # noqa: E731
-    preferred = lambda: () if is_xla_s() else preferred_for_rows(x)  # noqa: E731
+
+    def preferred() -> tuple[str, ...]:
+        is_best_by_xla = sums_nothing and residual is None and has_many_short_rows(x)
+        return () if is_best_by_xla else preferred_for_rows(x)
+
     chosen = choose(norm.name, implementation, support, preferred=preferred)
     arrays = (x, scale, bias, residual)
     if chosen == "xla" or x.size == 0:

@@ -12,8 +12,8 @@ SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
 BLOCK_RESERVED_BYTES = 1024
 """Shared memory that the driver reserves for each block."""
-ON_THE_WAY_BYTES = 36 * 1024
-"""Bytes of x and dy that should be on the way to a multiprocessor's blocks while each reads a row."""
+IN_FLIGHT_BYTES = 36 * 1024
+"""Bytes of x and dy to have in flight to a multiprocessor while each of its blocks reads a row."""
 LONGEST_WHOLE_ROW = 8192
 """The longest row whose backward pass fits in the registers of one warpgroup."""
 
@@ -129,21 +129,21 @@ class BackwardShape:
         two = (1,) if self.centered and self.streams == 3 and self.features > 2048 and not is_two_steps else (2, 1)
         blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1), 0: ()}[warpgroups]
         if self.streams == 2 and self.itemsize == 2 and not self.has_dropout:
-            return self._with_little_on_the_way(warpgroups, blocks)
+            return self._by_bytes_in_flight(warpgroups, blocks)
         steps = 2 if is_two_steps else 4
         return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
 
-    def _with_little_on_the_way(self, warpgroups: int, blocks: Sequence[int]) -> list[BackwardConfig | None]:
-        """Returns configurations with so many blocks, those first that have about `ON_THE_WAY_BYTES` on the way.
+    def _by_bytes_in_flight(self, warpgroups: int, blocks: Sequence[int]) -> list[BackwardConfig | None]:
+        """Returns a configuration for each number of blocks, the closest to `IN_FLIGHT_BYTES` first.
 
-        A block reads one row while the others of its ring are on the way. More than 48 KB slow the memory down: on an
+        A block reads one row while the others of its ring are in flight. More than 48 KB slow the memory down: on an
         H100, bf16 without a residual, RMSNorm takes 308 µs at 32768 x 4096 with 96 KB and 292 with 32, 295 at 65536 x
         2048 with 48 and 280 with 32, 154 at 65536 x 1024 with 72 and 140 with 36. LayerNorm takes 311 and 296, 285 and
         288, 163 and 140. Less than 24 KB are too few: 16384 x 5120 takes 217 µs with 20 and 174 with 40.
         """
         row = self.streams * self.features * self.itemsize
-        waiting = {b: max(1, min(3, round(ON_THE_WAY_BYTES / (b * row)))) for b in blocks}
-        best_first = sorted(blocks, key=lambda b: abs(waiting[b] * b * row - ON_THE_WAY_BYTES))
+        waiting = {b: max(1, min(3, round(IN_FLIGHT_BYTES / (b * row)))) for b in blocks}
+        best_first = sorted(blocks, key=lambda b: abs(waiting[b] * b * row - IN_FLIGHT_BYTES))
         return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=1 + waiting[b]) for b in best_first]
 
     def _steps(self, blocks_per_core: int, other_bytes: int, *, most: int = 4) -> int:

@@ -41,7 +41,8 @@ def batch_norm(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             One kernel for up to 64 rows, else three.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" where `is_best_forward_by_xla`.
+            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 to 511 rows, and for up to
+            1023 rows of fewer than 2**20 values together.
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under

@@ -59,7 +59,8 @@ def bias_activation(
             features, or rows that fold: a power of two that divides the rows, with 128 values in so many rows. Without
             a bias it needs 128 values.
             "xla": always runs.
-            None: "mosaic" if it can run and not `has_small_blocks`, else "xla".
+            None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
+            fewer than 128, and for thousands of rows of a few hundred bytes.
 
     Returns:
         y, with x's shape and dtype.

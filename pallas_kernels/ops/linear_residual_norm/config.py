@@ -6,7 +6,7 @@ from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_
 from pallas_kernels.primitives.gemm.config import GemmConfig, choose_config, fills
 
 FEWEST_ROWS = 512
-"""With fewer rows, but more than `MOST_FEW_ROWS`, the kernel has not been compared with XLA."""
+"""Between `MOST_FEW_ROWS` and this many rows, the kernel has not been compared with XLA."""
 MOST_FEW_ROWS, FEWEST_FEATURES, FEWEST_OUTPUTS = 16, 8192, 4096
 """The measured range of the product of few rows."""
 

@@ -37,13 +37,13 @@ def check(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def bounds(*, is_causal: bool = False, window: Any = None, **_: Any) -> tuple[int | None, int | None]:
-    """Returns how many keys before and after itself a query sees; None: all."""
+    """Returns how many keys a query sees on each side of itself; None: all."""
     left, right = window if isinstance(window, tuple) else (window, window)
     return left, 0 if is_causal else right
 
 
 def fa3(query, key, value, scale=None, **mask):
-    """Runs `pallas_kernels.attention` by FlashAttention-3."""
+    """FlashAttention-3 with the arguments of `pallas_kernels.attention`."""
     from flash_attn3_jax import flash_mha  # pyright: ignore[reportMissingImports]
 
     sides = bounds(**mask)
@@ -52,7 +52,7 @@ def fa3(query, key, value, scale=None, **mask):
 
 
 def fa4(query, key, value, scale=None, is_ordered=False, **mask):
-    """Runs `pallas_kernels.attention` by FlashAttention-4."""
+    """FlashAttention-4 with the arguments of `pallas_kernels.attention`; is_ordered: adds dq in a fixed order."""
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     sides = bounds(**mask)

@@ -54,7 +54,7 @@ def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
 
 
 def with_float32_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns layer norm's arguments with scale and bias in float32, as quack requires."""
+    """Casts layer norm's scale and bias to float32, which quack requires."""
     return {name: value.float() if name in ("scale", "bias") else value for name, value in arguments.items()}
 
 
@@ -100,9 +100,8 @@ def linear(x, w, bias=None, activation=None, residual=None, out_dtype=None):
         )
     operands = (_rows(x), w.transpose(0, 1))
     if activation:
-        y = gemms.gemm_act(*operands, bias=bias, activation=_ACTIVATIONS[activation], store_preact=False, tuned=False)[
-            1
-        ]
+        options = {"activation": _ACTIVATIONS[activation], "store_preact": False, "tuned": False}
+        _, y = gemms.gemm_act(*operands, bias=bias, **options)
     elif residual is not None:
         y = gemms.gemm_add(*operands, _rows(residual), bias=bias, tuned=False)
     else:
@@ -117,7 +116,7 @@ def gated_linear(x, w, activation="silu", **norm):
     if norm or activation not in _GATES:
         raise NotImplementedError(f"quack's gate is compared without a norm, with {', '.join(_GATES)}")
     gate = {"activation": _GATES[activation], "store_preact": False, "tuned": False}
-    y = gemm_act(_rows(x), w.transpose(0, 1), **gate)[1]
+    _, y = gemm_act(_rows(x), w.transpose(0, 1), **gate)
     return (y.reshape(*x.shape[:-1], y.shape[-1]),)
 
 

@@ -62,7 +62,7 @@ def _load_queries(block: Block, n: Any) -> None:
 
 
 def _add_share(block: Block, n: Any) -> None:
-    """Adds the n-th step's share when the block may, and loads a later step's queries if no other warp does.
+    """Adds the n-th step's share to its sum, and loads a later step's queries if no other warp does.
 
     Without finishers the last block of a query tile stores dquery instead.
     """
