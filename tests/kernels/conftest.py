@@ -7,6 +7,7 @@ import random
 import interpreter_accumulators
 import interpreter_callbacks
 import interpreter_gpu
+import interpreter_overlaps
 import interpreter_reductions
 import interpreter_unions
 import jax
@@ -50,6 +51,7 @@ def interpreter(monkeypatch):
     interpreter_accumulators.extend(monkeypatch)
     interpreter_callbacks.extend(monkeypatch)
     interpreter_gpu.extend(monkeypatch)
+    interpreter_overlaps.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
     interpreter_unions.extend(monkeypatch)
     with plgpu.force_gpu_interpret_mode(interpreter_gpu.RACES):

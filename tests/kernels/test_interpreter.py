@@ -65,6 +65,22 @@ def test_a_race_is_found_whatever_runs_after_it(interpreted, capfd, caplog):
     assert "RACE DETECTED" in capfd.readouterr().out + caplog.text  # printed by jax 0.11.2, logged by 0.12
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_two_blocks_may_write_the_same_values(interpreter, same):
+    def kernel(ref, result_ref):
+        block = lax.axis_index("block")
+        columns = pl.ds(block * 64, 128)
+        result_ref[columns] = ref[columns] + (0 if same else block)
+
+    x = jnp.arange(192, dtype=jnp.float32)
+    call = plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct((192,), jnp.float32), grid=(2,), grid_names=("block",))
+    result = jax.block_until_ready(call(x))
+    assert interpreter_gpu.launches.with_races == (0 if same else 1)
+    if same:
+        np.testing.assert_array_equal(result, x)
+    interpreter_gpu.launches.reset()  # the race that was wanted
+
+
 def test_only_the_same_kernel_shares_a_program(interpreted):
     x = jnp.arange(128, dtype=jnp.float32)
     for step in (1, 2, 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from pallas_kernels.primitives.elementwise import (
     Part,
     access_columns,
     launch,
+    load_part,
     rows_at_once,
+    rows_from,
 )
 from pallas_kernels.primitives.platform import target_device, varying_like
 
@@ -120,11 +122,18 @@ def sum_columns(
     itemsize, warpgroups = dtype.itemsize, config.warpgroups
     at_once = rows_at_once(config.rows, rows)
     units = rows // at_once  # a warpgroup reads one unit per step
-    width = access_columns(1, itemsize)
-    strips = max(1, features // width)
-    groups = max(1, min(-(-units // warpgroups), target_device().core_count * config.blocks_per_core // strips))
+    strips = Blocks(
+        rows=1,
+        features=features,
+        columns=access_columns(1, itemsize),
+        itemsize=itemsize,
+        stride=features,
+        is_one_part=True,
+    )
+    most = target_device().core_count * config.blocks_per_core // strips.count
+    groups = max(1, min(-(-units // warpgroups), most))
+    blocks = replace(strips, rows=groups)
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
-    blocks = Blocks(rows=groups, features=features, columns=width, itemsize=itemsize, stride=features)
     operands = {**arrays, **columns}
     array_names, column_names, names = tuple(arrays), tuple(columns), tuple(operands)
     results = 3 if shifted else 2
@@ -138,42 +147,37 @@ def sum_columns(
             """Returns the block's shift, in the array's dtype, so that differences of 16-bit values are exact."""
             first = group * (warpgroups * at_once)
             few = [jnp.minimum(first + j, rows - 1) for j in range(SHIFT_ROWS)]
-            values = [_load({shifted: refs[shifted].at[row, part.columns]}, part)[shifted] for row in few]
+            values = [_load({shifted: refs[shifted].at[row]}, part)[shifted] for row in few]
             mean = moderate_or_zero(sum(values[1:], start=values[0]) * (1.0 / SHIFT_ROWS))
             return mean.astype(dtype).astype(jnp.float32)
 
-        def work(group, parts):
-            trips = split.trips(group, warpgroup)
-            for part in parts:
-                shift = block_shift(group, part, shifted) if shifted else None
-                column_values = _load({key: refs[key].at[part.columns] for key in column_names}, part)
+        def work(group, part):
+            shift = block_shift(group, part, shifted) if shifted else None
+            column_values = _load({key: refs[key] for key in column_names}, part)
 
-                def add(trip, total, part=part, shift=shift, column_values=column_values):
-                    unit_rows = [split.unit(group, warpgroup, trip) * at_once + j for j in range(at_once)]
-                    loaded = [
-                        _load({key: refs[key].at[row, part.columns] for key in array_names}, part) for row in unit_rows
-                    ]
-                    for values in loaded:
-                        if shifted and shift is not None:
-                            values[shifted] -= shift
-                        total = tuple(a + b for a, b in zip(total, terms({**values, **column_values}), strict=True))
-                    return total
+            def add(trip, total):
+                unit_rows = [split.unit(group, warpgroup, trip) * at_once + j for j in range(at_once)]
+                loaded = [_load({key: refs[key].at[row] for key in array_names}, part) for row in unit_rows]
+                for values in loaded:
+                    if shifted and shift is not None:
+                        values[shifted] -= shift
+                    total = tuple(a + b for a, b in zip(total, terms({**values, **column_values}), strict=True))
+                return total
 
-                zero = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
-                for s, value in enumerate(lax.fori_loop(0, trips, add, (zero, zero))):
-                    sums[warpgroup, s, _local(part)] = value
-                if shift is not None:
-                    pl.when(warpgroup == 0)(lambda part=part, shift=shift: _store(partial_ref, group, 2, part, shift))
+            zero = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
+            for s, value in enumerate(lax.fori_loop(0, split.trips(group, warpgroup), add, (zero, zero))):
+                sums[warpgroup, s] = value
+            if shift is not None:
+                pl.when(warpgroup == 0)(lambda: _store(partial_ref, group, 2, part, shift))
             plgpu.commit_smem()
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
 
             @pl.when(warpgroup == 0)
             def _():
-                for part in parts:
-                    for s in range(2):
-                        every = [_load_sum(sums, other, s, part) for other in range(warpgroups)]
-                        _store(partial_ref, group, s, part, sum(every[1:], start=every[0]))
+                for s in range(2):
+                    every = [_load_sum(sums, other, s, part) for other in range(warpgroups)]
+                    _store(partial_ref, group, s, part, sum(every[1:], start=every[0]))
 
         blocks.run(lax.axis_index("block"), work)
 
@@ -186,7 +190,7 @@ def sum_columns(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((warpgroups, 2, blocks.widest), jnp.float32),
+            plgpu.SMEM((warpgroups, 2, blocks.width), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         compiler_params=COMPILER_PARAMS,
@@ -209,26 +213,26 @@ def apply_columns(
     first_array = next(iter(arrays.values()))
     rows, features = first_array.shape
     itemsize = first_array.dtype.itemsize
-    at_once = rows_at_once(config.apply_rows, rows)
+    at_once = min(config.apply_rows, rows)
     blocks = Blocks(
-        rows=rows // at_once,
+        rows=rows,
         features=features,
         columns=access_columns(1, itemsize),
         itemsize=itemsize,
         stride=features,
+        at_once=at_once,
     )
 
     array_names, column_names = tuple(arrays), tuple(columns)
 
     def make_work(refs, result_ref):
-        def work(group, parts):
-            first = (blocks.rows - 1 - group) * at_once
-            for part in parts:
-                mine = [first + i for i in range(at_once)]
-                loaded = [_load({key: refs[key].at[row, part.columns] for key in array_names}, part) for row in mine]
-                column_values = _load({key: refs[key].at[part.columns] for key in column_names}, part)
-                for row, values in zip(mine, loaded, strict=True):
-                    store(result_ref.at[row, part.columns], step({**values, **column_values}).astype(result_ref.dtype))
+        def work(first, part):
+            first = rows - at_once - first
+            row_refs = {key: rows_from(refs[key], first, at_once) for key in array_names}
+            loaded = [_load({key: rows[i] for key, rows in row_refs.items()}, part) for i in range(at_once)]
+            column_values = _load({key: refs[key] for key in column_names}, part)
+            for values, row_ref in zip(loaded, rows_from(result_ref, first, at_once), strict=True):
+                store(row_ref.at[part.columns], step({**values, **column_values}).astype(result_ref.dtype))
 
         return work
 
@@ -237,18 +241,12 @@ def apply_columns(
 
 
 def _load(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
-    return {
-        name: plgpu.load(ref, layout=part.segment.layout, optimized=False).astype(jnp.float32)
-        for name, ref in refs.items()
-    }
-
-
-def _local(part: Part) -> Any:
-    return pl.ds(part.start, part.segment.size)
+    """Loads a part of a row from each reference to a row, as float32."""
+    return {name: value.astype(jnp.float32) for name, value in load_part(refs, part).items()}
 
 
 def _load_sum(sums: Any, warpgroup: int, s: int, part: Part) -> jax.Array:
-    return plgpu.load(sums.at[warpgroup, s, _local(part)], layout=part.segment.layout, optimized=False)
+    return plgpu.load(sums.at[warpgroup, s], layout=part.segment.layout, optimized=False)
 
 
 def _store(ref: Any, group: jax.Array, s: int, part: Part, value: jax.Array) -> None:

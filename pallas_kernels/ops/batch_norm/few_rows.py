@@ -72,7 +72,9 @@ def sum_few_rows(
     is_held = rows <= HELD_ROWS and len(places) <= 2
     if step is not None and not is_held:
         raise ValueError(f"{rows} rows of {len(places)} arrays are too many for one launch, which holds {HELD_ROWS}.")
-    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=dtype.itemsize, stride=features)
+    blocks = Blocks(
+        rows=1, features=features, columns=LANES, itemsize=dtype.itemsize, stride=features, is_one_part=True
+    )
     results = {} if step is None else {"result": jax.ShapeDtypeStruct(first_array.shape, dtype)}
     results |= {key: jax.ShapeDtypeStruct((features,), out_dtype) for key, out_dtype in out_types.items()}
 
@@ -122,41 +124,35 @@ def sum_few_rows(
             first = sum_turns(0, [load_row(j, part) for j in range(_AT_ONCE)], terms, ())
             return lax.fori_loop(1, -(-turns // _AT_ONCE), some, first)
 
-        def work(_, parts: tuple[Part, ...]):
-            row_values = [[load_row(turn, part) for turn in range(turns) if is_held] for part in parts]
-            column_values = [{key: load(refs[key].at[part.columns], part) for key in column_names} for part in parts]
+        def work(_, part: Part):
+            row_values = [load_row(turn, part) for turn in range(turns) if is_held]
+            column_values = {key: load(refs[key].at[part.columns], part) for key in column_names}
             if first_of is not None:
-                for values, part in zip(column_values, parts, strict=True):
-                    values["first"] = moderate_or_zero(load(place(first_of, 0, part), part))
-            sums: list[Sums] = [() for _ in parts]
+                column_values["first"] = moderate_or_zero(load(place(first_of, 0, part), part))
+            sums: Sums = ()
             for p, terms in enumerate(passes):
-                counts = []
-                for i, part in enumerate(parts):
 
-                    def terms_of(values, i=i, terms=terms):
-                        return terms({**values, **column_values[i]}, sums[i])
+                def terms_of(values, sums=sums, terms=terms):
+                    return terms({**values, **column_values}, sums)
 
-                    found = sum_own_rows(part, row_values[i], terms_of)
-                    counts.append(len(found))
-                    for t, value in enumerate(found):
-                        held[p, warpgroup, t, _local(part)] = value
+                found = sum_own_rows(part, row_values, terms_of)
+                for t, value in enumerate(found):
+                    held[p, warpgroup, t] = value
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(done)
                 plgpu.barrier_wait(done)
-                for i, part in enumerate(parts):
-                    for t in range(counts[i]):
-                        every = [load(held.at[p, other, t, _local(part)], part) for other in range(warpgroups)]
-                        sums[i] += (sum(every[1:], start=every[0]),)
-            for i, part in enumerate(parts):
-                numbers = finish(sums[i], column_values[i])
+                for t in range(len(found)):
+                    every = [load(held.at[p, other, t], part) for other in range(warpgroups)]
+                    sums += (sum(every[1:], start=every[0]),)
+            numbers = finish(sums, column_values)
 
-                @pl.when(warpgroup == 0)
-                def _(part=part, numbers=numbers):
-                    for key in out_types:
-                        store(out_refs[key].at[part.columns], numbers[key].astype(out_refs[key].dtype))
+            @pl.when(warpgroup == 0)
+            def _():
+                for key in out_types:
+                    store(out_refs[key].at[part.columns], numbers[key].astype(out_refs[key].dtype))
 
-                if step is not None:
-                    write_rows(part, row_values[i], {**column_values[i], **numbers}, step)
+            if step is not None:
+                write_rows(part, row_values, {**column_values, **numbers}, step)
 
         def write_rows(part, row_values, numbers, step):
             for turn, values in enumerate(row_values):
@@ -181,16 +177,12 @@ def sum_few_rows(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((len(passes), warpgroups, _TERMS, blocks.widest), jnp.float32),
+            plgpu.SMEM((len(passes), warpgroups, _TERMS, blocks.width), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=512),
     )(*operands.values())
     return {key: varying_like(value, *operands.values()) for key, value in zip(results, outputs, strict=True)}
-
-
-def _local(part: Part) -> pl.Slice:
-    return pl.ds(part.start, part.segment.size)
 
 
 def moderate_or_zero(value: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
@@ -21,7 +20,8 @@ from pallas_kernels.primitives.elementwise import (
     default_elementwise,
     folded_rows,
     launch,
-    rows_at_once,
+    load_part,
+    rows_from,
 )
 from pallas_kernels.primitives.random import keep_mask, mixed_words
 
@@ -91,46 +91,32 @@ def elementwise_kernel(
     rows, features = x.shape
     itemsize = x.dtype.itemsize
     config = default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
-    at_once = rows_at_once(config.rows, rows)
     blocks = Blocks(
-        rows=rows // at_once,
+        rows=rows,
         features=features,
         columns=access_columns(config.vectors, itemsize),
         itemsize=itemsize,
         stride=features if rows > 1 else None,
+        at_once=config.rows,
     )
 
     def make_work(refs, y_ref):
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+        bias_ref = {"bias": refs.pop("bias")} if "bias" in refs else {}
 
-        def work(group, parts):
-            for part in parts:
-                bias = load_bias(refs, part)
-                group_rows = [group * at_once + i for i in range(at_once)]
-                loaded = [load_row_part(refs, row, part) for row in group_rows]
-                for row, values in zip(group_rows, loaded, strict=True):
-                    y = step(row, part, {**values, **bias}, keep)
-                    store(y_ref.at[row, part.columns], y.astype(y_ref.dtype))
+        def work(first, part):
+            bias = load_part(bias_ref, part)
+            row_refs = {name: rows_from(ref, first, blocks.at_once) for name, ref in refs.items()}
+            loaded = [
+                load_part({name: rows[i] for name, rows in row_refs.items()}, part) for i in range(blocks.at_once)
+            ]
+            for i, (values, y_row) in enumerate(zip(loaded, rows_from(y_ref, first, blocks.at_once), strict=True)):
+                y = step(first + i, part, {**values, **bias}, keep)
+                store(y_row.at[part.columns], y.astype(y_ref.dtype))
 
         return work
 
     return launch(name, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), blocks, make_work)
-
-
-def load_bias(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
-    """Loads the bias of a part's columns, if there is one."""
-    if "bias" not in refs:
-        return {}
-    return {"bias": plgpu.load(refs["bias"].at[part.columns], layout=part.segment.layout, optimized=False)}
-
-
-def load_row_part(refs: Mapping[str, Any], row: jax.Array, part: Part) -> dict[str, jax.Array]:
-    """Loads a part of a row from each array except the bias."""
-    return {
-        name: plgpu.load(ref.at[row, part.columns], layout=part.segment.layout, optimized=False)
-        for name, ref in refs.items()
-        if name != "bias"
-    }
 
 
 def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:

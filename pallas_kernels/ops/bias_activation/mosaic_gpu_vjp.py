@@ -8,7 +8,7 @@ sums in registers, and writes them once. XLA adds the groups' sums in a fixed or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,15 +20,13 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import (
     add_bias,
     elementwise_kernel,
     fold,
-    load_bias,
-    load_row_part,
     make_keep,
     present,
 )
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, load_part
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 
@@ -92,28 +90,37 @@ def _column_sum_kernel(
     x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
     rows, features = x.shape
     itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
-    columns = access_columns(1, itemsize)
-    strips = max(1, features // columns)
-    groups = max(1, min(-(-rows // warpgroups), target_device().core_count * config.blocks_per_core // strips))
+    strips = Blocks(
+        rows=1,
+        features=features,
+        columns=access_columns(1, itemsize),
+        itemsize=itemsize,
+        stride=features,
+        is_one_part=True,
+    )
+    most = target_device().core_count * config.blocks_per_core // strips.count
+    groups = max(1, min(-(-rows // warpgroups), most))
+    blocks = replace(strips, rows=groups)
     is_sum = groups * features == sums_wanted  # nothing is left to add
     names = tuple(operands)
-    blocks = Blocks(rows=groups, features=features, columns=columns, itemsize=itemsize, stride=features)
 
     def bias_activation_gradient(*all_refs):
         refs = dict(zip(names, all_refs, strict=False))
         dx_ref, partial_ref, sums, done = all_refs[len(names) :]
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+        bias_ref = {"bias": refs.pop("bias")}
         warpgroup = lax.axis_index("warpgroup")
 
         def sum_part(group, part):
             """Writes dx of the warpgroup's rows in a part of the columns; returns their sums."""
             first, together = group * warpgroups + warpgroup, groups * warpgroups
             trips = lax.div(rows - first + together - 1, together)
-            bias = load_bias(refs, part)
+            bias = load_part(bias_ref, part)
 
             def read(i):
                 # Past the end, the last row is read again but not used.
-                return load_row_part(refs, jnp.minimum(first + i * together, rows - 1), part)
+                row = jnp.minimum(first + i * together, rows - 1)
+                return load_part({name: ref.at[row] for name, ref in refs.items()}, part)
 
             def add(i, carry):
                 total, loaded = carry
@@ -126,20 +133,18 @@ def _column_sum_kernel(
             zeros = plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
             return lax.fori_loop(0, trips, add, (zeros, read(0)))[0]
 
-        def work(group, parts):
-            for part in parts:
-                sums[warpgroup, _local(part)] = sum_part(group, part)
+        def work(group, part):
+            sums[warpgroup] = sum_part(group, part)
             plgpu.commit_smem()
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
 
             @pl.when(warpgroup == 0)
             def _():
-                for part in parts:
-                    total = _load_sums(sums, 0, part)
-                    for other in range(1, warpgroups):
-                        total += _load_sums(sums, other, part)
-                    store(partial_ref.at[group, part.columns], total.astype(partial_ref.dtype))
+                total = _load_sums(sums, 0, part)
+                for other in range(1, warpgroups):
+                    total += _load_sums(sums, other, part)
+                store(partial_ref.at[group, part.columns], total.astype(partial_ref.dtype))
 
         blocks.run(lax.axis_index("block"), work)
 
@@ -154,7 +159,7 @@ def _column_sum_kernel(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((warpgroups, blocks.widest), jnp.float32),
+            plgpu.SMEM((warpgroups, blocks.width), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         compiler_params=COMPILER_PARAMS,
@@ -163,9 +168,5 @@ def _column_sum_kernel(
     return dx, partials[0] if is_sum else jnp.sum(partials.reshape(-1, sums_wanted), axis=0).astype(sum_dtype)
 
 
-def _local(part: Part) -> pl.Slice:
-    return pl.ds(part.start, part.segment.size)
-
-
 def _load_sums(sums, warpgroup: int, part: Part) -> jax.Array:
-    return plgpu.load(sums.at[warpgroup, _local(part)], layout=part.segment.layout, optimized=False)
+    return plgpu.load(sums.at[warpgroup], layout=part.segment.layout, optimized=False)

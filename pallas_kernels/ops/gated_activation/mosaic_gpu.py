@@ -5,15 +5,23 @@ Only the inputs are saved for the backward pass: computing the activation again 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import Blocks, access_columns, default_elementwise, launch
+from pallas_kernels.primitives.elementwise import (
+    Blocks,
+    Part,
+    access_columns,
+    default_elementwise,
+    launch,
+    load_part,
+    rows_from,
+)
 
 
 def gated_activation_forward(gate: jax.Array, up: jax.Array | None, *, activation: Activation) -> jax.Array:
@@ -22,18 +30,15 @@ def gated_activation_forward(gate: jax.Array, up: jax.Array | None, *, activatio
     gate, up: (rows, features) of one floating dtype; or gate (rows, 2, features) and up None.
     """
     rows, features = gate.shape[0], gate.shape[-1]
-    blocks = _blocks(rows, features, gate.dtype.itemsize)
+    blocks = _blocks(rows, features, gate.dtype.itemsize, is_packed=up is None)
 
     def make_work(refs, y_ref):
-        inputs = tuple(refs.values())
-
-        def work(row, parts):
-            for part in parts:
-                sources = _halves(inputs, row, part.columns)
-                loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
-                gate, up = (value.astype(jnp.float32) for value in loaded)
+        def work(first, part):
+            sources = _halves(refs.values(), first, blocks.at_once)
+            loaded = [_load(row, part) for row in sources]
+            for (gate, up), y_row in zip(loaded, rows_from(y_ref, first, blocks.at_once), strict=True):
                 y = activation.value(gate, y_ref.dtype) * up
-                store(y_ref.at[row, part.columns], y.astype(y_ref.dtype))
+                store(y_row.at[part.columns], y.astype(y_ref.dtype))
 
         return work
 
@@ -50,22 +55,20 @@ def gated_activation_backward(
     gate, up: (rows, features) of one floating dtype, or gate (rows, 2, features) and up None. dy: (rows, features).
     """
     rows, features = dy.shape
-    blocks = _blocks(rows, features, dy.dtype.itemsize)
+    blocks = _blocks(rows, features, dy.dtype.itemsize, is_packed=up is None)
     branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
-    names = tuple(branches)
 
     def make_work(refs, *outputs):
-        inputs, dy_ref = [refs[name] for name in names], refs["dy"]
+        dy_ref = refs.pop("dy")
 
-        def work(row, parts):
-            for part in parts:
-                sources = (*_halves(inputs, row, part.columns), dy_ref.at[row, part.columns])
-                loaded = [plgpu.load(ref, layout=part.segment.layout, optimized=False) for ref in sources]
-                gate, up, dy = (value.astype(jnp.float32) for value in loaded)
+        def work(first, part):
+            sources, results = (_halves(of, first, blocks.at_once) for of in (refs.values(), outputs))
+            dy_rows = rows_from(dy_ref, first, blocks.at_once)
+            loaded = [_load((*halves, dy_row), part) for halves, dy_row in zip(sources, dy_rows, strict=True)]
+            for (gate, up, dy), (dgate_row, dup_row) in zip(loaded, results, strict=True):
                 value, derivative = activation.value_and_derivative(gate, dy_ref.dtype)
-                dgate_ref, dup_ref = _halves(outputs, row, part.columns)
-                store(dgate_ref, (dy * up * derivative).astype(dgate_ref.dtype))
-                store(dup_ref, (dy * value).astype(dup_ref.dtype))
+                store(dgate_row.at[part.columns], (dy * up * derivative).astype(dy_ref.dtype))
+                store(dup_row.at[part.columns], (dy * value).astype(dy_ref.dtype))
 
         return work
 
@@ -74,13 +77,24 @@ def gated_activation_backward(
     return outputs[0], (None if up is None else outputs[1])
 
 
-def _blocks(rows: int, features: int, itemsize: int) -> Blocks:
-    vectors = default_elementwise(rows, features, itemsize).vectors
-    return Blocks(rows=rows, features=features, columns=access_columns(vectors, itemsize), itemsize=itemsize)
+def _blocks(rows: int, features: int, itemsize: int, *, is_packed: bool) -> Blocks:
+    config = default_elementwise(rows, features, itemsize)
+    return Blocks(
+        rows=rows,
+        features=features,
+        columns=access_columns(config.vectors, itemsize),
+        itemsize=itemsize,
+        stride=features if is_packed else None,
+        at_once=config.rows,
+    )
 
 
-def _halves(refs, row, columns) -> tuple[Any, Any]:
-    """Returns references to the gate's and the linear branch's part of a row, in two arrays or packed in one."""
-    if len(refs) == 1:
-        return refs[0].at[row, 0, columns], refs[0].at[row, 1, columns]
-    return refs[0].at[row, columns], refs[1].at[row, columns]
+def _halves(refs: Collection[Any], first: jax.Array, count: int) -> list[tuple[Any, Any]]:
+    """Returns references to the gate's and the linear branch's rows, which are in two arrays or packed in one."""
+    rows = [rows_from(ref, first, count) for ref in refs]
+    return [tuple(rows_from(row, 0, 2)) for row in rows[0]] if len(rows) == 1 else list(zip(*rows, strict=True))
+
+
+def _load(row_refs: Sequence[Any], part: Part) -> list[jax.Array]:
+    loaded = load_part(dict(enumerate(row_refs)), part)
+    return [value.astype(jnp.float32) for value in loaded.values()]

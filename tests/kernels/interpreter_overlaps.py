@@ -1,0 +1,57 @@
+"""Writes of the same bits to one place by two blocks, which are no race, for tests only.
+
+Elementwise kernels let the last block of a row begin inside the one before, so that both write the columns they share.
+The interpreter of jax 0.11.2 calls any two writes that nothing orders a race. Here they are one only if a value that
+was written before changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state, shared_memory
+
+_now = threading.local()
+"""`repeats`: whether what this thread has just written left all values as earlier writes had left them."""
+
+
+def extend(monkeypatch) -> None:
+    """Adds it, until the test ends."""
+    monkeypatch.setattr(shared_memory, "GPUSharedMemory", _SharedMemory)
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", _Races)
+
+
+class _SharedMemory(shared_memory.GPUSharedMemory):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.written: dict[Any, np.ndarray] = {}
+        """By buffer, which of its values a write has set."""
+
+    def swap_buffer_content(self, key, access, value, mask, *args, **kwargs):
+        before, described, clock = super().swap_buffer_content(key, access, value, mask, *args, **kwargs)
+        if before is not None and mask is None and access.permutation is None:
+            written = self.written.setdefault(key, np.zeros(described.shape, bool))
+            _now.repeats = bool(np.all((_bits(before) == _bits(value)) | ~written[access.range]))
+            written[access.range] = True
+        return before, described, clock
+
+
+class _Races(race_detection_state.GPURaceDetectionState):
+    def check_write(self, thread, clock, buffer_key, rnge, source_info=None):
+        repeats, _now.repeats = getattr(_now, "repeats", None), None
+        memory: Any = gpu_callbacks._get_shared_memory()
+        written = memory.written
+        if repeats is None and buffer_key in written:  # a copy, whose values are not compared
+            written[buffer_key][...] = True
+        with self.lock:
+            earlier = self.writes.pop(buffer_key, []) if repeats else []
+        super().check_write(thread, clock, buffer_key, rnge, source_info)
+        with self.lock:
+            self.writes[buffer_key] = earlier + self.writes[buffer_key]
+
+
+def _bits(values: Any) -> np.ndarray:
+    values = np.ascontiguousarray(values)
+    return values.view(f"u{values.dtype.itemsize}")
