@@ -1,4 +1,4 @@
-"""Writes of the same bits to one place by two blocks, which are no race, for tests only.
+"""Lets two blocks write the same bits to one place without calling it a race, for tests only.
 
 Elementwise kernels let the last block of a row begin inside the one before, so that both write the columns they share.
 The interpreter of jax 0.11.2 calls any two writes that nothing orders a race. Here they are one only if a value that
@@ -27,7 +27,7 @@ class _SharedMemory(shared_memory.GPUSharedMemory):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.written: dict[Any, np.ndarray] = {}
-        """By buffer, which of its values a write has set."""
+        """Which values of each buffer have been written."""
 
     def swap_buffer_content(self, key, access, value, mask, *args, **kwargs):
         before, described, clock = super().swap_buffer_content(key, access, value, mask, *args, **kwargs)

@@ -11,7 +11,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import bias_activation
-from pallas_kernels.ops.bias_activation.api import has_small_blocks
+from pallas_kernels.ops.bias_activation.api import is_best_by_xla
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import ColumnSumConfig, bias_activation_backward
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from pallas_kernels.primitives.elementwise import FOLD_FROM, accesses_a_value, folded_rows
@@ -23,17 +23,17 @@ def test_known_values():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "is_small"),
+    ("shape", "dtype", "by_xla"),
     [((16384, 64), "float32", False), ((16376, 64), "float32", True), ((7553, 136), "float32", True),
-     ((4096, 136), "float32", True), ((4095, 136), "float32", False), ((7553, 192), "float32", False),
-     ((7553, 376), "bfloat16", True), ((7553, 384), "bfloat16", False), ((8192, 136), "float32", False)],
+     ((4096, 136), "float32", True), ((4095, 136), "float32", False), ((4096, 192), "float32", True),
+     ((4096, 200), "float32", False), ((7553, 136), "bfloat16", False), ((8192, 136), "float32", False)],
 )  # fmt: skip
-def test_small_blocks(shape, dtype, is_small):
+def test_where_xla_is_best(shape, dtype, by_xla):
     x: Any = jax.ShapeDtypeStruct(shape, dtype)
     bias: Any = jax.ShapeDtypeStruct(shape[1:], dtype)
-    assert has_small_blocks(x, bias) == is_small
-    assert not has_small_blocks(x, None)
-    assert not has_small_blocks(x, bias, is_plain=False)
+    assert is_best_by_xla(x, bias) == by_xla
+    assert not is_best_by_xla(x, None)
+    assert not is_best_by_xla(x, bias, is_plain=False)
 
 
 @pytest.mark.usefixtures("interpreter")

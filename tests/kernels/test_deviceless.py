@@ -99,6 +99,13 @@ def test_kernels_compile_well(op, part, compiler):
     assert not [k for k in kernels if k["fused_sums"]]
 
 
+@pytest.mark.parametrize("columns", [2176, 9592])
+def test_ragged_rows_have_wide_accesses(columns, compiler):
+    """LLVM cuts an access into those of one value if it cannot prove that it is aligned."""
+    for accesses in compiler(compile_deviceless.elementwise_accesses, 6272, columns):
+        assert accesses and sum(accesses.values()) <= 16  # a cut access counts eight times
+
+
 def planted(under_way: int | None) -> jax.Array:
     """Sums of products in a loop which doubles the sum, while as many products may still be under way (None: any)."""
 

@@ -60,18 +60,21 @@ def test_arguments_that_do_not_belong_together(gate, up, error, message):
 
 
 @pytest.mark.parametrize("is_one_part", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "at_once"), [(1, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("features", [128, 129, 640, 1000, 1024, 2047, 2048, 2049, 3000, 4097])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_blocks_cover_every_column(rows, features, itemsize, is_one_part):
-    blocks = Blocks(rows=rows, features=features, columns=1024, itemsize=itemsize, is_one_part=is_one_part)
+def test_blocks_cover_every_value(rows, at_once, features, itemsize, is_one_part):
+    blocks = Blocks(
+        rows=rows, features=features, columns=1024, itemsize=itemsize, is_one_part=is_one_part, at_once=at_once
+    )
     counted = np.zeros((rows, features), int)
     parts: dict[int, int] = {}
 
     def work(row, part):
         start = int(part.columns.start)
         assert start % part.segment.vector == 0 and start + part.segment.size <= features
-        counted[int(row), start : start + part.segment.size] += 1
+        assert row + at_once <= rows
+        counted[int(row) : int(row) + at_once, start : start + part.segment.size] += 1
         parts[block] = parts.get(block, 0) + 1
 
     with pytest.MonkeyPatch.context() as patch:
@@ -79,5 +82,5 @@ def test_blocks_cover_every_column(rows, features, itemsize, is_one_part):
         patch.setattr("jax.experimental.pallas.when", lambda is_true: lambda run: run() if is_true else None)
         for block in range(blocks.count):
             blocks.run(jnp.int32(block), work)
-    assert counted.min() == 1 and counted.max() <= 2
+    assert counted.min() == 1 and counted.max() <= (2 if at_once == 1 else 4)
     assert max(parts.values()) <= (1 if is_one_part else 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ from pallas_kernels.primitives.elementwise import (
     Blocks,
     Part,
     access_columns,
+    column_blocks,
     launch,
     load_part,
     rows_at_once,
     rows_from,
 )
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.platform import varying_like
 
 Values = Mapping[str, jax.Array]
 Index = jax.Array | int
@@ -122,17 +123,8 @@ def sum_columns(
     itemsize, warpgroups = dtype.itemsize, config.warpgroups
     at_once = rows_at_once(config.rows, rows)
     units = rows // at_once  # a warpgroup reads one unit per step
-    strips = Blocks(
-        rows=1,
-        features=features,
-        columns=access_columns(1, itemsize),
-        itemsize=itemsize,
-        stride=features,
-        is_one_part=True,
-    )
-    most = target_device().core_count * config.blocks_per_core // strips.count
-    groups = max(1, min(-(-units // warpgroups), most))
-    blocks = replace(strips, rows=groups)
+    blocks = column_blocks(units, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
+    groups = blocks.rows
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
     operands = {**arrays, **columns}
     array_names, column_names, names = tuple(arrays), tuple(columns), tuple(operands)

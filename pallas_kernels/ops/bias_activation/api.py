@@ -15,10 +15,8 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
 from pallas_kernels.primitives.elementwise import (
     FOLD_ELEMENTS,
-    default_elementwise,
     elementwise_unsupported,
     folded_rows,
-    rows_at_once,
 )
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
@@ -60,7 +58,7 @@ def bias_activation(
             a bias it needs 128 values.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
-            fewer than 128, and for thousands of rows of a few hundred bytes.
+            fewer than 128, or in 4096 float32 rows or more of up to 192.
 
     Returns:
         y, with x's shape and dtype.
@@ -77,7 +75,7 @@ def bias_activation(
     _check(x, bias, residual)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)
     support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
-    preferred = lambda: () if has_small_blocks(x, bias, is_plain=words is None) else ("mosaic",)  # noqa: E731
+    preferred = lambda: () if is_best_by_xla(x, bias, is_plain=words is None) else ("mosaic",)  # noqa: E731
     chosen = choose("bias_activation", implementation, support, preferred=preferred)
     if chosen == "xla" or x.size == 0:
         return bias_activation_reference(
@@ -90,23 +88,20 @@ def bias_activation(
     return y.reshape(x.shape)
 
 
-def has_small_blocks(x: jax.Array, bias: jax.Array | None, *, is_plain: bool = True) -> bool:
-    """Whether starting the kernel takes longer than its work.
+def is_best_by_xla(x: jax.Array, bias: jax.Array | None, *, is_plain: bool = True) -> bool:
+    """Whether XLA was measured to be faster than the kernel.
 
     is_plain: without dropout, whose mask XLA computes slowly.
 
-    Rows of fewer than 128 values are folded, and the launch before that repeats the bias takes 1 µs. Longer rows may
-    have thousands of blocks of a few hundred bytes, of which a GPU starts 1.6 a nanosecond. On an H100, µs of the
-    kernel and of XLA: 22005x128 bf16 14.6 and 5.8, with gradients 23.9 and 20.5; 7553x136 float32 6.2 and 3.6;
-    11680x64 float32 3.3 and 2.9, but with dropout 14784x64 4.8 and 5.6.
+    Rows of fewer than 128 values are folded, and the launch before that repeats the bias takes 1 µs. Of few columns
+    threads have one value at a time. On an H100, float32, µs of the kernel and of XLA: 11680x64 3.3 and 2.9, but with
+    dropout 14784x64 4.8 and 5.6; 7553x136 4.0 and 2.8, 5000x192 3.5 and 2.6, with gradients 12.0 and 7.7, 10.2 and 7.4.
+    In bf16 22005x128 takes 4.4 and 5.8.
     """
-    if bias is None or x.size == 0 or not is_plain:
+    if bias is None or not is_plain or x.size >= FOLD_ELEMENTS:
         return False
-    sizes = rows, features, itemsize = x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize
-    if features < LANES or folded_rows(*sizes) > 1:
-        return features < LANES and x.size < FOLD_ELEMENTS
-    at_once = rows_at_once(default_elementwise(*sizes, has_bias=True).rows, rows)
-    return rows >= 4096 * at_once and at_once * features * itemsize < 768
+    rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
+    return features < LANES or (x.dtype.itemsize == 4 and features <= 192 and rows >= 4096)
 
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:

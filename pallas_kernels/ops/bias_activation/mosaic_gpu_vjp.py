@@ -8,7 +8,7 @@ sums in registers, and writes them once. XLA adds the groups' sums in a fixed or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,8 +26,8 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import (
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Blocks, Part, access_columns, load_part
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Part, column_blocks, load_part
+from pallas_kernels.primitives.platform import varying_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +90,8 @@ def _column_sum_kernel(
     x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
     rows, features = x.shape
     itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
-    strips = Blocks(
-        rows=1,
-        features=features,
-        columns=access_columns(1, itemsize),
-        itemsize=itemsize,
-        stride=features,
-        is_one_part=True,
-    )
-    most = target_device().core_count * config.blocks_per_core // strips.count
-    groups = max(1, min(-(-rows // warpgroups), most))
-    blocks = replace(strips, rows=groups)
+    blocks = column_blocks(rows, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
+    groups = blocks.rows
     is_sum = groups * features == sums_wanted  # nothing is left to add
     names = tuple(operands)
 
