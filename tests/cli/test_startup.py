@@ -11,9 +11,13 @@ import pytest
 
 
 def _run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return _python("-m", "xlafuse.cli", *words, **environment)
+
+
+def _python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     return subprocess.run(
-        [sys.executable, "-m", "xlafuse.cli", *words],
+        [sys.executable, *words],
         env=kept | environment,
         capture_output=True,
         text=True,
@@ -22,24 +26,23 @@ def _run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _seconds_of_children() -> float:
-    """Of processors' time, which does not depend on what else runs."""
-    times = os.times()
-    return times.children_user + times.children_system
+def _seconds(*words: str) -> float:
+    """Of processors' time, which depends little on what else runs."""
+    before = os.times()
+    result = _python(*words)
+    after = os.times()
+    assert result.returncode == 0
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def test_help_is_quick_and_imports_nothing_heavy():
     script = "import sys, xlafuse.cli; print(sorted({'jax', 'flax', 'numpy', 'jinja2', 'igraph'} & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert loaded.stdout.strip() == "[]"
-    times = []
-    for _ in range(3):
-        start = _seconds_of_children()
-        result = _run("--help")
-        times.append(_seconds_of_children() - start)
-    assert result.returncode == 0
-    assert "report" in result.stdout
-    assert min(times) < 1.0  # 0.3 s of one core
+    assert _python("-c", script).stdout.strip() == "[]"
+    assert "report" in _run("--help").stdout
+    # Beside another program, since a crowded machine takes three times the processor's time for the same work.
+    times = [(_seconds("-m", "xlafuse.cli", "--help"), _seconds("-c", "import asyncio")) for _ in range(3)]
+    ours, asyncio = (min(column) for column in zip(*times, strict=True))
+    assert ours < 12 * asyncio  # 0.3 s and 0.05 s of one core; jax would add 0.5 s
 
 
 def test_version():
