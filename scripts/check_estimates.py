@@ -37,8 +37,9 @@ class Accuracy:
     """The estimates of one strategy beside its recording; ratios are estimated over measured."""
 
     strategy: str
-    close: float
-    """Share of the measured time in launches whose estimates are close."""
+    close: float | None
+    """Share of the measured time in launches whose estimates are close; None where the program is no longer the one
+    that was recorded, so that only its whole time is known."""
     total: float
     """Of all launches and the gaps between them."""
     wall: float
@@ -72,7 +73,7 @@ def accuracy(strategy: str, analysis: Analysis) -> Accuracy:
     busy = sum(us * launch.repeat for launch, us in timed)
     return Accuracy(
         strategy=strategy,
-        close=1 - sum(us * launch.repeat for launch, us in far) / busy,
+        close=1 - sum(us * launch.repeat for launch, us in far) / busy if busy else None,
         total=analysis.estimated_us / (measured.kernel_us + (measured.gap_us or 0)),
         wall=analysis.estimated_us / measured.wall_us,
         roofline=analysis.roofline_us / measured.kernel_us,
@@ -147,7 +148,8 @@ def main() -> int:
         for name, analysis in analyses(comparison):
             row = accuracy(name, analysis)
             print(
-                f"| {batch}x{length} | {mode} | {name} | {row.close:.1%} | {row.total:.2f} | {row.wall:.2f} "
+                f"| {batch}x{length} | {mode} | {name} | {'changed' if row.close is None else f'{row.close:.1%}'} "
+                f"| {row.total:.2f} | {row.wall:.2f} "
                 f"| {row.roofline:.2f} | {right} |",
                 flush=True,
             )

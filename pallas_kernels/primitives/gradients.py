@@ -1,26 +1,65 @@
-"""Gradients of several weights that multiply one input, and of a launch that computes what others do apart."""
+"""Products of one input with several others, gradients, and the gradient of a launch that does what others do apart."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.primitives.gemm.config import choose_config, fills
+from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS
+
+FEWEST_SUMMED_ROWS = 512
+"""The fewest rows for which one launch for several products' sum was measured."""
+
+
+def products_apart(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Computes `x @ w` of each weight w as a separate matrix product. x: (rows, features); w: (features, outputs).
+
+    XLA's dot merger makes one product of several that share an operand if one of them is small. It would copy the
+    weights to one array, and its own results from the product's. A barrier hides from it that x is shared, and costs no
+    launch.
+    """
+    return tuple(own @ w for own, w in _with_own(x, weights))
 
 
 def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Computes the weight gradient `x.T @ d` of each cotangent d as a separate matrix product.
+    """Computes the weight gradient `x.T @ d` of each cotangent d as a separate matrix product, as `products_apart`.
 
-    x: (rows, features); d: (rows, outputs).
-
-    XLA's dot merger makes one product of several that share an operand if one of them is small. It would copy the
-    cotangents to one array, and the gradients from the product's result: 0.3 GB for query, key and value of llama3-8b
-    at 8192 rows. A barrier hides from it that x is shared, and costs no launch.
+    x: (rows, features); d: (rows, outputs). The copies would be 0.3 GB for query, key and value of llama3-8b at 8192
+    rows.
     """
-    hidden = (lax.optimization_barrier((x, d)) for d in cotangents)
-    return tuple(own.T @ d for own, d in hidden)
+    return tuple(own.T @ d for own, d in _with_own(x, cotangents))
+
+
+def _with_own(x: jax.Array, others: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    return [lax.optimization_barrier((x, other)) for other in others]
+
+
+def input_gradient(
+    cotangents: Sequence[jax.Array], weights: Sequence[jax.Array], *, dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """Computes the sum of `d @ w.T` over pairs of a cotangent and a weight: the gradient of the input that they share.
+
+    d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. dtype: the
+    result's, if another. The layer's own kernel has run, so that Mosaic GPU's kernels take these sizes.
+
+    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md).
+    """
+    rows, features = cotangents[0].shape[0], weights[0].shape[0]
+    if rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and fills(rows, features):
+        config = choose_config(rows, features, is_even=True)
+        arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
+        return gemm(cotangents, weights, config=config, **arguments)[0]
+    pairs = zip(cotangents, weights, strict=True)
+    return functools.reduce(operator.add, [jnp.matmul(d, w.T, preferred_element_type=dtype) for d, w in pairs])
 
 
 def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:

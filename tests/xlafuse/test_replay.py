@@ -37,9 +37,10 @@ REPLAYED = (
     "llama3-8b-xla-forward-1x1",
     "llama3-8b-xla-grad-2x4096",
     "llama3-8b-best-forward-1x512",
-    "gpt2-medium-pallas-grad-2x1024",
+    "gpt2-medium-pallas-forward-2x1024",
 )
-"""Cases of each preset, mode and kind of strategy; the first is quick to compile."""
+"""Cases of each preset, mode and kind of strategy; the first is quick to compile. Not gradients by our kernels: their
+programs have changed since."""
 
 
 def test_the_shipped_block_was_recorded_on_an_h200():

@@ -130,15 +130,15 @@ def scaled_rows(x: jax.Array, row_scale: jax.Array | None) -> jax.Array:
     return x if row_scale is None else (x.astype(jnp.float32) * row_scale[:, None]).astype(x.dtype)
 
 
-def product_for(row_scale: jax.Array | None, dy: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes dy @ w.T, the gradient of the scaled rows; in float32 if the factors' gradient is summed from it."""
-    return jnp.matmul(dy, w.T, preferred_element_type=None if row_scale is None else jnp.float32)
+def gradient_dtype(row_scale: jax.Array | None) -> jnp.dtype | None:
+    """Returns the dtype for the gradient of the scaled rows: float32 if the factors' gradient is summed from it."""
+    return None if row_scale is None else jnp.dtype(jnp.float32)
 
 
 def through_row_scale(
     dscaled: jax.Array, x: jax.Array, row_scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Turns the gradient of the scaled rows into the gradients of x and of the factors."""
+    """Turns the gradient of the scaled rows, of `gradient_dtype`, into the gradients of x and of the factors."""
     if row_scale is None:
         return dscaled, None
     wide = dscaled.astype(jnp.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import jax
@@ -42,20 +41,17 @@ def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
     return tuning.implementations("gated_linear", problem(x, w, activation), untuned=untuned)
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, keeps_products: bool = False, is_normed: bool = False) -> Config:
+def tuned_config(known: tuning.Problem, rows: int, *, is_normed: bool = False) -> Config:
     """Returns the forward kernel's measured best configuration of a problem, else the untuned one.
 
     is_normed: whether x is normalised before the products; the launch may compute that norm.
     """
     outputs, features = int(known["outputs"]), int(known["features"])
-    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products  # not measured with one buffer per result
-    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=is_mixed, is_even=not keeps_products)
+    untuned: Config = choose_config(rows, outputs, accumulators=2, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True)
     if rows <= MOST_ROWS:
         untuned = choose_few_rows(rows, outputs, features, products=2)
         untuned = with_fused_norm(untuned, rows) if is_normed else untuned
-    config = tuning.configuration("gated_linear", "forward", known, lambda: candidates(rows), untuned=untuned)
-    # One buffer per result, so that three stages fit beside three results.
-    return replace(config, store_slots=1) if keeps_products and isinstance(config, GemmConfig) else config
+    return tuning.configuration("gated_linear", "forward", known, lambda: candidates(rows), untuned=untuned)
 
 
 def is_preferred(rows: int, outputs: int) -> bool:

@@ -24,22 +24,20 @@ def gated_linear_forward(
     activation: Activation,
     row_scale: jax.Array | None = None,
     norm: RowNorm | None = None,
-    keeps_products: bool = False,
     config: Config | None = None,
-) -> tuple[jax.Array, ...]:
-    """Returns (activation(x @ w_gate) * (x @ w_up),), followed by x @ w_gate and x @ w_up if they are kept.
+) -> jax.Array:
+    """Returns activation(x @ w_gate) * (x @ w_up).
 
-    x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so are the results.
+    x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so is the result.
     row_scale: (rows,) float32, multiplies the products' rows first. norm: of x's rows, in the same launch, with a
     configuration of few rows.
     """
     if config is None:
-        known = problem(x, w_gate, activation.name)
-        config = tuned_config(known, x.shape[0], keeps_products=keeps_products)
-    epilogue = Epilogue(activation=activation, gated=True, keeps_products=keeps_products)
+        config = tuned_config(problem(x, w_gate, activation.name), x.shape[0])
+    epilogue = Epilogue(activation=activation, gated=True)
     arguments = {"epilogue": epilogue, "row_scale": row_scale, "name": "gated_linear"}
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, [w_gate, w_up], norm=norm, config=config, **arguments)
+        return few_rows_product(x, [w_gate, w_up], norm=norm, config=config, **arguments)[0]
     if norm is not None:
         raise ValueError("gated_linear_forward: only a product of few rows has a norm in it.")
-    return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **arguments)
+    return gemm([x], [w_gate, w_up], products=SIDE_BY_SIDE, config=config, **arguments)[0]

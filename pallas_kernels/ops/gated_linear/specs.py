@@ -50,7 +50,7 @@ def _forward(*, config=None, **arguments):
     x, norm, function = called["x"], called.get("norm"), get_activation("gated_linear", called["activation"])
     rows, options = normed(x, norm, is_fused=can_fuse_norm(config, norm, x))
     weights = (called[name] for name in _WEIGHTS)
-    (y,) = gated_linear_forward(rows, *weights, activation=function, **options, config=config)
+    y = gated_linear_forward(rows, *weights, activation=function, **options, config=config)
     return (y.reshape(*x.shape[:-1], -1),)
 
 

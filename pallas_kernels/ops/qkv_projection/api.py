@@ -61,8 +61,8 @@ def qkv_projection(
     scale to x's dtype instead of n. "xla" rounds n, the products with their biases and the normalised heads to x's
     dtype.
 
-    The backward pass needs x and the weights. It is one launch that rotates back, and XLA's products. It computes those
-    of query and key again if their heads are normalised.
+    The backward pass needs x and the weights. It is one launch that rotates back, XLA's products for the weights, and,
+    from 512 rows on, one launch for x. It computes the products of query and key again if their heads are normalised.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
@@ -110,7 +110,6 @@ def qkv_projection(
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
         )
-    # The backward pass negates the positions, so unsigned and narrow integers must be widened.
     positions = None if rope is None else row_positions(rope, x).astype(jnp.int32)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
     rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))

@@ -1,19 +1,17 @@
-"""The projections backward: the inverse rotation's kernel, then six products without an epilogue."""
+"""The projections backward: the inverse rotation's kernel, three products for the weights, and one launch for x."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.norm import product_for, scaled_rows, through_row_scale
+from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.ops.rope.api import rope
-from pallas_kernels.primitives.gradients import weight_gradients
+from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 Gradients = tuple[jax.Array, ...]
 
@@ -51,16 +49,16 @@ def qkv_projection_backward(
         None if bias is None else jnp.sum(product, axis=0, dtype=jnp.float32).astype(bias.dtype)
         for product, bias in zip(products, biases, strict=True)
     )
-    dscaled = functools.reduce(
-        operator.add, [product_for(row_scale, p, w) for p, w in zip(products, weights, strict=True)]
-    )
+    dscaled = input_gradient(products, weights, dtype=gradient_dtype(row_scale))
     dx, drow_scale = through_row_scale(dscaled, x, row_scale)
     return dx, dweights, drow_scale, dbiases, tuple(dscales)
 
 
 def _rotated_back(dq, dk, positions, size, theta):
     shaped = [d.reshape(1, d.shape[0], -1, size) for d in (dq, dk)]
-    back_q, back_k = rope(shaped[0], shaped[1], -positions, theta=theta)
+    # A rotation is linear: its gradient at any argument turns back. XLA removes the rotation itself.
+    _, pullback = jax.vjp(lambda q, k: rope(q, k, positions, theta=theta), *shaped)
+    back_q, back_k = pullback(tuple(shaped))
     return back_q.reshape(dq.shape), back_k.reshape(dk.shape)
 
 

@@ -1,0 +1,46 @@
+"""The gradient of an input that several products share."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from products import assert_close, normal, wide
+
+from pallas_kernels.primitives import gradients
+
+ROWS, FEATURES = 72, 192
+
+
+def operands(seed: int, *outputs: int):
+    cotangents = [normal(seed + i, ROWS, columns) for i, columns in enumerate(outputs)]
+    weights = [normal(seed + 10 + i, FEATURES, columns) for i, columns in enumerate(outputs)]
+    return cotangents, weights
+
+
+def exact(cotangents, weights):
+    return sum(wide(d) @ wide(w).T for d, w in zip(cotangents, weights, strict=True))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("outputs", [(128, 128), (256, 64, 128)], ids=["alike", "of other sizes"])
+@pytest.mark.parametrize("dtype", [None, jnp.dtype(jnp.float32)], ids=["bfloat16", "float32"])
+def test_one_launch_sums_the_products(outputs, dtype, seed, monkeypatch):
+    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", ROWS)
+    monkeypatch.setattr(gradients, "fills", lambda *_: True)
+    given = operands(seed, *outputs)
+    got = gradients.input_gradient(*given, dtype=dtype)
+    assert got.dtype == (dtype or jnp.bfloat16)
+    assert_close(got, exact(*given), got.dtype)
+
+
+def test_few_rows_are_summed_by_xla(seed):
+    given = operands(seed, 128, 64)
+    got = gradients.input_gradient(*given, dtype=jnp.dtype(jnp.float32))
+    np.testing.assert_allclose(got, exact(*given), rtol=1e-4, atol=1e-4 * np.abs(exact(*given)).max())
+
+
+def test_products_apart_are_the_products(seed):
+    x, weights = normal(seed, 16, FEATURES), [normal(seed + 1, FEATURES, 64), normal(seed + 2, FEATURES, 128)]
+    for got, weight in zip(gradients.products_apart(x, weights), weights, strict=True):
+        assert_close(got, wide(x) @ wide(weight))
