@@ -18,8 +18,8 @@
 # know what the backward pass of a Llama 3 8B layer launches, reads again and keeps in memory, why XLA's fusions fit
 # it worse than the forward pass, and where a plan of custom kernels wins, and loses, here.
 #
-# **Needs** no GPU, and about half a minute. Programs are compiled here for an H200 (**counted**); times are
-# **measured** on one and recorded.
+# **Needs** no GPU, and about half a minute. Programs are compiled here for an H200 (**counted**, and their time
+# **estimated**); other times are **measured** on one and recorded, or on an H100 where it says so.
 
 # %%
 import os
@@ -46,14 +46,14 @@ PLANS = ["xla", "xla_cudnn", "best"]
 comparison = xlafuse.compare("llama3-8b", (2, 4096), mode="grad", strategies=PLANS, numerics=False)
 blocks = {result.name: result.analysis for result in comparison.strategies}
 plots.table(
-    ["plan", "launches", "GB", "peak memory, GB", "measured, ms"],
+    ["plan", "launches", "GB", "peak memory, GB", "estimated, ms"],
     (
         (
             plots.label(name),
             block.launch_count,
             block.traffic.bytes / 1e9,
             block.memory.peak_bytes / 1e9,
-            block.measured.kernel_us / 1e3,
+            block.estimated_us / 1e3,
         )
         for name, block in blocks.items()
     ),
@@ -73,10 +73,10 @@ def of_phase(block, phase, value):
 
 plots.grouped_bars(
     {
-        phase: {name: of_phase(block, phase, lambda each: each.measured_us) / 1e3 for name, block in blocks.items()}
+        phase: {name: of_phase(block, phase, lambda each: each.estimated_us) / 1e3 for name, block in blocks.items()}
         for phase in ("forward", "backward")
     },
-    "GPU time, ms (measured)",
+    "GPU time, ms (estimated)",
     form="{:.1f}",
     title="The backward pass, beside the forward pass of the same program",
 )
@@ -85,8 +85,8 @@ plots.grouped_bars(
 best = blocks["best"]
 work = {phase: of_phase(best, phase, lambda each: each.flops) for phase in ("forward", "backward")}
 ratios = {
-    name: of_phase(block, "backward", lambda each: each.measured_us)
-    / of_phase(block, "forward", lambda each: each.measured_us)
+    name: of_phase(block, "backward", lambda each: each.estimated_us)
+    / of_phase(block, "forward", lambda each: each.estimated_us)
     for name, block in blocks.items()
 }
 plots.say(
@@ -131,19 +131,19 @@ RIVALS = ["xla_cudnn", "best"]
 
 
 def backward_time(launch):
-    return launch.measured_us if launch.phase == "backward" else 0.0
+    return launch.estimated_us if launch.phase == "backward" else 0.0
 
 
 times = {name: plots.by_site(blocks[name], backward_time) for name in RIVALS}
 plots.grouped_bars(
     {site: {name: times[name][site] for name in RIVALS} for site, time in times["best"].items() if time},
-    "GPU time of backward launches, µs (measured)",
+    "GPU time of backward launches, µs (estimated)",
     title="Backward, part by part",
 )
 
 # %% [markdown]
-# Most of it is matrix products, and both plans leave those to cuBLAS: in the backward pass there is little beside a
-# product that could ride along. They are not even equally fast, though they are the same calls:
+# Most of it is matrix products, and both plans leave most of those to cuBLAS: in the backward pass there is little
+# beside a product that could ride along. Products take different times even where they are the same calls:
 
 # %%
 shared = {
@@ -152,7 +152,7 @@ shared = {
         for launch in blocks[name].launches
         if launch.kind == "cublaslt" and launch.phase == "backward" and 9e11 < launch.flops < 1e12
     ]
-    for name in PLANS
+    for name in ("xla", "xla_cudnn")
 }
 plots.table(
     ["plan", "backward products of the MLP", "µs each (measured)", "what the recording notes"],
@@ -164,8 +164,8 @@ plots.table(
 
 # %% [markdown]
 # Power again. XLA's plan spends most of its time waiting for memory, which draws less, so that its products run at a
-# higher clock. The other plans multiply nearly all the time, and their clock falls: one more reason to compare plans
-# by whole times.
+# higher clock. A plan that multiplies nearly all the time lowers the clock: one more reason to compare plans by whole
+# times.
 #
 # ## A norm's gradient
 #
@@ -230,43 +230,40 @@ plots.grouped_bars(
 )
 
 # %% [markdown]
-# ## What custom fusion costs here
+# ## What pays in a gradient, and what does not
 #
-# One fused kernel does worse in training than in inference. The gated layer, `silu(x @ gate) * (x @ up)`, writes only
-# its result in the forward pass. For a gradient it must write both products, too: the backward pass needs them. The
-# launches of that layer in the programs above:
+# The gated layer, `silu(x @ gate) * (x @ up)`, is one kernel in inference and writes only its result. For a gradient it
+# must write both products, too, and while it stores three results its tensor cores wait. So `gated_linear` leaves its
+# products to XLA where a gradient is taken, and gates them in a kernel of their own. Times on an H100:
 
 # %%
-gated = {
-    (name, phase): [
-        launch
-        for launch in blocks[name].launches
-        if plots.site_of(launch) == "gate, up, activation" and launch.phase == phase
-    ]
-    for phase in ("forward", "backward")
-    for name in RIVALS
-}
+kept = plots.products_of_gradients("gated_linear", "forward, products kept")
+ways = ["xla", "one launch", "products by XLA, gating by a kernel"]
 plots.table(
-    ["gated layer", "phase", "launches", "GB", "µs (measured)"],
-    (
-        (
-            plots.label(name),
-            phase,
-            len(launches),
-            sum(map(plots.moved, launches)) / 1e9,
-            sum(launch.measured_us for launch in launches),
-        )
-        for (name, phase), launches in gated.items()
-    ),
+    ["rows", *(f"{plots.label(way)}, µs" for way in ways)],
+    ([rows, *(us[way] for way in ways)] for rows, us in kept.items()),
 )
 
 # %% [markdown]
-# The fused kernel saves a third of the bytes, and still loses (a part of that is the slower clock, as above): in
-# training the gain in bytes is too small for what it costs to write three results from one kernel.
-# ([06](06_when_not_to_fuse.ipynb) has the same layer in inference, where it wins.) What the plan gains elsewhere has
-# to make up for it.
-#
-# Whole gradients, all plans in turns in one run:
+# Where several weights share an input, the input's gradient is a sum of products. XLA writes each of them and then
+# adds them. One launch takes the operands one after another along the depth, and writes only the sum:
+
+# %%
+summed = {op: plots.products_of_gradients(op, "gradient of x") for op in ("qkv_projection", "gated_linear")}
+plots.grouped_bars(
+    {
+        f"{op}, {rows} rows": {"one launch": us["xla"] / us["one launch"]}
+        for op, each in summed.items()
+        for rows, us in each.items()
+    },
+    "speed of one launch, XLA = 1 (measured)",
+    form="{:.2f}",
+    line=1.0,
+    title="The gradient of x",
+)
+
+# %% [markdown]
+# Whole gradients, all plans in turns in one run. `best` was measured before it had these two:
 
 # %%
 turns = {"2 × 4096": plots.block_results("grad", "2x4096"), "1 × 512": plots.block_results("grad", "1x512")}

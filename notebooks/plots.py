@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ COLOURS = {
     "best": "#4269d0",
     "mosaic": "#4269d0",
     "copy": "#ffffff",
+    "one launch": "#4269d0",
+    "products by XLA, gating by a kernel": "#97bbf5",
     "counted": "#c5cee0",
     "roofline": "#c5cee0",
     "a copy in its time": "#8fa3cf",
@@ -246,6 +249,12 @@ def kernel_results() -> Results:
 def kernel_row(op: str, phase: str, spec: str) -> Row:
     """One shape of `kernel_results`, with the other libraries that only another run timed."""
     return next(row for row in rows(kernel_results()) if row.main.key == (op, spec, phase))
+
+
+def products_of_gradients(op: str, part: str) -> dict[int, dict[str, float]]:
+    """Times on an H100 of an operation's products in a training step: µs by rows and way. part: which products."""
+    times = json.loads((RESULTS / "products-backward-h100.json").read_text(encoding="utf-8"))["times"]
+    return {each["rows"]: each["us"] for each in times if (each["op"], each["part"]) == (op, part)}
 
 
 def share_of_copy(row: Row, name: str) -> float:
