@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.config import choose_config, fills
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS
+from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups
 
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
@@ -51,10 +51,12 @@ def input_gradient(
     d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. dtype: the
     result's, if another. The layer's own kernel has run, so that Mosaic GPU's kernels take these sizes.
 
-    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md).
+    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md), unless the
+    cotangents would have to be copied for it.
     """
     rows, features = cotangents[0].shape[0], weights[0].shape[0]
-    if rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and fills(rows, features):
+    is_large = rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and fills(rows, features)
+    if is_large and has_whole_groups(rows):
         config = choose_config(rows, features, is_even=True)
         arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
         return gemm(cotangents, weights, config=config, **arguments)[0]

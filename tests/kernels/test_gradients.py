@@ -19,7 +19,7 @@ def operands(seed: int, *outputs: int):
 
 
 def exact(cotangents, weights):
-    return sum(wide(d) @ wide(w).T for d, w in zip(cotangents, weights, strict=True))
+    return np.sum([wide(d) @ wide(w).T for d, w in zip(cotangents, weights, strict=True)], axis=0)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -34,8 +34,14 @@ def test_one_launch_sums_the_products(outputs, dtype, seed, monkeypatch):
     assert_close(got, exact(*given), got.dtype)
 
 
-def test_few_rows_are_summed_by_xla(seed):
-    given = operands(seed, 128, 64)
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("fewest", "rows"), [(ROWS + 1, ROWS), (8, ROWS - 1)], ids=["few rows", "rows to be padded"])
+def test_sums_by_xla(fewest, rows, seed, monkeypatch):
+    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", fewest)
+    monkeypatch.setattr(gradients, "fills", lambda *_: True)
+    monkeypatch.delattr(gradients, "gemm")
+    cotangents, weights = operands(seed, 128, 64)
+    given = [cotangent[:rows] for cotangent in cotangents], weights
     got = gradients.input_gradient(*given, dtype=jnp.dtype(jnp.float32))
     np.testing.assert_allclose(got, exact(*given), rtol=1e-4, atol=1e-4 * np.abs(exact(*given)).max())
 

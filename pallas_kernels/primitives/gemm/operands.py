@@ -28,12 +28,14 @@ def operands_unsupported(x: jax.Array, *weights: jax.Array) -> str | None:
     return None
 
 
+def has_whole_groups(rows: int) -> bool:
+    """Whether TMA can load an array of so many rows as it is."""
+    return rows < _ROWS or rows % _ROWS == 0
+
+
 def whole_groups(array: jax.Array) -> jax.Array:
     """Pads an array (rows, columns) with zero rows if TMA could not load its last rows."""
-    rows = array.shape[0]
-    if rows < _ROWS or rows % _ROWS == 0:
-        return array
-    return jnp.pad(array, ((0, -rows % _ROWS), (0, 0)))
+    return array if has_whole_groups(array.shape[0]) else jnp.pad(array, ((0, -array.shape[0] % _ROWS), (0, 0)))
 
 
 def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:
