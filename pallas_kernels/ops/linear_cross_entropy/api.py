@@ -13,10 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import check_operands, check_weight
-from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options
+from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options, cross_entropy
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import label_kinds
+from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     LossConfig,
     default_config,
@@ -87,7 +88,7 @@ def linear_cross_entropy(
             "xla": keeps the logits in memory, in hidden's dtype.
             None: "mosaic" where it was measured to be faster (bfloat16, a reduction, at least 512 tokens but no more
             than features, a vocabulary of at least 32000; if not differentiated, at least 512 tokens and 2**23 logits),
-            else "xla". Pass ("mosaic", "xla") to save memory.
+            else XLA's product and `cross_entropy`. Pass ("mosaic", "xla") to save memory.
 
     Returns:
         The losses (...), or a scalar with a reduction; float32 (float64 for float64 hidden states).
@@ -112,12 +113,18 @@ def linear_cross_entropy(
     is_best = partial(is_preferred, rows, w.shape[1], w.shape[0], keeps_gradients=keeps_gradients)
     preferred = lambda: ("mosaic",) if is_best() or is_preferred_forward(rows, w.shape[1]) else ()  # noqa: E731
     chosen = choose("linear_cross_entropy", implementation, support, preferred=preferred)
-    reference = partial(linear_cross_entropy_reference, **options, reduction=reduction)
+    apart = linear_cross_entropy_reference if implementation is not None else _product_and_loss
+    apart = partial(apart, **options, reduction=reduction)
     if chosen == "xla" or hidden.size == 0:
-        return reference(hidden, w, labels)
+        return apart(hidden, w, labels)
     kernel = partial(_kernel, options=options, reduction=reduction)
-    by_xla = implementation is None and not is_best()
-    return partly_by_xla(kernel, reference, gradient=by_xla)(*varying_alike((hidden, w, labels)))
+    is_apart = implementation is None and not is_best()
+    return partly_by_xla(kernel, apart, gradient=is_apart)(*varying_alike((hidden, w, labels)))
+
+
+def _product_and_loss(hidden: jax.Array, w: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
+    """Computes logits by XLA, and their loss as `cross_entropy` does by default."""
+    return cross_entropy(linear_reference(hidden, w), labels, **options)
 
 
 def _kernel(
