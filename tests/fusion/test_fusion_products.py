@@ -50,6 +50,19 @@ def test_a_product_used_elsewhere_is_left_to_itself(sites):
     assert not any("bias" in each.arrays for each in reports[0].taken if each.operation == "linear")
 
 
+def test_a_product_is_not_repeated_for_the_rows_that_it_is_broadcast_to(sites):
+    def fn(h, t, w):
+        return h + (t @ w)[:, None, :]
+
+    reports = []
+    sites(fn, R, X[:, 0], W, told=reports.append)
+    (product,) = reports[0].taken
+    assert (product.operation, product.arrays["x"]) == ("linear", "bfloat16[2,64]")
+    assert [each.reason for each in reports[0].refused] == [
+        "x is broadcast to its rows, and the operation would compute each of them again"
+    ]
+
+
 def test_a_precise_product_is_left(sites):
     assert sites(lambda x, w, b: jnp.matmul(x, w, precision="highest") + b, X, W, B, checks=False) == []
 

@@ -165,6 +165,10 @@ class _Search:
                 reason += f"; allow={{{spelling.allowed_by!r}}} takes it"
             self.disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason))
             return None
+        if "x" in match.arrays and match.arrays["x"].missing:
+            reason = "x is broadcast to its rows, and the operation would compute each of them again"
+            self.disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason))
+            return None
         if (constants := _constants(spelling, match)) is None:
             return None
         return _made(self._graph, spelling, value, proposal, match, constants, matcher)
