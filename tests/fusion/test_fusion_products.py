@@ -50,6 +50,17 @@ def test_a_product_used_elsewhere_is_left_to_itself(sites):
     assert not any("bias" in each.arrays for each in reports[0].taken if each.operation == "linear")
 
 
+@pytest.mark.parametrize("layout", [lambda y: y.reshape(32, 128), lambda y: jnp.concatenate(jnp.split(y, 2, -1), 0)])
+def test_a_product_used_elsewhere_in_another_layout_is_not_computed_twice(sites, layout):
+    def fn(x, w):
+        y = layout(x @ w)
+        return jax.nn.silu(y), y
+
+    reports = []
+    sites(fn, X, W, told=reports.append)
+    assert not any("activation" in each.options for each in reports[0].taken)
+
+
 def test_a_product_is_not_repeated_for_the_rows_that_it_is_broadcast_to(sites):
     def fn(h, t, w):
         return h + (t @ w)[:, None, :]

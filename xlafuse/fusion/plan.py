@@ -412,4 +412,9 @@ def _inner(site: Site, own: set[Equation]) -> Iterator[Value]:
 
 
 def _escapes(value: Value, site: Site, returned: set[Value]) -> bool:
-    return value in returned or any(user not in site.covered for user in value.users)
+    """Returns whether a value inside a site is needed outside it, as it is or in another layout."""
+    return value in returned or any(
+        user not in site.covered
+        or (is_free(user) and any(_escapes(each, site, returned) for each in user.outputs if each not in site.results))
+        for user in value.users
+    )
