@@ -93,6 +93,31 @@ K, V = normal((2, 16, 2, 32), seed=5), normal((2, 16, 2, 32), seed=6)
 TRIL = jnp.tril(jnp.ones((16, 16), bool))
 
 
+def hidden_by(number):
+    def fn(q, k, v, seen):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(seen, scores, number).astype(jnp.float32)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(jnp.float16, jnp.finfo(jnp.float16).min), (jnp.float16, -jnp.inf), (BF16, -1e9)]
+)
+def test_attention_whose_hidden_scores_have_no_weight(sites, dtype, number):
+    q, k = Q.astype(dtype), Q[::-1].astype(dtype)
+    assert sites(hidden_by(number), q, k, k, TRIL, allow={"empty_rows"}) == ["attention"]
+
+
+def test_hidden_scores_that_may_have_weight_are_told_and_nothing_else(sites):
+    reports = []
+    q = Q.astype(BF16)
+    sites(hidden_by(-1e4), q, q, q, TRIL, told=reports.append, allow={"empty_rows"})
+    reasons = [each.reason for each in reports[0].refused if each.operation == "attention"]
+    assert reasons == ["hidden scores are -9984, and only -65504 or less has no weight"]
+
+
 def heads_first(q, k, v):
     q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.repeat(2, 2), v.repeat(2, 2)))
     return jnp.swapaxes(jax.nn.softmax(0.2 * q @ jnp.swapaxes(k, 2, 3), axis=-1) @ v, 1, 2)
