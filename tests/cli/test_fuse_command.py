@@ -80,6 +80,10 @@ def products(x, w):
     return x
 
 
+def products_of_norm(x, scale, w, positions):
+    return rms(x, scale) @ w + positions
+
+
 class Layer(nnx.Module):
     def __init__(self):
         self.norm = nnx.RMSNorm(256, rngs=nnx.Rngs(0))
@@ -156,6 +160,14 @@ def test_the_sites_as_a_diff(invoke):
         "+    return (rms_norm(x, scale, epsilon=1e-05)).astype(h.dtype)",
         "  # x f32[8,256], scale f32[256]",
     ]
+
+
+def test_arguments_in_another_shape_and_norms_of_products(fused):
+    shapes = ("bf16[16,1024,1024]", "f32[1024]", "bf16[1024,1024]", "bf16[1024,1024]")
+    words = [word for shape in shapes for word in ("--shape", shape)]
+    (site,) = fused("products_of_norm", *words)["taken"]
+    norm = "norm=Norm(scale=scale, kind='rms', epsilon=1e-05)"
+    assert site["call"] == f"norm_linear(x, w, {norm}, residual=<positions as bf16[16,1024,1024]>)"
 
 
 def test_json_has_the_same(fused):

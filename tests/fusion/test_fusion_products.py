@@ -50,6 +50,30 @@ def test_a_product_used_elsewhere_is_left_to_itself(sites):
     assert not any("bias" in each.arrays for each in reports[0].taken if each.operation == "linear")
 
 
+@pytest.mark.parametrize("parts", [lambda y: (y.reshape(32, 128),) * 2, lambda y: jnp.split(y, 2, axis=-1)])
+def test_a_product_used_elsewhere_in_another_layout_is_not_computed_twice(sites, parts):
+    def fn(x, w):
+        activated, other = parts(x @ w)
+        return jax.nn.silu(activated), other
+
+    reports = []
+    sites(fn, X, W, told=reports.append)
+    assert not any("activation" in each.options for each in reports[0].taken)
+
+
+def test_a_product_is_not_repeated_for_the_rows_that_it_is_broadcast_to(sites):
+    def fn(h, t, w):
+        return h + (t @ w)[:, None, :]
+
+    reports = []
+    sites(fn, R, X[:, 0], W, told=reports.append)
+    (product,) = reports[0].taken
+    assert (product.operation, product.arrays["x"]) == ("linear", "bfloat16[2,64]")
+    assert [each.reason for each in reports[0].refused] == [
+        "x is broadcast to its rows, and the operation would compute each of them again"
+    ]
+
+
 def test_a_precise_product_is_left(sites):
     assert sites(lambda x, w, b: jnp.matmul(x, w, precision="highest") + b, X, W, B, checks=False) == []
 
@@ -67,6 +91,31 @@ def attend(q, k, v, *, seen=None, scale=None, transposed=False, cap=None):
 Q = normal((2, 16, 4, 32), seed=4)
 K, V = normal((2, 16, 2, 32), seed=5), normal((2, 16, 2, 32), seed=6)
 TRIL = jnp.tril(jnp.ones((16, 16), bool))
+
+
+def hidden_by(number):
+    def fn(q, k, v, seen):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(seen, scores, number).astype(jnp.float32)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(jnp.float16, jnp.finfo(jnp.float16).min), (jnp.float16, -jnp.inf), (BF16, -1e9)]
+)
+def test_attention_whose_hidden_scores_have_no_weight(sites, dtype, number):
+    q, k = Q.astype(dtype), Q[::-1].astype(dtype)
+    assert sites(hidden_by(number), q, k, k, TRIL, allow={"empty_rows"}) == ["attention"]
+
+
+def test_hidden_scores_that_may_have_weight_are_told_and_nothing_else(sites):
+    reports = []
+    q = Q.astype(BF16)
+    sites(hidden_by(-1e4), q, q, q, TRIL, told=reports.append, allow={"empty_rows"})
+    reasons = [each.reason for each in reports[0].refused if each.operation == "attention"]
+    assert reasons == ["hidden scores are -9984, and only -65504 or less has no weight"]
 
 
 def heads_first(q, k, v):

@@ -236,6 +236,17 @@ def test_what_xla_computes_best_stays_as_written():
     assert not plan.changes
 
 
+def test_a_gate_and_its_product_are_left_to_xla_which_makes_one_product_of_them():
+    def experts(x, gate, up):
+        return jax.nn.silu(jnp.einsum("ecd,edf->ecf", x, gate)) * jnp.einsum("ecd,edf->ecf", x, up)
+
+    x, w = normal((4, 256, 512), BF16), normal((4, 512, 1024), BF16)
+    plan = planned(experts, x, w, w)
+    assert not plan.changes
+    assert [each.operation for each in plan.refusals] == ["gated_activation"]
+    assert planned(experts, x, w, w, ops=["gated_activation"]).changes
+
+
 def test_what_is_left_to_xla_is_told_apart():
     told, target = [], load_target("h200")
     with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.source_info_util import user_frames
 from rewriting import normal
 
 import xlafuse
@@ -147,6 +148,14 @@ def test_the_function_is_traced_once_a_call():
 def test_numerics_are_verified():
     fused = xlafuse.fuse(norm, verify="numerics")
     np.testing.assert_allclose(jax.jit(fused)(X, SCALE), norm(X, SCALE), rtol=1e-5)
+
+
+def test_calls_keep_the_line_of_the_program():
+    x, w = X.astype(jnp.bfloat16), WEIGHTS[0].astype(jnp.bfloat16)
+    (call,) = jax.make_jaxpr(xlafuse.fuse(lambda x, w: jax.nn.silu(x @ w)))(x, w).eqns
+    frames = [next(iter(user_frames(each.source_info.traceback))) for each in call.params["jaxpr"].eqns]
+    lines = {each.file_name for each in frames}
+    assert lines == {__file__}
 
 
 def test_reports_name_lines_and_implementations():

@@ -14,6 +14,7 @@ from xlafuse.cli.inputs import DTYPES
 from xlafuse.fusion.binding import Binding
 from xlafuse.fusion.graph import Equation, Value
 from xlafuse.fusion.plan import Site
+from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.sources import Place, same_call, source_lines, stack_of
 
 _LONGEST_NAME = 40
@@ -59,6 +60,8 @@ class SiteDiff:
                 value = self._argument(name, self._site.arrays[name])
             elif self._site.options.get(name) is not None:
                 value = _number(self._site.options[name])
+            elif name == "norm" and isinstance(self._site.prepare, Normed):
+                value = self._norm(self._site.prepare)
             else:
                 continue
             words.append(value if parameter.kind is parameter.POSITIONAL_OR_KEYWORD else f"{name}={value}")
@@ -102,6 +105,13 @@ class SiteDiff:
         both = f"{indent}{name}, {total} = {self.call}"
         return [both] if target else [both, *(place.replaced(name) or [])]
 
+    def _norm(self, norm: Normed) -> str:
+        """Returns the norm of a product's input, as the call gives it."""
+        arrays = {name.removeprefix("norm_"): name for name in self._site.arrays if name.startswith("norm_")}
+        words = [f"{short}={self._argument(short, self._site.arrays[name])}" for short, name in arrays.items()]
+        words += [f"{name}={_number(value)}" for name, value in norm.options.items()]
+        return f"Norm({', '.join(words)})"
+
     def _argument(self, name: str, binding: Binding) -> str:
         value = binding.value
         if value.literal is not None:
@@ -109,7 +119,7 @@ class SiteDiff:
         found = self._expression(value)
         if found is None:
             return name
-        return found if binding.shape == value.shape else f"{name}=<{found} as {_array(value.dtype, binding.shape)}>"
+        return found if binding.shape == value.shape else f"<{found} as {_array(value.dtype, binding.shape)}>"
 
     def _expression(self, value: Value) -> str | None:
         """Returns the name of a value in the function around the site, if it is known."""

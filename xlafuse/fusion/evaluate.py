@@ -116,8 +116,10 @@ def _in_shard_map(
 
 def _names_of(equation: Equation) -> Any:
     """Enters the scopes and the line of the user's program that an equation comes from."""
-    info = equation.source.source_info
     stack = source_info_util.current_name_stack()
+    traceback = equation.source.source_info.traceback
     for call in (*equation.calls, equation.source):
         stack = stack + call.source_info.name_stack
-    return source_info_util.user_context(info.traceback, name_stack=stack)
+        if next(iter(source_info_util.user_frames(call.source_info.traceback)), None) is not None:
+            traceback = call.source_info.traceback  # inside jax.nn's jitted functions there is no line of the user's
+    return source_info_util.user_context(traceback, name_stack=stack)

@@ -259,7 +259,7 @@ class Matcher:
                 found, f"{name} is not {wanted.value.shape} of {found.value.shape} with its axes in order"
             )
         if so_far.arrays.get(name, binding) != binding:
-            return self._fail(found, f"{name} is not the same everywhere")
+            return self._fail(found, f"there are several arrays in place of {name}")
         yield replace(so_far, arrays={**so_far.arrays, name: binding})
         return None
 

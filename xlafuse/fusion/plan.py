@@ -157,17 +157,23 @@ class _Search:
             if spelling.may_be_taken:
                 self._note(spelling.operation, value, matcher.failure)
             return None
-        if not spelling.accepts(match.numbers):
-            return None
-        if spelling.difference and spelling.allowed_by not in self._allow:
-            reason = spelling.difference
-            if spelling.allowed_by is not None:
-                reason += f"; allow={{{spelling.allowed_by!r}}} takes it"
+        if reason := self._objection(spelling, match):
             self.disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason))
             return None
         if (constants := _constants(spelling, match)) is None:
             return None
         return _made(self._graph, spelling, value, proposal, match, constants, matcher)
+
+    def _objection(self, spelling: Spelling, match: Match) -> str:
+        """Returns why a match is refused; "" where it is not."""
+        if reason := spelling.objection(match.numbers):
+            return reason
+        if spelling.difference and spelling.allowed_by not in self._allow:
+            allowance = f"; allow={{{spelling.allowed_by!r}}} takes it" if spelling.allowed_by is not None else ""
+            return spelling.difference + allowance
+        if "x" in match.arrays and match.arrays["x"].missing:
+            return "x is broadcast to its rows, and the operation would compute each of them again"
+        return ""
 
     def _has_needs(self, spelling: Spelling, value: Value) -> bool:
         if value not in self._primitives:
@@ -184,12 +190,14 @@ class _Search:
     def nearest(self, taken: frozenset[Equation]) -> list[Refusal]:
         """Returns the differences that kept the nearest places, outside the equations taken, from being sites.
 
-        A difference in an argument of the program is told at the place itself.
+        A difference in an argument of the program is told at the place itself. What fits a definition, and is refused
+        for another reason, has no differences.
         """
+        fitting = {(each.operation, _computed(each.value)) for each in self.disallowed}
         return [
             Refusal(operation=operation, value=at if at.equation else result, reason=failure.reason)
             for (operation, result, at), failure in sorted(self._failures.items(), key=lambda item: -item[1].fitted)
-            if not _is_in(result, taken)
+            if not _is_in(result, taken) and (operation, _computed(result)) not in fitting
         ]
 
 
@@ -408,4 +416,9 @@ def _inner(site: Site, own: set[Equation]) -> Iterator[Value]:
 
 
 def _escapes(value: Value, site: Site, returned: set[Value]) -> bool:
-    return value in returned or any(user not in site.covered for user in value.users)
+    """Returns whether a value inside a site is needed outside it, as it is or in another layout."""
+    return value in returned or any(
+        user not in site.covered
+        or (is_free(user) and any(_escapes(each, site, returned) for each in user.outputs if each not in site.results))
+        for user in value.users
+    )

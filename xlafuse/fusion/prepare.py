@@ -40,17 +40,17 @@ class Normed:
     """Gives a product its norm."""
 
     def __init__(self, kind: Any, epsilon: float, prepare: Any):
-        self._norm = {"kind": kind, "epsilon": epsilon}
+        self.options = {"kind": kind, "epsilon": epsilon}
         self._prepare = prepare
 
     def __repr__(self) -> str:
-        return f"{self._norm} {self._prepare!r}"
+        return f"{self.options} {self._prepare!r}"
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns the operation's arguments for arrays by name."""
         given = {name: arrays.pop(f"norm_{name}", None) for name in ("scale", "bias", "mean_square")}
         arrays = arrays if self._prepare is None else self._prepare(arrays)
-        return {**arrays, "norm": Norm(**given, **self._norm)}
+        return {**arrays, "norm": Norm(**given, **self.options)}
 
 
 class Projection:

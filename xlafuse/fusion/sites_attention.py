@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.sites import Proposal, Spelling, wide
-from xlafuse.fusion.sites_rows import HIDDEN, hides
+from xlafuse.fusion.sites_rows import HIDDEN, visible
 from xlafuse.fusion.terms import head
 
 _UNKNOWN = {"scale": 0.3217654321}
@@ -150,8 +150,8 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _accepts(numbers: Mapping[str, float]) -> bool:
-    return hides(numbers) and numbers.get("softcap", 1.0) > 0
+def _objection(numbers: Mapping[str, float]) -> str:
+    return visible(numbers) if numbers.get("softcap", 1.0) > 0 else f"the soft cap is {numbers['softcap']:g}"
 
 
 _EMPTY = "a query whose mask hides every key has the mean of all values in the program, and zeros in attention"
@@ -183,7 +183,7 @@ def _spellings() -> Iterator[Spelling]:
             unknowns=unknowns,
             broadcasting=frozenset(("mask", "bias")),
             floating=frozenset(("bias",)),
-            accepts=_accepts,
+            objection=_objection,
             arguments=_options,
             allowed_by="empty_rows" if masked == "mask" else None,
             difference=_EMPTY if masked == "mask" else "",

@@ -105,12 +105,13 @@ def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
     return _masked_softmax(x, mask, scale=scale, hidden=hidden)
 
 
-HIDDEN = {"hidden": -1.2345e30}
+HIDDEN = {"hidden": -54321.0}  # finite in float16, too
 
 
-def hides(numbers: Mapping[str, float]) -> bool:
-    """Returns whether the number for hidden scores is low enough that their weights are zero."""
-    return numbers.get("hidden", -jnp.inf) <= -1e29
+def visible(numbers: Mapping[str, float]) -> str:
+    """Returns why scores that a mask hides may have weights; "" where they are as low as float16's lowest number."""
+    hidden, lowest = numbers.get("hidden", -jnp.inf), float(jnp.finfo(jnp.float16).min)
+    return "" if hidden <= lowest else f"hidden scores are {hidden:g}, and only {lowest:g} or less has no weight"
 
 
 def given_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _softmaxes() -> Iterator[Spelling]:
         "roots": frozenset(("div", "mul", "convert_element_type")),
         "needs": frozenset(("exp", "reduce_sum")),
     }
-    masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "accepts": hides, "arguments": given_options}
+    masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "objection": visible, "arguments": given_options}
     yield Spelling(function=lambda x, *, is_causal, **numbers: _causal_softmax(x, **numbers), propose=_causal, **masked)
     yield Spelling(
         function=_masked_softmax,

@@ -62,6 +62,8 @@ class _Neighbours:
         made = _behind_layouts(site.arrays["x"].value) if site.operation == "bias_activation" else None
         if made is not None and made.primitive in _WITH_EPILOGUE:
             return f"XLA does it in the epilogue of {made.primitive}; a kernel would write and read x once more"
+        if site.operation == "gated_activation" and self._is_of_one_product(site):
+            return "XLA makes one product of gate and up where they are small; a kernel would need a copy of each"
         largest = max(math.prod(binding.shape) for binding in site.arrays.values())
         for name, binding in site.arrays.items():
             made = self._maker(binding.value)
@@ -77,6 +79,15 @@ class _Neighbours:
             names = ", ".join(sorted({each.primitive for each in readers}))
             return f"XLA fuses it with what reads its result ({names}); a kernel would write the result once more"
         return None
+
+    def _is_of_one_product(self, site: Site) -> bool:
+        """Returns whether gate and up are products of the same array outside the sites, of which XLA makes one."""
+        made = [_behind_layouts(site.arrays[name].value).equation for name in ("gate", "up")]
+        products = [each for each in made if each is not None and each.primitive == "dot_general"]
+        if len(products) < 2 or any(each in self._owners for each in products):
+            return False
+        first, second = (set(each.inputs) for each in products)
+        return not first.isdisjoint(second)
 
     def _maker(self, value: Value) -> Equation | None:
         """Returns the elementwise equation outside the sites that computes a value, in any layout."""
