@@ -38,7 +38,7 @@ from hlo_analysis.remedies.texts import Remedy
 
 
 def of_products(
-    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, of_attention: bool = False
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, of_attention: bool
 ) -> Remedy | None:
     """The remedy where one end is a matrix product, None where none is."""
     if is_product(producer):

@@ -31,9 +31,9 @@ def vertical_remedy(
     category: str,
     *,
     is_score: bool,
-    is_projected: bool = False,
-    of_attention: bool = False,
-    donated: Collection[str] = (),
+    is_projected: bool,
+    of_attention: bool,
+    donated: Collection[str],
 ) -> Remedy:
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
 
