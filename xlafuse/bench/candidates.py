@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import OpSpec, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench.results import Problem
+from xlafuse.bench.timing import TimingRun
 
 MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
@@ -67,6 +68,11 @@ def problem_of(name: str, error: Exception) -> Problem:
         message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}",
         kind="unsupported" if isinstance(error, NotImplementedError | ImportError) else "failed",
     )
+
+
+def timing_problems(run: TimingRun) -> list[Problem]:
+    """Returns the records of the candidates that failed while they were timed."""
+    return [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
 
 
 def check_close(

@@ -18,7 +18,7 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
-from xlafuse.bench.candidates import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, problem_of, timing_problems
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult, short_spec
@@ -124,7 +124,7 @@ def bench_shape(
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
     timed_from = time.monotonic()
     run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    problems += [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += timing_problems(run)
     return replace(
         result,
         ceiling=fastest(run.timings, [c.name for c in ceilings]),
