@@ -52,7 +52,7 @@ def of_products(
 
 def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
     """The remedy for a value of element-wise work that is kept though it could be computed again."""
-    for product in filter(is_product, table.makers(producer)):
+    for product in filter(is_product, table.producers(producer)):
         if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
             remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))
             if remedy.kernel:
@@ -84,7 +84,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.WHOLE_SUM
     if remedy := summed_in_a_loop(table, product, readers):
         return remedy
-    if is_known_before(product, table.makers(product)):
+    if is_known_before(product, table.producers(product)):
         return loop_texts.HOISTED
     if all(map(only_casts, readers)):
         return texts.TYPED
@@ -123,7 +123,7 @@ def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[Launch
     So does a scan's backward pass with a weight's gradient, and what accumulates whole gradients, part by part.
     """
     for end in (producer, *readers):
-        products = [found for found in (end, *table.makers(end)) if is_product(found)]
+        products = [found for found in (end, *table.producers(end)) if is_product(found)]
         # What the next step computes with cannot wait for the last.
         users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
         if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
