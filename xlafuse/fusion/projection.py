@@ -44,9 +44,9 @@ def _heads(combination: Combination, product: Site) -> tuple[Site, ...]:
         if reader is None:
             break
         if reader.operation == "rms_norm" and not found and set(reader.arrays) <= {"x", "scale"}:
-            is_next = combination.made_by(reader.arrays["x"]) is site
+            is_next = combination.producer_of(reader.arrays["x"]) is site
         elif reader.operation == "rope":
-            is_next = any(combination.made_by(reader.arrays[name]) is site for name in ("query", "key"))
+            is_next = any(combination.producer_of(reader.arrays[name]) is site for name in ("query", "key"))
         else:
             break
         if not is_next:
@@ -63,7 +63,7 @@ def _roles(
 ) -> list[Site] | None:
     """Returns the query, key and value products in this order, or None if it cannot tell which is which."""
     if rope is not None:
-        last = {name: combination.made_by(rope.arrays[name]) for name in ("query", "key")}
+        last = {name: combination.producer_of(rope.arrays[name]) for name in ("query", "key")}
         chain = {id(s): [s, *heads[id(s)][:-1]][-1] for s in same if heads[id(s)] and heads[id(s)][-1] is rope}
         named = {name: next((s for s in same if chain.get(id(s)) is last[name]), None) for name in last}
         query, key = named["query"], named["key"]
@@ -107,14 +107,14 @@ def _projection(
     if "bias" in roles[0].arrays:
         arrays |= {f"b_{name}": s.arrays["bias"] for name, s in zip("qkv", roles, strict=True)}
     options: dict[str, Any] = {} if head_size is None else {"head_size": head_size}
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, norm in zip("qk", norms, strict=True):
         if norm is not None:
-            told[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
+            settings[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
             arrays |= {f"{name}_scale": norm.arrays["scale"]} if "scale" in norm.arrays else {}
     if rope is not None:
         arrays |= {"positions": rope.arrays["positions"]} if "positions" in rope.arrays else {}
-        told["rope"] = dict(rope.options)
+        settings["rope"] = dict(rope.options)
     old = list(dict.fromkeys([*roles, *(s for own in heads for s in own)]))
     new = Site(
         operation="qkv_projection",
@@ -125,13 +125,13 @@ def _projection(
         covered=frozenset().union(*(s.covered for s in old)),
         shared=frozenset().union(*(s.shared for s in old)),
         broadcasting=frozenset(("positions",)),
-        prepare=Projection(**told),
+        prepare=Projection(**settings),
     )
     return new, old
 
 
 def _is_argument(combination: Combination, rope: Site, name: str, chain: Sequence[Site]) -> bool:
-    return combination.made_by(rope.arrays[name]) in chain
+    return combination.producer_of(rope.arrays[name]) in chain
 
 
 def _with_heads(order: tuple[int, ...], value: Value) -> tuple[int, ...]:
