@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench.candidates import problem_of, timing_problems
+from xlafuse.bench.candidates import measured, problem_of, timing_problems
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import Measured, Problem, ShapeResult
+from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.comparison import fit_plan
@@ -95,9 +95,7 @@ def bench_case(
         spec=shape,
         bytes=moved,
         ceiling=None,
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
-        ),
+        candidates=measured(candidates, run),
         problems=tuple(problems),
         sets=len(cases),
         seconds=time.monotonic() - start,

@@ -20,7 +20,7 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, get_op, testing
 from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, problem_of, timing_problems
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
 from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
@@ -143,9 +143,7 @@ def bench_call(
     problems += timing_problems(run)
     return replace(
         result,
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
-        ),
+        candidates=measured(candidates, run),
         problems=tuple(problems),
         sets=sets,
         seconds=time.monotonic() - start,

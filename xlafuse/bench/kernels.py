@@ -18,10 +18,10 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, problem_of, timing_problems
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult, short_spec
+from xlafuse.bench.results import PHASES, Problem, ShapeResult, short_spec
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.errors import UnknownNameError, XlafuseError
 
@@ -128,11 +128,7 @@ def bench_shape(
     return replace(
         result,
         ceiling=fastest(run.timings, [c.name for c in ceilings]),
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name])
-            for c in (*ceilings, *candidates)
-            if c.name in run.timings
-        ),
+        candidates=measured((*ceilings, *candidates), run),
         problems=tuple(problems),
         sets=sets,
         seconds=time.monotonic() - start,
