@@ -141,9 +141,7 @@ class Dataflow:
                 before = Source(computation.name, instruction.operands[0], path)
                 last = self._root(self._body(instruction).name, path)
                 return [last] if trip_count(instruction) else [last, before]
-            case "conditional":
-                return [self._root(name, path) for name in instruction.called]
-            case "call":
+            case "conditional" | "call":
                 return [self._root(name, path) for name in instruction.called]
             case "async-done" | "async-update":
                 start = instruction

@@ -106,7 +106,7 @@ def _operand_needs(
         elif user.opcode in ("dynamic-update-slice", "scatter"):
             yield operand.name, _needs_of_update(user, operands, sizes, needs) if position == 0 else whole
         else:
-            mapped = {way: _counts_of_operand(user, position, sizes, counts) for way, counts in needs.items()}
+            mapped = {way: _counts_of_operand(user, sizes, counts) for way, counts in needs.items()}
             yield operand.name, mapped
 
 
@@ -128,9 +128,7 @@ def _needs_of_update(user: Instruction, operands: Sequence[Instruction], sizes: 
     return {**needs, (user.name,): _spread(operands[2].shape.element_count, sizes)}
 
 
-def _counts_of_operand(
-    user: Instruction, position: int, sizes: tuple[int, ...], counts: tuple[int, ...]
-) -> tuple[int, ...]:
+def _counts_of_operand(user: Instruction, sizes: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
     """Returns how many indices of an operand, in each dimension, `counts` indices of the result need."""
     results = user.shape.dimensions
     match user.opcode:
