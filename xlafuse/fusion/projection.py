@@ -85,28 +85,24 @@ def _projection(
 ) -> tuple[Site | None, list[Site]]:
     norms = [next((s for s in own if s.operation == "rms_norm"), None) for own in heads[:2]]
     x = roles[0].arrays["x"]
-    arrays: dict[str, Binding] = {}
-    head_size = None
-    results, orders, size_of = [], [], []
-    for place in range(3):
-        end = roles[place].results[0], roles[place].orders[0]
-        own = heads[place]
+    results, orders, head_sizes = [], [], set()
+    for product, own in zip(roles, heads, strict=True):
+        result, order = product.results[0], product.orders[0]
         for site in own:
-            at = 1 if site.operation == "rope" and _is_argument(combination, site, "key", [roles[place], *own]) else 0
-            end = site.results[at], site.orders[at]
-            size_of.append(site.arrays["key" if at else ("query" if site.operation == "rope" else "x")].shape[-1])
-        results.append(end[0])
-        orders.append(end[1])
-    if len(set(size_of)) > 1:
+            is_key = site.operation == "rope" and combination.producer_of(site.arrays["key"]) in (product, *own)
+            result, order = site.results[is_key], site.orders[is_key]
+            head_sizes.add(site.arrays["key" if is_key else "query" if site.operation == "rope" else "x"].shape[-1])
+        results.append(result)
+        orders.append(order)
+    if len(head_sizes) > 1:
         return None, []
-    head_size = size_of[0] if size_of else None
     if rope is not None:
         batch, tokens = rope.arrays["query"].shape[:2]
         x = replace(x, shape=(batch, tokens, x.shape[-1]))
-    arrays = {"x": x} | {f"w_{name}": s.arrays["w"] for name, s in zip("qkv", roles, strict=True)}
+    arrays: dict[str, Binding] = {"x": x} | {f"w_{name}": s.arrays["w"] for name, s in zip("qkv", roles, strict=True)}
     if "bias" in roles[0].arrays:
         arrays |= {f"b_{name}": s.arrays["bias"] for name, s in zip("qkv", roles, strict=True)}
-    options: dict[str, Any] = {} if head_size is None else {"head_size": head_size}
+    options: dict[str, Any] = {"head_size": head_sizes.pop()} if head_sizes else {}
     settings: dict[str, Any] = {}
     for name, norm in zip("qk", norms, strict=True):
         if norm is not None:
@@ -128,10 +124,6 @@ def _projection(
         prepare=Projection(**settings),
     )
     return new, old
-
-
-def _is_argument(combination: Combination, rope: Site, name: str, chain: Sequence[Site]) -> bool:
-    return combination.producer_of(rope.arrays[name]) in chain
 
 
 def _with_heads(order: tuple[int, ...], value: Value) -> tuple[int, ...]:
