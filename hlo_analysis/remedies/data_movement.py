@@ -20,9 +20,9 @@ from hlo_analysis.patterns.pair_patterns import (
     adds_parts,
     knows_all_steps,
     numbers_updates,
+    reads_small_part,
     scatters_rows,
     sets_values,
-    takes_part,
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
@@ -42,7 +42,7 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
         return texts.KEEP_TRITON
     if remedy := _of_scatters(table, producer, readers):
         return remedy
-    if producer.kind == "sort" and all(takes_part(reader, producer) for reader in readers):
+    if producer.kind == "sort" and all(reads_small_part(reader, producer) for reader in readers):
         return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):

@@ -96,7 +96,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.CHAINED
     is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
     is_loss = is_softmax and (takes_logarithms(table, readers) or _is_for_gradients(table, product, readers))
-    if is_loss and product.phase == "forward" and not _hands_on_all(table, product, readers):
+    if is_loss and product.phase == "forward" and not _needs_every_logit(table, product, readers):
         return texts.LINEAR_CROSS_ENTROPY
     if 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers):
         return texts.SCATTERED
@@ -143,8 +143,8 @@ def _is_for_gradients(table: Table, product: LaunchRow, readers: Sequence[Launch
     return sums and any(reader.phase == "backward" for reader in table.readers.get(product.index, ()))
 
 
-def _hands_on_all(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether what is made of every logit is wanted: it is returned, or the largest are taken of it."""
+def _needs_every_logit(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
+    """Whether an array as large as the logits is computed from them and then returned, or sorted for the largest."""
     large = [reader for reader in readers if 2 * reader.bytes_written >= product.bytes_written]
     users = [table.readers.get(reader.index, ()) for reader in large]
     return any(not found or any(user.kind == "sort" for user in found) for found in users)
