@@ -46,7 +46,7 @@ _Call = list[tuple[Launch, tuple[KernelEvent, ...] | None]]
 """A call's launches with their events; None where they cannot be told from those of the neighbouring launch."""
 
 
-def join(analysis: Analysis, profile: Profile) -> Measured:
+def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Measured:
     """Finds the calls of the program in the profile, and returns the median time of each launch.
 
     Calls that the profile shows only in part are ignored, as are kernels of other programs between calls.
@@ -72,7 +72,7 @@ def join(analysis: Analysis, profile: Profile) -> Measured:
         gaps.append(_idle_us(events))
     return Measured(
         device=profile.device,
-        source="profile",
+        source=source,
         calls=len(calls),
         kernel_us=median(totals),
         gap_us=median(gaps),
