@@ -48,8 +48,8 @@ def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue 
         table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
         analysis = _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
     except HloParseError as error:
-        told = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
-        raise HloParseError(told, line=error.line, column=error.column) from error
+        message = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
+        raise HloParseError(message, line=error.line, column=error.column) from error
     return measured_run(analysis, capture)
 
 

@@ -55,7 +55,7 @@ def _hlo_parse_error(message: str, line: int, column: int) -> HloParseError:
     return HloParseError(message, line=line, column=column)
 
 
-def nearest_names(name: str, known: Iterable[str], count: int = 3) -> str:
+def nearest_names(name: str, known: Iterable[str]) -> str:
     """Returns a phrase for error messages: `; did you mean 'a' or 'b'?`, or '' if no name is near."""
-    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), cutoff=0.5)
     return f"; did you mean {' or '.join(repr(match) for match in near)}?" if near else ""

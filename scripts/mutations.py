@@ -59,8 +59,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "memory and arithmetic in turn": (
         "hlo_analysis/costs/roofline.py",
-        "max(self.memory_us, self.compute_us) +",
-        "self.memory_us + self.compute_us +",
+        "max(self.memory_us, self.compute_us, self.link_us) +",
+        "self.memory_us + self.compute_us + self.link_us +",
         "tests/analysis/test_analysis_units.py",
     ),
     "bits round down to bytes": (
@@ -71,8 +71,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "arithmetic waits for memory": (
         "hlo_analysis/missed/cost.py",
-        'launch.limiter == "compute" or ',
-        "",
+        'launch.limiter in ("compute", "link") or ',
+        'launch.limiter == "link" or ',
         "tests/decisions/test_missed.py",
     ),
     "a fusion reads what it slices whole": (

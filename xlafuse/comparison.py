@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +14,7 @@ from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
+from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def compare(
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
     described = load_target(target)
-    report = _Progress(progress)
+    report = one_at_a_time(progress)
     keep = None if keep_captures is None else Path(keep_captures)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
@@ -93,25 +91,20 @@ def compare(
     )
     jobs = {strategy.name: _prepare(strategy, config, described) for strategy in chosen}
 
-    # Each compilation has a process of its own. On an attached GPU they would disturb each other's autotuning.
-    workers = 1 if described.kind == "attached" else min(4, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(max_workers=workers)
-    try:
-        pending = [pool.submit(_analysed, job, program, report) for job in jobs.values()]
+    with compilation_pool(described.kind) as pool:
+        pending = [pool.submit(_analyse, job, program, report) for job in jobs.values()]
         # `fuse` has already compared each site with the operation's definition.
         to_check = (job for job in jobs.values() if job.refusal is None and not job.strategy.fuses)
         plans = {job.strategy.name: job.strategy.plan for job in to_check}
         checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
         results = {name: _with_numerics(each.result(), checked) for name, each in zip(jobs, pending, strict=True)}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
     analyses = {name: result.analysis for name, result in results.items() if result.analysis is not None}
     if not analyses:
         raise ComparisonError({name: result.error or "" for name, result in results.items()})
     if baseline in analyses:
-        tried = _tried(analyses[baseline], jobs[baseline].strategy, program, tries, report)
-        results[baseline] = dataclasses.replace(results[baseline], analysis=tried)
+        with_trials = _with_trials(analyses[baseline], jobs[baseline].strategy, program, tries, report)
+        results[baseline] = dataclasses.replace(results[baseline], analysis=with_trials)
     reference = baseline if baseline in analyses else next(iter(analyses))
     title = _title(block_or_fn, config, shapes, mode, target)
     comparison = diff.compare_analyses(title, tuple(results.values()), reference, unfused="unfused")
@@ -165,19 +158,6 @@ class _Program:
         return block_function(self.config, self.shapes, plan=strategy.plan)
 
 
-class _Progress:
-    """Calls the progress function from one thread at a time."""
-
-    def __init__(self, progress: Progress | None):
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def __call__(self, name: str, state: State) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._progress(name, state)
-
-
 def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> _Job:
     refusal = strategy.unmet(
         is_block=config is not None, kind=target.kind, compute_capability=target.compute_capability
@@ -191,7 +171,7 @@ def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> 
     return _Job(strategy=strategy, description=strategy.description + note, refusal=refusal)
 
 
-def _analysed(job: _Job, program: _Program, report: _Progress) -> StrategyResult:
+def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
     from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
@@ -234,7 +214,7 @@ def _analysed(job: _Job, program: _Program, report: _Progress) -> StrategyResult
     return dataclasses.replace(result, error=reason, sites=() if fused is None else fused.sites)
 
 
-def _tried(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: _Progress) -> Analysis:
+def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: Progress) -> Analysis:
     """Returns the analysis of a strategy with trials of its remedies."""
     from xlafuse.fusion.program import FusedProgram
     from xlafuse.trials import try_remedies
@@ -258,7 +238,7 @@ def _tried(analysis: Analysis, strategy: Strategy, program: _Program, count: int
 
 
 def _check_numerics(
-    config: BlockConfig, plans: Mapping[str, FusionPlan], mode: Mode, report: _Progress
+    config: BlockConfig, plans: Mapping[str, FusionPlan], mode: Mode, report: Progress
 ) -> dict[str, Numerics | str]:
     from xlafuse.numerics import check_plans
 

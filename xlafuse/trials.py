@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hlo_analysis.records import Analysis, MissedFusion, Trial
+from xlafuse.parallel import compilation_pool, one_at_a_time
 
 LEAST_SAVED_US = 0.5
 """Least saving in estimated time for a remedy to help; the estimate of a launch is no finer."""
@@ -72,18 +70,14 @@ def try_remedies(
             "function with hlo_analysis.capture, or say mode='forward' or 'grad'."
         )
     described = load_target(target)
-    wanted = _wanted(analysis.missed, count)
+    wanted = _first_changes(analysis.missed, count)
     program = _Program(
         analysis=analysis, fn=fn, shapes=shapes, options={**capture_options, "target": target, "mode": mode}
     )
-    report = _Reporter(progress)
-    workers = 1 if described.kind == "attached" else min(4, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(max_workers=workers)
-    try:
+    report = one_at_a_time(progress)
+    with compilation_pool(described.kind) as pool:
         pending = {change: pool.submit(_trial, program, change, source, report) for change, source in wanted.items()}
         trials = {change: future.result() for change, future in pending.items()}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
     missed = []
     for each in analysis.missed:
         change = _change(each)
@@ -116,7 +110,7 @@ def _change(missed: MissedFusion) -> _Change | None:
     return None
 
 
-def _wanted(found: Sequence[MissedFusion], count: int) -> dict[_Change, str | None]:
+def _first_changes(found: Sequence[MissedFusion], count: int) -> dict[_Change, str | None]:
     """Returns the first changes that missed fusions ask for, each with the source line of the first that asks."""
     wanted: dict[_Change, str | None] = {}
     for missed in found:
@@ -135,20 +129,7 @@ class _Program:
     options: dict[str, Any]
 
 
-class _Reporter:
-    """Calls the progress function from one thread at a time."""
-
-    def __init__(self, progress: Progress | None):
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def __call__(self, change: str, state: State) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._progress(change, state)
-
-
-def _trial(program: _Program, change: _Change, source: str | None, report: _Reporter) -> Trial:
+def _trial(program: _Program, change: _Change, source: str | None, report: Progress) -> Trial:
     from xlafuse.fusion.program import NothingFusedError
 
     report(str(change), "compiling")

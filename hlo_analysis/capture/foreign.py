@@ -16,7 +16,7 @@ _WANTED = ("thunk_sequence", "priority_fusion_dump", "before_priority_fusion", "
 """What a GPU's dump should have beside its HLO, by artefact key."""
 
 
-def infer_manifest(folder: Path, wanted_module: str | None = None) -> Manifest:
+def infer_manifest(folder: Path, wanted_module: str | None) -> Manifest:
     """The manifest of a folder that somebody else's `xla_dump_to` wrote.
 
     Raises:

@@ -32,70 +32,15 @@ from hlo_analysis.hlo.attributes import (
 from hlo_analysis.program.dataflow import leaves
 from hlo_analysis.program.demand import needed_elements
 
-_ELEMENTWISE = frozenset(
-    {
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "remainder",
-        "power",
-        "maximum",
-        "minimum",
-        "abs",
-        "negate",
-        "sign",
-        "compare",
-        "select",
-        "clamp",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "shift-left",
-        "shift-right-logical",
-        "shift-right-arithmetic",
-        "exponential",
-        "exponential-minus-one",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "tanh",
-        "tan",
-        "sine",
-        "cosine",
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atanh",
-        "cosh",
-        "sinh",
-        "atan2",
-        "erf",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "floor",
-        "ceil",
-        "round-nearest-afz",
-        "round-nearest-even",
-        "is-finite",
-        "popcnt",
-        "count-leading-zeros",
-        "reduce-precision",
-        "stochastic-convert",
-        "complex",
-        "real",
-        "imag",
-        "map",
-        "rng",
-        "rng-bit-generator",
-        "batch-norm-inference",
-        "batch-norm-training",
-        "batch-norm-grad",
-    }
-)
+_ELEMENTWISE = frozenset([
+    "add", "subtract", "multiply", "divide", "remainder", "power", "maximum", "minimum", "abs", "negate", "sign",
+    "compare", "select", "clamp", "and", "or", "xor", "not", "shift-left", "shift-right-logical",
+    "shift-right-arithmetic", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh",
+    "tan", "sine", "cosine", "acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh", "atan2", "erf", "sqrt",
+    "rsqrt", "cbrt", "floor", "ceil", "round-nearest-afz", "round-nearest-even", "is-finite", "popcnt",
+    "count-leading-zeros", "reduce-precision", "stochastic-convert", "complex", "real", "imag", "map", "rng",
+    "rng-bit-generator", "batch-norm-inference", "batch-norm-training", "batch-norm-grad",
+])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +77,7 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
     match instruction.opcode:
         case "fusion":
             return _fused(module, module.computations[instruction.called[0]])
-        case "dot":
-            contracting = integers(instruction, "lhs_contracting_dims")
-            return _product(instruction, operands[0], instruction.shape, contracting)
-        case "scaled-dot":
+        case "dot" | "scaled-dot":
             contracting = integers(instruction, "lhs_contracting_dims")
             return _product(instruction, operands[0], instruction.shape, contracting)
         case "convolution":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.program.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves
@@ -84,7 +85,7 @@ def usage_of(module: Module, computation: Computation, instruction: Instruction)
         }
         return Usage(reads=reads, writes=writes, unfused_bytes=_unfused(module, body))
     reads = {
-        (position, path): _operand_reads(instruction, position, path, shape)
+        (position, path): _operand_reads(instruction, position, shape)
         for position, operand in enumerate(operands)
         for path, shape in leaves(operand.shape)
     }
@@ -145,14 +146,12 @@ def library_extra(instruction: Instruction, operands: list[Instruction]) -> int:
 
 def _scores_bytes(attention: dict, query: Shape) -> int:
     shape = attention.get("intermediate_tensor_shape") or {}
-    elements = 1
-    for size in shape.get("dimensions", ()):
-        elements *= int(size)
+    elements = prod(int(size) for size in shape.get("dimensions", ()))
     width = query.byte_size // max(query.element_count, 1)
     return elements * width if shape.get("dimensions") else 0
 
 
-def _operand_reads(instruction: Instruction, position: int, path: Path, shape: Shape) -> int:
+def _operand_reads(instruction: Instruction, position: int, shape: Shape) -> int:
     """Returns the bytes of one operand that an unfused instruction reads."""
     match instruction.opcode:
         case "slice" | "dynamic-slice" | "gather" if position == 0:
@@ -235,7 +234,7 @@ def _instruction_reads(body: Computation, instruction: Instruction) -> int:
             count = scatter_inputs(instruction)
             moved = body.instructions[instruction.operands[count + 1 + position]].shape.byte_size
         else:
-            moved = _operand_reads(instruction, position, path, body.instructions[name].shape)
+            moved = _operand_reads(instruction, position, body.instructions[name].shape)
             moved = whole if broadcast and moved else min(moved, whole)
         reads[shown.name, path] = max(moved, reads.get((shown.name, path), 0))
     return sum(reads.values())

@@ -13,7 +13,7 @@ from itertools import pairwise
 from hlo_analysis.decisions.edges import executed_computations, launch_edges
 from hlo_analysis.hlo import Instruction, Module, Shape
 
-_SILENT = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
+_NO_WORK = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
 Origins = Mapping[str, tuple[str, ...]]
 
@@ -45,7 +45,7 @@ def stem(name: str) -> str:
 
 def working(module: Module) -> frozenset[str]:
     """Returns the executed instructions that do work: all except parameters, constants, tuples and bitcasts."""
-    return frozenset(i.name for i in _executed(module).values() if i.opcode not in _SILENT)
+    return frozenset(i.name for i in _executed(module).values() if i.opcode not in _NO_WORK)
 
 
 def contents(module: Module, instruction: Instruction) -> tuple[Instruction, ...]:
@@ -56,7 +56,7 @@ def contents(module: Module, instruction: Instruction) -> tuple[Instruction, ...
     if instruction.opcode != "fusion":
         return (instruction,)
     fused = module.computations[instruction.called[0]]
-    return tuple(inner for inner in fused.instructions.values() if inner.opcode not in _SILENT)
+    return tuple(inner for inner in fused.instructions.values() if inner.opcode not in _NO_WORK)
 
 
 def _uncloned(name: str) -> str:

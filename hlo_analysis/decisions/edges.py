@@ -54,7 +54,7 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
                     sources = list(_written(dataflow, launches, computation, operand, path))
                     # A value that a loop carries has two sources: one is in the loop, or comes after its reader in
                     # the text.
-                    if not any(_apart(places[s.instruction], places[consumer.name]) for s in sources):
+                    if not any(_crosses_boundary(places[s.instruction], places[consumer.name]) for s in sources):
                         straight.update((s.computation, s.instruction) for s in sources)
                     for source in sources:
                         if source.instruction != consumer.name:
@@ -77,7 +77,8 @@ def launch_edges(module: Module, launches: Collection[str]) -> tuple[Edge, ...]:
 _Place = tuple[str, tuple[int, ...]]
 
 
-def _apart(written: _Place, read: _Place) -> bool:
+def _crosses_boundary(written: _Place, read: _Place) -> bool:
+    """Whether a value is read in another computation than it is written in, or before it: in a loop's next run."""
     return written[0] != read[0] or written[1] >= read[1]
 
 

@@ -19,16 +19,16 @@ class Explanation:
     gain_us: float | None = None
 
 
-def ours(text: str, category: str, pass_name: str = "") -> Explanation:
+def our_reason(text: str, category: str, pass_name: str = "") -> Explanation:
     """Explains, in our words, which rule forbids fusing the edge."""
     return Explanation(verdict="ineligible", reason=f"[{text}]", category=category, pass_name=pass_name)
 
 
-def unspoken(text: str, category: str) -> Explanation:
+def without_reason(text: str, category: str) -> Explanation:
     """Explains an edge for which no pass recorded a reason."""
     return Explanation(verdict="unrecorded", reason=f"[{text}]", category=category, pass_name="")
 
 
-def said(pass_name: str, reason: str) -> Explanation:
+def xla_reason(pass_name: str, reason: str) -> Explanation:
     """Explains an edge with the reason that a pass gave."""
     return Explanation(verdict="ineligible", reason=reason, category=categories.classify(reason), pass_name=pass_name)

@@ -25,14 +25,13 @@ class FusedEdge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class LastVerdict:
     """The last verdict of priority fusion on a producer."""
 
     reason: str | None
     """The rule that forbade fusing the producer, or None if XLA priced it instead."""
     gain_us: float | None
     """XLA's estimated gain: time unfused minus time fused, summed over the increments; None if it was not priced."""
-    consumers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +41,7 @@ class Folded:
     members: dict[str, frozenset[str]]
     """Maps each fusion to the instructions it contains, by their names before the pass."""
     edges: tuple[FusedEdge, ...]
-    words: dict[str, Word]
+    verdicts: dict[str, LastVerdict]
     """Maps each producer that the pass looked at to the last verdict on it."""
 
 
@@ -55,12 +54,12 @@ def fold(steps: Iterable[Step]) -> Folded:
     """
     members: dict[str, frozenset[str]] = {}
     edges: list[FusedEdge] = []
-    words: dict[str, Word] = {}
+    verdicts: dict[str, LastVerdict] = {}
     grown: set[str] = set()
     for step in steps:
         match step:
             case Fused():
-                known = words.get(step.producer)
+                known = verdicts.get(step.producer)
                 gain = known.gain_us if known else None
                 edges.append(
                     FusedEdge(producer=step.producer, consumer=step.consumer, fusion=step.fusion, gain_us=gain)
@@ -71,12 +70,12 @@ def fold(steps: Iterable[Step]) -> Folded:
                 grown.add(step.fusion)
             case Priced():
                 gain = step.us_unfused - step.us_fused
-                before = words.get(step.producer)
+                before = verdicts.get(step.producer)
                 if before and before.gain_us is not None and before.gain_us >= 0 and step.producer not in grown:
                     gain += before.gain_us
-                words[step.producer] = Word(reason=None, gain_us=round(gain, 6), consumers=step.consumers)
+                verdicts[step.producer] = LastVerdict(reason=None, gain_us=round(gain, 6))
                 grown.discard(step.producer)
             case Refused():
-                words[step.producer] = Word(reason=step.reason, gain_us=None)
+                verdicts[step.producer] = LastVerdict(reason=step.reason, gain_us=None)
                 grown.discard(step.producer)
-    return Folded(members=members, edges=tuple(edges), words=words)
+    return Folded(members=members, edges=tuple(edges), verdicts=verdicts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import contents
 from hlo_analysis.decisions.fold import Folded
-from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS, LogWords
+from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS, LogMessages
 from hlo_analysis.decisions.roles import generator_of
 from hlo_analysis.decisions.unfused_edges import PRIORITY_PASS
 from hlo_analysis.hlo import Instruction, Module
@@ -23,7 +23,7 @@ _BITS = frozenset(
 _MOVES = frozenset({"broadcast", "iota", "slice", "concatenate", "reshape", "transpose", "copy", "dynamic-slice"})
 _RANDOM_OPCODES = _BITS | _MOVES | {"convert", "bitcast-convert"}
 _RANDOM_TYPES = frozenset(("u32", "u64"))
-_UNSEEN = frozenset(("parameter", "constant", "bitcast"))
+_HIDDEN = frozenset(("parameter", "constant", "bitcast"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class _Known:
     byte_size: int = 0
     scope: str = ""
     is_random: bool = False
-    is_silent: bool = False
+    is_hidden: bool = False
 
 
 def fused_edges(
-    before: Module | None, folded: Folded, log: LogWords, launches: Mapping[str, tuple[int, ...]]
+    before: Module | None, folded: Folded, log: LogMessages, launches: Mapping[str, tuple[int, ...]]
 ) -> tuple[Decision, ...]:
     """Returns the edges fused before priority fusion, then by it in order, then by multi-output fusion.
 
@@ -58,7 +58,7 @@ def fused_edges(
         producer, consumer = known.get(edge.producer, _Known()), known.get(edge.consumer, _Known())
         known[edge.fusion] = consumer
         held = holders.get(edge.fusion, ())
-        if producer.is_silent or not held:
+        if producer.is_hidden or not held:
             continue
         decision = _fused(
             edge.producer, edge.consumer, f"fused into {edge.fusion}", PRIORITY_PASS, held[0], producer, consumer.scope
@@ -102,7 +102,7 @@ def _known(module: Module) -> dict[str, _Known]:
             byte_size=instruction.shape.byte_size,
             scope=scope_of(instruction.op_name)[0],
             is_random=instruction.opcode in _RANDOM_OPCODES and instruction.shape.element_type in _RANDOM_TYPES,
-            is_silent=instruction.opcode in _UNSEEN,
+            is_hidden=instruction.opcode in _HIDDEN,
         )
         for computation in module.computations.values()
         for name, instruction in computation.instructions.items()
@@ -154,7 +154,7 @@ def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruc
         operand = instructions[name]
         while operand.opcode in ("bitcast", "get-tuple-element"):
             operand = instructions[operand.operands[0]]
-        if operand.opcode not in _UNSEEN:
+        if operand.opcode not in _HIDDEN:
             found[operand.name] = operand
     return list(found.values())
 

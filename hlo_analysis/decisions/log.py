@@ -49,14 +49,14 @@ class MultiOutputFusion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogWords:
+class LogMessages:
     """The messages of the log that concern fusion."""
 
     refusals: tuple[Refusal, ...] = ()
     multi_output: tuple[MultiOutputFusion, ...] = ()
 
 
-def read_log(text: str) -> LogWords:
+def read_log(text: str) -> LogMessages:
     """Collects the messages of the passes; lines in any other format are ignored, since the log is free text."""
     refusals: list[Refusal] = []
     multi_output: list[MultiOutputFusion] = []
@@ -76,7 +76,7 @@ def read_log(text: str) -> LogWords:
                 refusals.append(refusal)
         elif source == "multi_output_fusion.cc" and (fusion := _multi_output(body)):
             multi_output.append(fusion)
-    return LogWords(refusals=tuple(dict.fromkeys(refusals)), multi_output=tuple(multi_output))
+    return LogMessages(refusals=tuple(dict.fromkeys(refusals)), multi_output=tuple(multi_output))
 
 
 def _name(instruction: str) -> str:

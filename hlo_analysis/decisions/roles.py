@@ -25,7 +25,7 @@ _CONTROL = frozenset({"while", "conditional", "call", "async-start", "copy-start
 _WHOLE = frozenset(
     {"custom-call", "sort", "dot", "convolution", "fft", "cholesky", "triangular-solve", "rng-bit-generator"}
 )
-TAKE_NONE = _CONTROL | _WHOLE
+UNFUSIBLE_CONSUMERS = _CONTROL | _WHOLE
 """Opcodes that no producer can be fused into."""
 
 _TOP_K = "__gpu$TopK"

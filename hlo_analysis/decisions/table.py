@@ -12,7 +12,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.fold import fold
 from hlo_analysis.decisions.fused import edges_inside, fused_edges
 from hlo_analysis.decisions.log import read_log
-from hlo_analysis.decisions.unfused_edges import Survivors
+from hlo_analysis.decisions.unfused_edges import UnfusedEdges
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision
@@ -54,8 +54,8 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     no_record = (
         "XLA:CPU keeps no record of what it leaves apart" if is_cpu else "the capture has no record of priority fusion"
     )
-    survivors = Survivors(final, early, came_from, folded, log, before, edges, _disabled(capture), no_record)
-    decisions = _surviving(survivors, edges, final, launch_of)
+    unfused = UnfusedEdges(final, early, came_from, folded, log, before, edges, _disabled(capture), no_record)
+    decisions = _unfused_decisions(unfused, edges, final, launch_of)
     if early is None or folded is None:
         return (*decisions, *edges_inside(final, launch_of))
     held: dict[str, list[int]] = defaultdict(list)
@@ -84,13 +84,13 @@ def _between(capture: Texts) -> list[Module]:
     return [stage for key in keys if (stage := _stage(capture, key)) is not None]
 
 
-def _surviving(
-    survivors: Survivors, edges: Sequence[Edge], final: Module, launch_of: Mapping[str, int]
+def _unfused_decisions(
+    unfused: UnfusedEdges, edges: Sequence[Edge], final: Module, launch_of: Mapping[str, int]
 ) -> list[Decision]:
     op_names = {name: i.op_name for c in final.computations.values() for name, i in c.instructions.items()}
     decisions: list[Decision] = []
     for edge in edges:
-        why = survivors.explain(edge)
+        why = unfused.explain(edge)
         decisions.append(
             Decision(
                 producer=edge.producer,

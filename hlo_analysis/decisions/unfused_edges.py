@@ -9,10 +9,10 @@ from dataclasses import replace
 from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import Origins, contents, stem, working
 from hlo_analysis.decisions.edges import Edge, launch_edges
-from hlo_analysis.decisions.explanations import Explanation, ours, said, unspoken
-from hlo_analysis.decisions.fold import Folded, Word
-from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogWords, Refusal
-from hlo_analysis.decisions.roles import TAKE_NONE, Role, origin_of_kernel, role_of
+from hlo_analysis.decisions.explanations import Explanation, our_reason, without_reason, xla_reason
+from hlo_analysis.decisions.fold import Folded, LastVerdict
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogMessages, Refusal
+from hlo_analysis.decisions.roles import UNFUSIBLE_CONSUMERS, Role, origin_of_kernel, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES
 
@@ -20,7 +20,7 @@ PRIORITY_PASS = "priority-fusion"
 CONFIG_PASS = "config-assigner"
 
 
-class Survivors:
+class UnfusedEdges:
     """Explains the unfused edges of the final module from the records that the passes left.
 
     Args:
@@ -41,7 +41,7 @@ class Survivors:
         early: Module | None,
         origins: Origins,
         folded: Folded | None,
-        log: LogWords,
+        log: LogMessages,
         before: Module | None = None,
         edges: Sequence[Edge] = (),
         disabled: Collection[str] = (),
@@ -56,8 +56,8 @@ class Survivors:
             {name: i for c in early.computations.values() for name, i in c.instructions.items()} if early else {}
         )
         self._origins = origins
-        self._words: Mapping[str, Word] = folded.words if folded else {}
-        self._spoken_of = {stem(name): name for name in self._words}
+        self._verdicts: Mapping[str, LastVerdict] = folded.verdicts if folded else {}
+        self._by_stem = {stem(name): name for name in self._verdicts}
         self._users: dict[str, set[str]] = defaultdict(set)
         for edge in launch_edges(early, working(early)) if early else ():
             self._users[edge.producer].add(edge.consumer)
@@ -76,10 +76,10 @@ class Survivors:
     def explain(self, edge: Edge) -> Explanation:
         """Returns the reason why the two launches of an edge stayed apart."""
         if edge.crosses:
-            return ours("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
-        late = self._late(edge)
-        if self._early_module is not None and (copies := [name for name in late if self._final[name].opcode == "copy"]):
-            return unspoken(f"{copies[0]} was put in after fusion", categories.INSERTED)
+            return our_reason("the value crosses the boundary of a loop or branch", categories.BOUNDARY)
+        copies = [name for name in self._inserted(edge) if self._final[name].opcode == "copy"]
+        if self._early_module is not None and copies:
+            return without_reason(f"{copies[0]} was put in after fusion", categories.INSERTED)
         roles = (self._role(edge.producer), self._role(edge.consumer))
         if "kernel" in roles:
             name = edge.producer if roles[0] == "kernel" else edge.consumer
@@ -87,10 +87,10 @@ class Survivors:
             return self._opaque(edge, roles, categories.CUSTOM_KERNEL, text)
         if "library" in roles:
             return self._library(edge, roles)
-        spoken = self._product(edge, roles) or self._priority(edge, roles)
+        recorded = self._product(edge, roles) or self._priority(edge, roles)
         if refused := self._normalization(edge):
-            return replace(spoken, reason=f"{spoken.reason} [{SOFTMAX_PASS}, which could have: {refused}]")
-        return spoken
+            return replace(recorded, reason=f"{recorded.reason} [{SOFTMAX_PASS}, which could have: {refused}]")
+        return recorded
 
     def _normalization(self, edge: Edge) -> str | None:
         """Returns why a reduction and the operation that uses its result did not become one normalization.
@@ -122,15 +122,15 @@ class Survivors:
         shared = set(self._origins.get(edge.producer, ())) & set(self._origins.get(edge.consumer, ()))
         if shared:
             text = f"XLA had fused the two into {min(shared)}, then took a library for the product, {call}"
-            return ours(text, categories.LIBRARY_CALL, CONFIG_PASS)
+            return our_reason(text, categories.LIBRARY_CALL, CONFIG_PASS)
         return self._opaque(edge, roles, categories.LIBRARY_CALL, f"{call} is a library call")
 
     def _opaque(self, edge: Edge, roles: tuple[Role, Role], category: str, text: str) -> Explanation:
         """Explains an edge at a kernel that takes no fusion, quoting what a pass said before XLA chose that kernel."""
-        spoken = self._product(edge, roles) or self._priority(edge, roles)
-        if spoken.verdict != "ineligible" or spoken.reason.startswith("["):
-            return ours(text, category)
-        return replace(spoken, reason=f"{spoken.reason} [{text}]", category=category)
+        recorded = self._product(edge, roles) or self._priority(edge, roles)
+        if recorded.verdict != "ineligible" or recorded.reason.startswith("["):
+            return our_reason(text, category)
+        return replace(recorded, reason=f"{recorded.reason} [{text}]", category=category)
 
     def _product(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation | None:
         """Returns what the matrix-product rewriter said about this edge, or None if the log has no message."""
@@ -139,29 +139,29 @@ class Survivors:
                 if refused := self._refusals.get(("prologue", product)):
                     names, op_names = self._results(edge.producer)
                     if reason := _find(refused, names, op_names):
-                        return said(GEMM_PASS, reason)
+                        return xla_reason(GEMM_PASS, reason)
         if roles[0] in ("product", "library"):
             for product in self._products(edge.producer):
                 if refused := self._refusals.get(("epilogue", product)):
                     inside = contents(self._module, self._final[edge.consumer])
                     names = {name for inner in inside for name in (inner.name, stem(inner.name))}
                     if reason := _find(refused, {"", *names}, set()):
-                        return said(GEMM_PASS, reason)
+                        return xla_reason(GEMM_PASS, reason)
         return None
 
     def _priority(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         """Returns the last verdict of priority fusion on the producer, if it concerns this edge."""
         consumers = set(self._origins.get(edge.consumer, ()))
-        sources = [name for name in self._origins.get(edge.producer, ()) if self._word(name)]
+        sources = [name for name in self._origins.get(edge.producer, ()) if self._verdict(name)]
         sources.sort(key=lambda name: not self._users[name] & consumers)
         if not sources:
-            return self._silent(edge, roles)
-        word = self._word(sources[0]) or Word(reason=None, gain_us=None)
-        if word.reason is None:
+            return self._unrecorded(edge, roles)
+        verdict = self._verdict(sources[0]) or LastVerdict(reason=None, gain_us=None)
+        if verdict.reason is None:
             # XLA priced the producer for its other users, without those that read it through a bitcast.
             closed = self._takes_nothing(edge.consumer)
-            return ours(closed, categories.CONSUMER, PRIORITY_PASS) if closed else self._priced(word)
-        reason, category = word.reason, categories.classify(word.reason)
+            return our_reason(closed, categories.CONSUMER, PRIORITY_PASS) if closed else self._priced(verdict)
+        reason, category = verdict.reason, categories.classify(verdict.reason)
         if "product" in roles and category in (categories.BITCAST_USERS, categories.PRODUCER, categories.CONSUMER):
             category = categories.MATRIX_PRODUCT_OPAQUE
             count = max((self._users_before[name] for name in sources), default=0)
@@ -181,21 +181,21 @@ class Survivors:
             return f"{name} moves data between devices, and takes no fusion"
         return ""
 
-    def _word(self, name: str) -> Word | None:
+    def _verdict(self, name: str) -> LastVerdict | None:
         """Returns the last verdict on an instruction of the module right after priority fusion.
 
         At its end the pass fuses constants without recording it. Such a fusion has the verdict of its root instruction.
         """
-        if name in self._words or name not in self._early or self._early_module is None:
-            return self._words.get(name)
+        if name in self._verdicts or name not in self._early or self._early_module is None:
+            return self._verdicts.get(name)
         instruction = self._early[name]
         if instruction.opcode != "fusion":
             return None
         root = self._early_module.computations[instruction.called[0]].root_instruction
-        return self._words.get(self._spoken_of.get(stem(root.name), ""))
+        return self._verdicts.get(self._by_stem.get(stem(root.name), ""))
 
-    def _priced(self, word: Word) -> Explanation:
-        gain = word.gain_us
+    def _priced(self, verdict: LastVerdict) -> Explanation:
+        gain = verdict.gain_us
         if gain is not None and gain < 0:
             loss = f"{-gain:.1f}" if gain <= -1 else f"{-gain:.3f}"
             text = f"[the cost model: fused into all its users, {loss} µs slower than apart]"
@@ -207,21 +207,21 @@ class Survivors:
             verdict="unrecorded", reason=text, category=categories.UNRECORDED, pass_name=PRIORITY_PASS, gain_us=gain
         )
 
-    def _silent(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
+    def _unrecorded(self, edge: Edge, roles: tuple[Role, Role]) -> Explanation:
         if self._disabled:
-            return ours(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
+            return our_reason(f"{PRIORITY_PASS} was switched off", categories.SWITCHED_OFF)
         if "product" in roles:
             text = "a Triton matrix product is closed when priority fusion runs, and the earlier pass gave no reason"
-            return ours(text, categories.MATRIX_PRODUCT_OPAQUE)
+            return our_reason(text, categories.MATRIX_PRODUCT_OPAQUE)
         text, category = "no pass recorded a reason for this edge", categories.UNRECORDED
         if self._early_module is None:
             text = self._no_record
         elif moving := next(filter(self._is_old_collective, (edge.producer, edge.consumer)), None):
             text = f"{moving} moves data between devices, and takes no fusion"
-            return ours(text, categories.PRODUCER if moving == edge.producer else categories.CONSUMER)
-        elif late := self._late(edge):
-            text, category = f"{late[0]} was put in after fusion", categories.INSERTED
-        return unspoken(text, category)
+            return our_reason(text, categories.PRODUCER if moving == edge.producer else categories.CONSUMER)
+        elif inserted := self._inserted(edge):
+            text, category = f"{inserted[0]} was put in after fusion", categories.INSERTED
+        return without_reason(text, category)
 
     def _is_old_collective(self, name: str) -> bool:
         """Whether a collective already existed when XLA fused; a later pass makes it asynchronous and renames it."""
@@ -229,7 +229,7 @@ class Survivors:
         same = (found for found in self._early.values() if stem(found.name) == stem(name))
         return opcode in COLLECTIVE_OPCODES and any(found.opcode == opcode for found in same)
 
-    def _late(self, edge: Edge) -> list[str]:
+    def _inserted(self, edge: Edge) -> list[str]:
         """Returns the ends of an edge that have no origin in the module right after priority fusion."""
         return [name for name in (edge.producer, edge.consumer) if not self._origins.get(name)]
 
@@ -238,15 +238,16 @@ class Survivors:
         own = self._users[producer] & consumers
         if not own:
             return False
+        others = self._users[producer] - own
         if category == categories.CONSUMER:
-            return any(map(self._takes_none, self._users[producer] - own)) and not any(map(self._takes_none, own))
+            return any(map(self._is_unfusible_consumer, others)) and not any(map(self._is_unfusible_consumer, own))
         if category == categories.TWO_REDUCTIONS:
-            return not any(map(self._reduces, own)) and any(map(self._reduces, self._users[producer] - own))
+            return any(map(self._reduces, others)) and not any(map(self._reduces, own))
         return False
 
-    def _takes_none(self, name: str) -> bool:
+    def _is_unfusible_consumer(self, name: str) -> bool:
         """Whether priority fusion fuses no producer into this instruction."""
-        return self._early_role(name) != "other" or self._early[name].opcode in TAKE_NONE
+        return self._early_role(name) != "other" or self._early[name].opcode in UNFUSIBLE_CONSUMERS
 
     def _reduces(self, name: str) -> bool:
         module, instruction = self._early_module, self._early.get(name)

@@ -263,10 +263,10 @@ def _share(launches: Sequence[Launch], events: Sequence[KernelEvent]) -> _Call |
     if len(set(names)) == len(names) and all(event.operation in names for event in events):
         return [(each, tuple(event for event in events if event.operation == each.name)) for each in launches]
     groups = _groups(events)
-    told = launches if len(groups) == len(launches) else running
-    if len(groups) != len(told):  # some ran several kernels, and the profile does not say which
+    timed = launches if len(groups) == len(launches) else running
+    if len(groups) != len(timed):  # some ran several kernels, and the profile does not say which
         return [(launch, None) for launch in launches]
-    own = {launch.index: group for launch, group in zip(told, groups, strict=True)}
+    own = {launch.index: group for launch, group in zip(timed, groups, strict=True)}
     return [(launch, own.get(launch.index, ())) for launch in launches]
 
 

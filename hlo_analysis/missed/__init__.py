@@ -22,7 +22,7 @@ from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
-from hlo_analysis.missed.layout_roundtrip import find_turned, turned_for_updates
+from hlo_analysis.missed.layout_roundtrip import find_transposed, transposed_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
 from hlo_analysis.patterns.attention_scores import attention_scores
@@ -59,8 +59,8 @@ def rank(
         catalogue: kernels that remedies may name.
     """
     scores = attention_scores(launches, intermediates)
-    turned = find_turned(launches, intermediates)
-    without = {move.index for found in turned for move in found.moves}
+    transposed = find_transposed(launches, intermediates)
+    moves = {move.index for found in transposed for move in found.moves}
     missed = [
         *between_launches(
             launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated), catalogue
@@ -71,8 +71,8 @@ def rank(
         *read_again(launches, device, catalogue),
         *kept_for_gradients(launches, intermediates, device, frozenset(outputs), catalogue),
     ]
-    missed = [one for one in missed if one.found.producer not in without]  # what would not be there
-    missed += turned_for_updates(turned, device, donated)
+    missed = [one for one in missed if one.found.producer not in moves]  # without the transpose there are none
+    missed += transposed_for_updates(transposed, device, donated)
     missed = [one for one in missed if _passes(one, launches)]
     return tuple(
         replace(one.found, rank=position, remaining_us=remaining)

@@ -1,4 +1,4 @@
-"""Prices missed fusions: bytes, the time that launches wait for them, and what remains of it when others are done."""
+"""Prices missed fusions: bytes, the time that they take, and what remains of it when others are done."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def updates_in_place(reader: LaunchRow, value: Intermediate) -> bool:
 class Candidate:
     """A missed fusion before ranking, and the launches whose time it would save.
 
-    waits: by launch the microseconds that it would wait less for memory, in one run of the program.
-    gone: launches whose overhead would go.
-    portion: how much of their overhead would go.
+    saved_us: microseconds of memory traffic that each launch saves in one run of the program, by its index.
+    removed: launches that the fusion removes, with their overhead.
+    portion: how much of their overhead it removes.
     """
 
     found: MissedFusion
-    waits: Mapping[int, float]
-    gone: tuple[int, ...]
+    saved_us: Mapping[int, float]
+    removed: tuple[int, ...]
     portion: float = 1.0
 
 
@@ -51,8 +51,8 @@ def missed(
     producer: int,
     consumers: tuple[int, ...],
     stake: int,
-    waits: Mapping[int, float],
-    gone: Sequence[LaunchRow],
+    saved_us: Mapping[int, float],
+    removed: Sequence[LaunchRow],
     device: Device,
     ends: Sequence[LaunchRow],
     reason: str,
@@ -60,9 +60,9 @@ def missed(
     remedy: Remedy,
 ) -> Candidate:
     """Makes the record with its times. ends: the launches whose traffic `share` divides by, the producer first."""
-    stake, waits = int(stake * remedy.portion), {index: time * remedy.portion for index, time in waits.items()}
+    stake, saved_us = int(stake * remedy.portion), {index: time * remedy.portion for index, time in saved_us.items()}
     traffic = sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in ends)
-    overhead = remedy.portion * sum(device.launch_overhead_us * launch.repeat for launch in gone)
+    overhead = remedy.portion * sum(device.launch_overhead_us * launch.repeat for launch in removed)
     found = MissedFusion(
         rank=0,
         value=value.name,
@@ -70,7 +70,7 @@ def missed(
         producer=producer,
         consumers=consumers,
         bytes_at_stake=stake,
-        time_at_stake_us=sum(waits.values()) + overhead,
+        time_at_stake_us=sum(saved_us.values()) + overhead,
         share=min(stake / traffic, 1.0) if traffic else 0.0,
         reason=reason,
         category=category,
@@ -82,11 +82,13 @@ def missed(
         scope=next((end.scope for end in ends if end.scope), ""),  # what XLA put in has none
         source=next((end.source for end in ends if end.source), None),
     )
-    return Candidate(found=found, waits=waits, gone=tuple(launch.index for launch in gone), portion=remedy.portion)
+    return Candidate(
+        found=found, saved_us=saved_us, removed=tuple(launch.index for launch in removed), portion=remedy.portion
+    )
 
 
-def wait(launch: LaunchRow, byte_count: float, device: Device) -> float:
-    """Microseconds that a launch would wait less for so many bytes; none where arithmetic bounds it."""
+def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:
+    """Returns the microseconds that a launch spends on moving so many bytes; 0 where arithmetic or a link bounds it."""
     if launch.limiter in ("compute", "link") or not device.memory_bandwidth:
         return 0.0
     return byte_count / device.memory_bandwidth * 1e6
@@ -104,8 +106,8 @@ def in_order(
     rest = {launch.index: launch.roofline_us * launch.repeat - overhead[launch.index] for launch in launches}
 
     def remains(candidate: Candidate) -> float:
-        waited = sum(min(time, max(rest[index], 0.0)) for index, time in candidate.waits.items())
-        return waited + candidate.portion * sum(overhead[index] for index in candidate.gone)
+        memory = sum(min(time, max(rest[index], 0.0)) for index, time in candidate.saved_us.items())
+        return memory + candidate.portion * sum(overhead[index] for index in candidate.removed)
 
     def entry(number: int) -> tuple:
         candidate, found = candidates[number], candidates[number].found
@@ -127,7 +129,7 @@ def in_order(
             continue
         heappop(heap)
         candidate = candidates[number]
-        for index, time in candidate.waits.items():
+        for index, time in candidate.saved_us.items():
             rest[index] -= time
-        overhead |= {index: overhead[index] * (1 - candidate.portion) for index in candidate.gone}
+        overhead |= {index: overhead[index] * (1 - candidate.portion) for index in candidate.removed}
         yield candidate, -first[0]

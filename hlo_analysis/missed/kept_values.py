@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, missed, read_by_each, wait, written
+from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, written
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Device, Intermediate
@@ -36,8 +36,8 @@ def kept_for_gradients(
             producer=index,
             consumers=indices,
             stake=made + sum(read.values()),
-            waits={end.index: wait(end, read.get(end.index, made), device) for end in (producer, *readers)},
-            gone=(),
+            saved_us={end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)},
+            removed=(),
             device=device,
             ends=[producer, *readers],
             reason="[kept for the backward pass, which also reads all that it is computed from]",

@@ -6,81 +6,89 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, missed, updates_in_place, wait
+from hlo_analysis.missed.cost import Candidate, memory_us, missed, updates_in_place
 from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Device, Intermediate
-from hlo_analysis.remedies.texts import TURNED, TURNED_KEPT
+from hlo_analysis.remedies.texts import TRANSPOSED, TRANSPOSED_NOT_DONATED
 
 
 @dataclass(kw_only=True)
-class Turned:
-    """An argument in another order of axes, and what is done to it in that order."""
+class TransposedArgument:
+    """An argument that is transposed as a whole, and the launches that move and update the transposed array."""
 
     value: Intermediate
     argument: str
     moves: list[LaunchRow]
-    """The launch that turns it, copies of what it writes, and those that turn it back: none would be needed."""
+    """The launch that transposes it, copies of the result, and those that transpose it back; the fusion removes all."""
     updates: list[LaunchRow] = field(default_factory=list)
 
 
-def find_turned(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> list[Turned]:
-    """Arguments that are transposed whole, updated in part, in place, and mostly transposed back."""
-    made: dict[int, list[Intermediate]] = {}
+def find_transposed(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> list[TransposedArgument]:
+    """Returns the arguments that are transposed whole and then updated in part, in place."""
+    written: dict[int, list[Intermediate]] = {}
     for value in intermediates:
-        made.setdefault(value.producer, []).append(value)
-    found = [_followed(launches, made, value) for value in intermediates if _turns(launches[value.producer], value)]
-    return [turned for turned in found if turned.updates]
+        written.setdefault(value.producer, []).append(value)
+    found = [
+        _follow(launches, written, value)
+        for value in intermediates
+        if _transposes_argument(launches[value.producer], value)
+    ]
+    return [each for each in found if each.updates]
 
 
-def turned_for_updates(turned: Sequence[Turned], device: Device, donated: Collection[str]) -> Iterator[Candidate]:
-    """One missed fusion for each."""
-    for found in turned:
-        turn, *later = found.moves
-        update = found.updates[0]
+def transposed_for_updates(
+    found: Sequence[TransposedArgument], device: Device, donated: Collection[str]
+) -> Iterator[Candidate]:
+    """Yields one missed fusion for each transposed argument."""
+    for each in found:
+        transpose, *later = each.moves
+        update = each.updates[0]
         back = ", and it is transposed back" if any(has(move, "transpose") for move in later) else ""
         yield missed(
-            found.value,
-            producer=turn.index,
-            consumers=tuple(sorted({launch.index for launch in (*found.updates, *later)})),
-            stake=sum(map(_moved, found.moves)),
-            waits={move.index: wait(move, _moved(move), device) for move in found.moves},
-            gone=found.moves,
+            each.value,
+            producer=transpose.index,
+            consumers=tuple(sorted({launch.index for launch in (*each.updates, *later)})),
+            stake=sum(map(_moved, each.moves)),
+            saved_us={move.index: memory_us(move, _moved(move), device) for move in each.moves},
+            removed=each.moves,
             device=device,
-            ends=[*found.moves, *(update for update in found.updates if update not in found.moves)],
-            reason=f"[all of {found.argument} is transposed, {update.name} updates a part of it{back}]",
+            ends=[*each.moves, *(update for update in each.updates if update not in each.moves)],
+            reason=f"[all of {each.argument} is transposed, {update.name} updates a part of it{back}]",
             category=categories.IN_PLACE,
-            remedy=TURNED if found.argument in donated else TURNED_KEPT,
+            remedy=TRANSPOSED if each.argument in donated else TRANSPOSED_NOT_DONATED,
         )
 
 
-def _turns(launch: LaunchRow, value: Intermediate) -> bool:
+def _transposes_argument(launch: LaunchRow, value: Intermediate) -> bool:
     """Whether a launch transposes a whole argument."""
     given = launch.inputs[0] if launch.inputs else None
     is_whole = given is not None and given.producer is None and given.bytes == value.bytes == launch.bytes_written
     return is_whole and only_moves(launch) and has(launch, "transpose")
 
 
-def _followed(launches: Sequence[LaunchRow], made: Mapping[int, Sequence[Intermediate]], value: Intermediate) -> Turned:
-    """What becomes of it: copies and updates are followed, into a loop and out of it; others only read it."""
-    turn = launches[value.producer]
-    turned = Turned(value=value, argument=turn.inputs[0].name, moves=[turn])
-    queue, seen = [value], {turn.index}
+def _follow(
+    launches: Sequence[LaunchRow], written: Mapping[int, Sequence[Intermediate]], value: Intermediate
+) -> TransposedArgument:
+    """Follows a transposed argument through copies and updates, into loops and out of them, and collects these."""
+    transpose = launches[value.producer]
+    found = TransposedArgument(value=value, argument=transpose.inputs[0].name, moves=[transpose])
+    queue, seen = [value], {transpose.index}
     while queue:
         current = queue.pop()
         for reader in (launches[index] for index in current.consumers if index not in seen):
             seen.add(reader.index)
             if is_product(reader):
                 continue
-            is_near = (reader.computation, reader.repeat) == (turn.computation, turn.repeat)
+            is_near = (reader.computation, reader.repeat) == (transpose.computation, transpose.repeat)
             is_back = has(reader, "transpose") and reader.bytes_written == value.bytes
             if is_near and (is_back or {opcode for opcode, _ in reader.opcodes} == {"copy"}):
-                turned.moves.append(reader)
+                found.moves.append(reader)
             if updates_in_place(reader, current) or (is_back and has(reader, "dynamic-update-slice")):
-                turned.updates.append(reader)
+                found.updates.append(reader)
             if not is_back:
-                queue += [made_by for made_by in made.get(reader.index, ()) if made_by.bytes == value.bytes]
-    return turned
+                queue += [result for result in written.get(reader.index, ()) if result.bytes == value.bytes]
+    return found
 
 
 def _moved(launch: LaunchRow) -> int:

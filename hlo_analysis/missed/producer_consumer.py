@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, missed, read_by_each, updates_in_place, wait, written
+from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, updates_in_place, written
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import (
     calls_python,
@@ -16,7 +16,7 @@ from hlo_analysis.patterns.launch_patterns import (
     factors,
     fills,
     has,
-    is_closed,
+    is_library_kernel,
     is_product,
     is_residual_sum,
     only_moves,
@@ -41,8 +41,8 @@ from hlo_analysis.remedies.texts import (
 )
 
 _ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
-# What is made of (almost) nothing, as zeros to add to, is no work that could wait for its reader.
 _SMALLEST_INPUT = 8
+"""A launch that writes more than this many times what it reads, as zeros to add to, has no work to fuse."""
 
 _BACKWARD = "the backward pass, another loop or a library reads it"
 
@@ -69,19 +69,19 @@ def between_launches(
     catalogue: Catalogue,
 ) -> Iterator[Candidate]:
     """Yields one missed fusion for all values that one launch writes for the same readers."""
-    why = _Reasons(decisions, launches)
+    reasons = _Reasons(decisions, launches)
     table = Table(launches)
     products = attention_products(launches, intermediates, scores)
     of_attention = [launches[index] for index in sorted(products)]
-    turned = {launch.index for launch in launches if _turns_for_attention(table, launch, products)}
+    transposed = {launch.index for launch in launches if _transposes_for_attention(table, launch, products)}
     ancestors = find_ancestors(launches)
     known = [product for product in of_attention if factors(product)]
     is_wide = bool(known) and not any(map(takes_sixteen_bits, known))
-    for (index, indices), stakes in _handed(launches, intermediates, scores, outputs).items():
+    for (index, indices), stakes in _stakes(launches, intermediates, scores, outputs).items():
         producer, near = launches[index], [launches[reader] for reader in indices]
         if _is_copied_again(producer, near):
             continue
-        reason, category = why.apart(index, indices, stakes)
+        reason, category = reasons.of_edge(index, indices, stakes)
         largest = max((stake.value for stake in stakes), key=lambda value: value.bytes)
         remedy = vertical_remedy(
             table,
@@ -90,8 +90,8 @@ def between_launches(
             category,
             is_score=largest.name in scores,
             is_projected=(has(producer, "transpose") and products.issuperset(indices))
-            or index in turned
-            or turned.issuperset(indices),
+            or index in transposed
+            or transposed.issuperset(indices),
             of_attention=index in products,
             donated=donated,
         )
@@ -99,7 +99,7 @@ def between_launches(
         if remedy.pattern == "attention" and is_wide:
             remedy = ATTENTION_CAST
         named = remedy.named(catalogue, ends)
-        at_stake, waits, gone = _saved(
+        at_stake, saved_us, removed = _saved(
             remedy, table, ancestors, producer, near, stakes, device, keeps_input=named.keeps_input
         )
         yield missed(
@@ -107,8 +107,8 @@ def between_launches(
             producer=index,
             consumers=indices,
             stake=at_stake,
-            waits=waits,
-            gone=gone,
+            saved_us=saved_us,
+            removed=removed,
             device=device,
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
@@ -117,14 +117,14 @@ def between_launches(
         )
 
 
-def _handed(
+def _stakes(
     launches: Sequence[LaunchRow],
     intermediates: Sequence[Intermediate],
     scores: frozenset[str],
     outputs: frozenset[str],
 ) -> Mapping[tuple[int, tuple[int, ...]], list[_Stake]]:
-    """What is at stake, by the launch that writes it and those of its readers that could join that launch."""
-    handed: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
+    """Returns the values at stake, by their producer and those of its readers that could be one kernel with it."""
+    stakes: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
     for value in intermediates:
         producer = launches[value.producer]
         readers = [launches[index] for index in value.consumers if index != value.producer]
@@ -142,15 +142,15 @@ def _handed(
                 # A reader of the whole buffer that was updated in place would read the rest of it anyway.
                 read={index: min(read, most) for index, read in read_by_each(value, launches).items()},
             )
-            handed[value.producer, tuple(reader.index for reader in near)].append(stake)
-    return handed
+            stakes[value.producer, tuple(reader.index for reader in near)].append(stake)
+    return stakes
 
 
-def _turns_for_attention(table: Table, launch: LaunchRow, products: frozenset[int]) -> bool:
+def _transposes_for_attention(table: Table, launch: LaunchRow, products: frozenset[int]) -> bool:
     """Whether a launch only transposes what attention's products read, or what they write."""
     readers = {reader.index for reader in table.readers.get(launch.index, ())}
-    makers = {value.producer for value in launch.inputs}
-    near = any(ends and products.issuperset(ends) for ends in (readers, makers))
+    producers = {value.producer for value in launch.inputs}
+    near = any(ends and products.issuperset(ends) for ends in (readers, producers))
     return near and only_moves(launch) and has(launch, "transpose")
 
 
@@ -165,16 +165,16 @@ def _saved(
     *,
     keeps_input: bool,
 ) -> tuple[int, dict[int, float], Sequence[LaunchRow]]:
-    """Bytes that a remedy saves, by launch the microseconds that it waits for them, and the launches that go."""
+    """Returns the bytes that a remedy saves, the microseconds by launch, and the launches that it removes."""
     if remedy is ROWS_UPDATED:
         return *_traffic((producer, *near), device), [producer]
     if remedy is INVARIANT:
         return *_traffic([producer], device), [producer]
     if remedy is LINEAR_PROLOGUE and producer.kind != "copy":
-        at_stake, waits = _cost(producer, near, stakes, device)
+        at_stake, saved_us = _cost(producer, near, stakes, device)
         # Each reader does the work itself, and reads what it is made of.
         left = at_stake - producer.bytes_read * producer.repeat * (len(near) - 1)
-        return left, {index: time * max(left, 0) / max(at_stake, 1) for index, time in waits.items()}, [producer]
+        return left, {index: time * max(left, 0) / max(at_stake, 1) for index, time in saved_us.items()}, [producer]
     if keeps_input and not is_residual_sum(producer):
         if not takes_part(table, producer):
             return *_reads(near[1:], stakes, device), []
@@ -188,7 +188,7 @@ def _saved(
         first = [reader for reader in near if not any(ancestors[reader.index] >> other.index & 1 for other in near)]
         if len(first) < len(near):  # the others need what other launches make of the first, and read what is written
             return *_reads(first, stakes, device), []
-    return *_cost(producer, near, stakes, device), _gone(remedy, producer, near)
+    return *_cost(producer, near, stakes, device), _removed(remedy, producer, near)
 
 
 def _unkept(stake: _Stake) -> _Stake:
@@ -198,42 +198,45 @@ def _unkept(stake: _Stake) -> _Stake:
 def _cost(
     producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device, part: float = 1.0
 ) -> tuple[int, dict[int, float]]:
-    """Bytes that need not move, and by launch the microseconds that it waits for them.
+    """Returns the bytes that need not move, and the microseconds that each launch saves.
 
-    part: how much of what is written need not be, where nothing else speaks for it.
+    part: which part of the written bytes need not be written, if nothing else needs them.
     """
-    gone = int(part * sum(stake.written for stake in stakes if not stake.kept_for))
-    if producer.kind == "copy" and gone:  # its readers read what was copied in its place
-        at_stake = gone + producer.bytes_read * producer.repeat
-        return at_stake, {producer.index: wait(producer, at_stake, device)}
-    read, waits = _reads(near, stakes, device)
-    waits[producer.index] = waits.get(producer.index, 0.0) + wait(producer, gone, device)
-    return gone + read, waits
+    unwritten = int(part * sum(stake.written for stake in stakes if not stake.kept_for))
+    if producer.kind == "copy" and unwritten:  # its readers read what was copied in its place
+        at_stake = unwritten + producer.bytes_read * producer.repeat
+        return at_stake, {producer.index: memory_us(producer, at_stake, device)}
+    read, saved_us = _reads(near, stakes, device)
+    saved_us[producer.index] = saved_us.get(producer.index, 0.0) + memory_us(producer, unwritten, device)
+    return unwritten + read, saved_us
 
 
 def _reads(readers: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device) -> tuple[int, dict[int, float]]:
-    """Bytes of the values that launches read, and by launch the microseconds that it waits for them."""
+    """Returns the bytes that launches read of the values, and the microseconds that each launch saves."""
     read = {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in readers}
-    return sum(read.values()), {reader.index: wait(reader, read[reader.index], device) for reader in readers}
+    return sum(read.values()), {reader.index: memory_us(reader, read[reader.index], device) for reader in readers}
 
 
 def _traffic(launches: Sequence[LaunchRow], device: Device) -> tuple[int, dict[int, float]]:
-    """All bytes that launches move, and by launch the microseconds that it waits for them."""
+    """Returns all bytes that launches move, and the microseconds that each launch saves."""
     moved = {launch.index: (launch.bytes_read + launch.bytes_written) * launch.repeat for launch in launches}
-    return sum(moved.values()), {launch.index: wait(launch, moved[launch.index], device) for launch in launches}
+    return sum(moved.values()), {launch.index: memory_us(launch, moved[launch.index], device) for launch in launches}
 
 
-def _gone(remedy: Remedy, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
-    """The launches that go. A product that is not split stays, and so does what adds its parts beside other work."""
+def _removed(remedy: Remedy, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
+    """Returns the launches that a remedy removes.
+
+    A product that is no longer split-K stays, and so does a launch that adds its parts beside other work.
+    """
     if remedy is not WHOLE_SUM:
         return [producer]
     return [reader for reader in readers if {opcode for opcode, _ in reader.opcodes} <= {"reduce", "convert"}]
 
 
 class _Reasons:
-    """The compiler's words, by the instructions on both ends of an edge that was not fused.
+    """The compiler's reasons, by the producer and consumer of each unfused edge.
 
-    An instruction may take several launches, as a sort that first copies its input: its decisions name the last.
+    An instruction may have several launches, as a sort that first copies its input; decisions name the last.
     """
 
     def __init__(self, decisions: Sequence[Decision], launches: Sequence[LaunchRow]) -> None:
@@ -244,8 +247,8 @@ class _Reasons:
             if decision.verdict != "fused" and ends[0] is not None and ends[1] is not None:
                 self._of.setdefault((self._names[ends[0]], self._names[ends[1]]), decision)
 
-    def apart(self, producer: int, readers: tuple[int, ...], stakes: Sequence[_Stake]) -> tuple[str, str]:
-        """Why a launch and its readers are apart, and the category of that."""
+    def of_edge(self, producer: int, readers: tuple[int, ...], stakes: Sequence[_Stake]) -> tuple[str, str]:
+        """Returns why a launch and its readers were not fused, and the category of the reason."""
         edges = ((self._names[producer], self._names[reader]) for reader in readers)
         decision = next((self._of[edge] for edge in edges if edge in self._of), None)
         reason = decision.reason if decision else "[no pass left a word about this value]"
@@ -263,37 +266,37 @@ def through_updates(
     """Yields arrays that one launch writes, a second updates in part and in place, and a third reads whole."""
     updated = {(value.producer, value.bytes): value for value in intermediates}
     for value in intermediates:
-        maker, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
+        producer, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
         if len(value.consumers) > 1 or after is None or value.name in outputs or after.name in outputs:
             continue
         update, indices = launches[after.producer], [index for index in after.consumers if index != after.producer]
         readers = [launches[index] for index in indices]
-        row = (maker.computation, maker.repeat)
+        row = (producer.computation, producer.repeat)
         if (
-            maker is not update
+            producer is not update
             and updates_in_place(update, value)
             and not scatters_rows(update)  # no comparison with indices makes these
-            and maker.kind in _ELEMENT_WISE
-            and maker.bytes_written >= value.bytes
-            and (_SMALLEST_INPUT * maker.bytes_read >= maker.bytes_written or _is_one_a_row(maker, update))
+            and producer.kind in _ELEMENT_WISE
+            and producer.bytes_written >= value.bytes
+            and (_SMALLEST_INPUT * producer.bytes_read >= producer.bytes_written or _is_one_a_row(producer, update))
             and readers
             and all(reader.kind in _ELEMENT_WISE and reader.bytes_read >= value.bytes for reader in readers)
             and all((found.computation, found.repeat) == row for found in (update, *readers))
-            and all(could_join(maker, reader, False) for reader in readers)
+            and all(could_join(producer, reader, False) for reader in readers)
         ):
-            once = value.bytes * maker.repeat
+            once = value.bytes * producer.repeat
             yield missed(
                 value,
-                producer=maker.index,
+                producer=producer.index,
                 consumers=tuple(indices),
                 stake=once * (1 + len(readers)),
-                waits={end.index: wait(end, once, device) for end in (maker, *readers)},
-                gone=(),
+                saved_us={end.index: memory_us(end, once, device) for end in (producer, *readers)},
+                removed=(),
                 device=device,
-                ends=[maker, update, *readers],
+                ends=[producer, update, *readers],
                 reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
                 category=categories.IN_PLACE,
-                remedy=PICKED if maker.phase == "backward" and has(update, "iota") else MASKED,
+                remedy=PICKED if producer.phase == "backward" and has(update, "iota") else MASKED,
             )
 
 
@@ -320,8 +323,8 @@ def filled_for_loops(
             producer=index,
             consumers=tuple(sorted(writers)),
             stake=stake,
-            waits={index: wait(filler, stake, device)},
-            gone=[filler],
+            saved_us={index: memory_us(filler, stake, device)},
+            removed=[filler],
             device=device,
             ends=[filler, *writers.values()],
             reason="[a loop writes over all of it, a part in each of its runs]",
@@ -330,10 +333,10 @@ def filled_for_loops(
         )
 
 
-def _is_one_a_row(maker: LaunchRow, update: LaunchRow) -> bool:
+def _is_one_a_row(producer: LaunchRow, update: LaunchRow) -> bool:
     """Whether few elements are put into zeros, by indices that count the rows: so is the gradient of a row's pick."""
-    few = _SMALLEST_INPUT * update.bytes_written <= maker.bytes_written
-    return fills(maker) and few and has(update, "scatter") and has(update, "iota")
+    few = _SMALLEST_INPUT * update.bytes_written <= producer.bytes_written
+    return fills(producer) and few and has(update, "scatter") and has(update, "iota")
 
 
 def _kept_for(
@@ -357,8 +360,8 @@ def _is_carried(value: Intermediate) -> bool:
 
 def _without_libraries(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
     """The readers that could hold the producer's work; a library's kernel counts only where none but such read it."""
-    ours = [reader for reader in readers if is_product(reader) or not is_closed(reader)]
-    return readers if is_closed(producer) or not ours else ours
+    ours = [reader for reader in readers if is_product(reader) or not is_library_kernel(reader)]
+    return readers if is_library_kernel(producer) or not ours else ours
 
 
 def _is_copied_again(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, missed, read_by_each, wait
+from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
 from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
 from hlo_analysis.program.facts import LaunchRow
@@ -51,8 +51,8 @@ def read_at_once(
             producer=indices[0] if largest.producer is None else largest.producer,
             consumers=indices,
             stake=stake,
-            waits={launch.index: wait(launch, stake / len(group[1:]), device) for launch in group[1:]},
-            gone=group[1:],
+            saved_us={launch.index: memory_us(launch, stake / len(group[1:]), device) for launch in group[1:]},
+            removed=group[1:],
             device=device,
             ends=group,
             reason=f"[{len(group)} launches each read {what} anew]",
@@ -67,14 +67,14 @@ def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalog
     for found in find_rereads(launches):
         first, *later = found.readers
         again = found.value.bytes * first.repeat
-        gone, ends = [*later, *found.between], [*found.readers, *found.between]
+        removed, ends = [*later, *found.between], [*found.readers, *found.between]
         yield missed(
             found.value,
             producer=first.index,
             consumers=tuple(launch.index for launch in found.readers),
             stake=again * len(later),
-            waits={launch.index: wait(launch, again, device) for launch in later},
-            gone=gone,
+            saved_us={launch.index: memory_us(launch, again, device) for launch in later},
+            removed=removed,
             device=device,
             ends=ends,
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",

@@ -67,7 +67,7 @@ def calls_python(launch: LaunchRow) -> bool:
     return launch.kind == "custom_call" and any(target.startswith(_CALLBACKS) for target in launch.facts.targets)
 
 
-def is_closed(launch: LaunchRow) -> bool:
+def is_library_kernel(launch: LaunchRow) -> bool:
     """Whether it is a library's kernel (cuDNN, cuSOLVER, cuBLAS, cuFFT), which takes no work of others."""
     return launch.kind in ("cudnn", "custom_call", *LIBRARIES) or has(launch, "fft")
 
@@ -78,7 +78,7 @@ def only_moves(launch: LaunchRow) -> bool:
     return bool(opcodes) and opcodes <= _MOVES and not fills(launch) and (launch.kind, opcodes) != ("copy", {"copy"})
 
 
-def spreads(launch: LaunchRow) -> bool:
+def broadcasts(launch: LaunchRow) -> bool:
     """Whether it writes each of its values to several places."""
     return has(launch, "broadcast") and launch.bytes_written >= 2 * launch.bytes_read
 
@@ -152,7 +152,7 @@ def takes_sixteen_bits(product: LaunchRow) -> bool:
     return all(shape.element_type in _SIXTEEN_BITS for shape in shapes)
 
 
-def relays(launch: LaunchRow) -> bool:
+def changes_layout(launch: LaunchRow) -> bool:
     """Whether a launch that only moves changes the order of elements, or nothing at all."""
     return any(opcode in _LAYOUT_MOVES for opcode, _ in launch.opcodes)
 
@@ -217,8 +217,8 @@ def normalizes(launch: LaunchRow) -> bool:
     return has(launch, "rsqrt") or "norm" in launch.scope.rsplit("/", 1)[-1]
 
 
-def shifts(launch: LaunchRow) -> bool:
-    """Whether it takes the exponential of values minus a number for each row, as a softmax does.
+def subtracts_row_maximum(launch: LaunchRow) -> bool:
+    """Whether it takes the exponential of rows minus one number a row, as a softmax does with the maximum.
 
     Other exponentials are those of sigmoids, or of a difference of two arrays (the gradient of a softplus).
     """
@@ -281,7 +281,7 @@ def is_invariant(launch: LaunchRow) -> bool:
     return launch.repeat > 1 and given and launch.flops > 0
 
 
-def takes_every_other(launch: LaunchRow) -> bool:
+def strides_by_two(launch: LaunchRow) -> bool:
     """Whether it splits or merges elements of even and odd index, as a level of `lax.associative_scan` does."""
     takes = any(2 in slice_strides(found) for found in launch.facts.of("slice"))
     return takes or any(1 in interior_padding(found) for found in launch.facts.of("pad"))

@@ -15,7 +15,7 @@ _COUNTER = 8
 """Bytes of a loop's counter."""
 
 
-def takes_part(reader: LaunchRow, whole: LaunchRow) -> bool:
+def reads_small_part(reader: LaunchRow, whole: LaunchRow) -> bool:
     """Whether a launch reads only a small part of what another launch writes."""
     given = [value.bytes for value in reader.inputs if value.producer == whole.index]
     moves = has(reader, "slice") and only_moves(reader)
@@ -57,10 +57,10 @@ def _is_state(value: Value, launch: LaunchRow) -> bool:
     return value.producer is not None and value.producer >= launch.index and value.bytes > _COUNTER
 
 
-def is_known_before(product: LaunchRow, makers: Sequence[LaunchRow]) -> bool:
+def is_known_before(product: LaunchRow, producers: Sequence[LaunchRow]) -> bool:
     """Whether a product in a loop multiplies slices of stacked arrays by invariant values, and could precede it."""
-    in_loop = [maker for maker in makers if maker.repeat > 1]
-    slices = [maker for maker in in_loop if has(maker, "dynamic-slice") and only_moves(maker)]
+    in_loop = [producer for producer in producers if producer.repeat > 1]
+    slices = [producer for producer in in_loop if has(producer, "dynamic-slice") and only_moves(producer)]
     return bool(slices) and slices == in_loop and all(knows_all_steps(slice_, product) for slice_ in slices)
 
 

@@ -18,8 +18,8 @@ _LARGEST_ROW = 227 << 10
 _SECTOR = 32
 """Bytes that HBM hands out together."""
 
-# What the launches hand each other is the sums, not another array of the argument's size.
 _SMALLEST_RATIO = 8
+"""Launches pass on sums, not another array, if it is at least so many times smaller than the argument."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Reread:
 
 
 def find_ancestors(launches: Sequence[LaunchRow]) -> list[int]:
-    """For each launch, the launches that it depends on, as bits of an integer."""
+    """Returns for each launch those that it depends on, as bits of an integer."""
     ancestors: list[int] = []
     for launch in launches:
         needed = {value.producer for value in launch.inputs}
@@ -52,7 +52,7 @@ def _continues(last: LaunchRow, launch: LaunchRow) -> bool:
 
 
 def find_rereads(launches: Sequence[LaunchRow]) -> Iterator[Reread]:
-    """Arguments whose later readers need of the first nothing but sums over rows that fit on the chip."""
+    """Yields arguments whose later readers need only row sums from the first, if a row fits on the chip."""
     ancestors = find_ancestors(launches)
     readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
@@ -75,7 +75,7 @@ def find_rereads(launches: Sequence[LaunchRow]) -> Iterator[Reread]:
                 continue
             if any(ancestors[launch.index] >> other.index & 1 for other in found if _crosses(first, other)):
                 continue
-            if _hands_sums(path, first, launch, values[name]):
+            if _passes_only_sums(path, first, launch, values[name]):
                 group.append(launch)
                 between |= {inner.index: inner for inner in path}
         if len(group) > 1:
@@ -100,8 +100,8 @@ def _needs_others(
     launches: Sequence[LaunchRow], path: Sequence[LaunchRow], first: LaunchRow, last: LaunchRow, name: str
 ) -> bool:
     """Whether sums of other arrays are put together with those of this one, as in the norm of all gradients."""
-    makers = {first.index, *(launch.index for launch in path)}
-    given = {value.producer for launch in (*path, last) for value in launch.inputs} - makers - {None}
+    producers = {first.index, *(launch.index for launch in path)}
+    given = {value.producer for launch in (*path, last) for value in launch.inputs} - producers - {None}
     others = [launches[index] for index in given if index is not None]
     return any(has(other, "reduce") and all(value.name != name for value in other.inputs) for other in others)
 
@@ -111,14 +111,15 @@ def _crosses(first: LaunchRow, other: LaunchRow) -> bool:
     return has(other, "reduce") and sums_columns(other) != sums_columns(first)
 
 
-def _hands_sums(path: Sequence[LaunchRow], first: LaunchRow, last: LaunchRow, value: Value) -> bool:
-    makers = {first.index, *(launch.index for launch in path)}
-    handed = [given for launch in (*path, last) for given in launch.inputs if given.producer in makers]
-    sums = min(handed, key=elements)
+def _passes_only_sums(path: Sequence[LaunchRow], first: LaunchRow, last: LaunchRow, value: Value) -> bool:
+    """Whether the launches from the first to the last pass on nothing but sums of rows, which fit on the chip."""
+    producers = {first.index, *(launch.index for launch in path)}
+    passed = [given for launch in (*path, last) for given in launch.inputs if given.producer in producers]
+    sums = min(passed, key=elements)
     row = value.bytes / elements(sums)
     if _last_size(sums) == _last_size(value):  # sums over columns: as many at a time as memory hands out together
         row *= _SECTOR * elements(value) / value.bytes
-    return row <= _LARGEST_ROW and all(given.bytes * _SMALLEST_RATIO <= value.bytes for given in handed)
+    return row <= _LARGEST_ROW and all(given.bytes * _SMALLEST_RATIO <= value.bytes for given in passed)
 
 
 def _last_size(value: Value) -> str:

@@ -139,11 +139,9 @@ class Dataflow:
                 return [Source(computation.name, instruction.operands[path[0]], path[1:])]
             case "while":
                 before = Source(computation.name, instruction.operands[0], path)
-                last = self._root(self._called(instruction, "body").name, path)
+                last = self._root(self._body(instruction).name, path)
                 return [last] if trip_count(instruction) else [last, before]
-            case "conditional":
-                return [self._root(name, path) for name in instruction.called]
-            case "call":
+            case "conditional" | "call":
                 return [self._root(name, path) for name in instruction.called]
             case "async-done" | "async-update":
                 start = instruction
@@ -158,8 +156,8 @@ class Dataflow:
                 return self._arguments(computation, int(instruction.literal or 0), path)
         return None
 
-    def _called(self, instruction: Instruction, attribute: str) -> Computation:
-        return self.module.computations[instruction.attributes[attribute].lstrip("%")]
+    def _body(self, loop: Instruction) -> Computation:
+        return self.module.computations[loop.attributes["body"].lstrip("%")]
 
     def _root(self, name: str, path: Path) -> Source:
         return Source(name, self.module.computations[name].root, path)
@@ -169,7 +167,7 @@ class Dataflow:
         steps: list[Source] = []
         for computation, instruction in self._callers.get(callee.name, ()):
             if instruction.opcode == "while":
-                body = self._called(instruction, "body")
+                body = self._body(instruction)
                 steps.append(Source(body.name, body.root, path))
                 operand = instruction.operands[0]
             elif instruction.opcode == "conditional":

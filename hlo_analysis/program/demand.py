@@ -21,7 +21,7 @@ Way = tuple[str, ...]
 Needs = dict[Way, tuple[int, ...]]
 """For each way to the results, the number of indices needed in each dimension."""
 
-_ELSEWHERE = frozenset({"slice", "dynamic-slice", "gather", "reverse"})
+_INDEXING = frozenset({"slice", "dynamic-slice", "gather", "reverse"})
 """Opcodes whose elements come from other positions of their operand."""
 
 _NOT_POINTWISE = frozenset(
@@ -66,8 +66,8 @@ def _needs(module: Module, body: Computation, result: Needs | None, in_place: Co
             continue
         if not needs[user.name] and user.name not in in_place:
             continue
-        for name, handed in _handed(module, body, user, needs[user.name]):
-            _add(needs[name], body.instructions[name], handed)
+        for name, operand_needs in _operand_needs(module, body, user, needs[user.name]):
+            _add(needs[name], body.instructions[name], operand_needs)
     return needs
 
 
@@ -84,7 +84,7 @@ def _add(known: Needs, value: Instruction, more: Mapping[Way, tuple[int, ...]]) 
         known[()] = whole
 
 
-def _handed(
+def _operand_needs(
     module: Module, body: Computation, user: Instruction, needs: Needs
 ) -> Iterator[tuple[str, Mapping[Way, tuple[int, ...]]]]:
     """Yields each operand of `user` with the demand on it, given the demand `needs` on `user`."""
@@ -101,23 +101,23 @@ def _handed(
         whole: Needs = {(): sizes}
         if user.shape.is_tuple or operand.shape.is_tuple:
             yield operand.name, whole
-        elif user.opcode in _ELSEWHERE:
-            yield operand.name, _sliced(user, sizes, needs) if position == 0 else whole
+        elif user.opcode in _INDEXING:
+            yield operand.name, _needs_of_slice(user, sizes, needs) if position == 0 else whole
         elif user.opcode in ("dynamic-update-slice", "scatter"):
-            yield operand.name, _updated(user, operands, sizes, needs) if position == 0 else whole
+            yield operand.name, _needs_of_update(user, operands, sizes, needs) if position == 0 else whole
         else:
-            mapped = {way: _taken(user, position, sizes, counts) for way, counts in needs.items()}
+            mapped = {way: _counts_of_operand(user, sizes, counts) for way, counts in needs.items()}
             yield operand.name, mapped
 
 
-def _sliced(user: Instruction, sizes: tuple[int, ...], needs: Needs) -> Needs:
+def _needs_of_slice(user: Instruction, sizes: tuple[int, ...], needs: Needs) -> Needs:
     """Returns the demand of a slice on its operand: as many elements as the slice needs, by a way of its own."""
     if user.opcode == "gather":
         return {(user.name, *way): _spread(prod(counts), sizes) for way, counts in needs.items()}
     return {(user.name, *way): tuple(map(min, counts, sizes)) for way, counts in needs.items()}
 
 
-def _updated(user: Instruction, operands: Sequence[Instruction], sizes: tuple[int, ...], needs: Needs) -> Needs:
+def _needs_of_update(user: Instruction, operands: Sequence[Instruction], sizes: tuple[int, ...], needs: Needs) -> Needs:
     """Returns the demand of an in-place update on its operand.
 
     Elements that are not replaced are needed if the result needs them. A scatter that combines also reads the elements
@@ -128,12 +128,12 @@ def _updated(user: Instruction, operands: Sequence[Instruction], sizes: tuple[in
     return {**needs, (user.name,): _spread(operands[2].shape.element_count, sizes)}
 
 
-def _taken(user: Instruction, position: int, sizes: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
+def _counts_of_operand(user: Instruction, sizes: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
     """Returns how many indices of an operand, in each dimension, `counts` indices of the result need."""
     results = user.shape.dimensions
     match user.opcode:
         case opcode if opcode in VIEWS:
-            return _reshaped(counts, results, sizes)
+            return _counts_before_reshape(counts, results, sizes)
         case "broadcast":
             return tuple(counts[number] for number in integers(user, "dimensions"))
         case "transpose":
@@ -149,7 +149,9 @@ def _taken(user: Instruction, position: int, sizes: tuple[int, ...], counts: tup
     return sizes
 
 
-def _reshaped(counts: tuple[int, ...], results: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _counts_before_reshape(
+    counts: tuple[int, ...], results: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[int, ...]:
     """Converts counts of the result's dimensions to the operand's, by groups of dimensions with equal product."""
     if counts == results or prod(results) != prod(sizes) or 0 in sizes:
         return sizes

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from hlo_analysis.patterns.launch_patterns import (
     LIBRARIES,
+    broadcasts,
+    changes_layout,
     convolves,
     fills,
     has,
     is_product,
     only_casts,
     only_moves,
-    relays,
-    spreads,
-    takes_every_other,
+    strides_by_two,
 )
 from hlo_analysis.patterns.pair_patterns import (
     adds_parts,
     knows_all_steps,
     numbers_updates,
+    reads_small_part,
     scatters_rows,
     sets_values,
-    takes_part,
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
@@ -42,12 +42,12 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
         return texts.KEEP_TRITON
     if remedy := _of_scatters(table, producer, readers):
         return remedy
-    if producer.kind == "sort" and all(takes_part(reader, producer) for reader in readers):
+    if producer.kind == "sort" and all(reads_small_part(reader, producer) for reader in readers):
         return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
         return _of_stack(producer, readers)
-    if takes_every_other(producer) and any(map(takes_every_other, (*readers, *table.makers(producer)))):
+    if strides_by_two(producer) and any(map(strides_by_two, (*readers, *table.producers(producer)))):
         return texts.SCAN
     if is_projected:
         return texts.AS_PROJECTED
@@ -55,12 +55,12 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
     if len(stacks) == len(readers):
         return loop_texts.STACKED
     # What is spread out, as a bias over an image, lay nowhere in that size.
-    moves = [end for end in ends if only_moves(end) and not spreads(end) and end not in stacks]
+    moves = [end for end in ends if only_moves(end) and not broadcasts(end) and end not in stacks]
     pads = [move for move in moves if _pads_for_parts(table, move)]
     if producer in pads or all(reader in pads for reader in readers):
         return texts.UNPADDED
     moves = [move for move in moves if move not in pads]
-    if any(has(end, "fft") for end in ends) and not any(map(relays, moves)):
+    if any(has(end, "fft") for end in ends) and not any(map(changes_layout, moves)):
         return None
     return _of_moves(table, producer, readers, moves)
 
@@ -75,7 +75,7 @@ def _of_scatters(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]
     near = [reader for reader in scatters if reader in readers]
     if not near:
         # An optimizer reads what was scattered, too.
-        of_tables = all(any(maker in scatters for maker in table.makers(reader)) for reader in readers)
+        of_tables = all(any(each in scatters for each in table.producers(reader)) for reader in readers)
         of_tables = of_tables and all(scatter.phase == "backward" and scatters_rows(scatter) for scatter in scatters)
         return texts.ROWS_UPDATED if of_tables else texts.OTHER_ZEROS
     return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
@@ -85,7 +85,7 @@ def _of_moves(
     table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], moves: Sequence[LaunchRow]
 ) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
-    if any(map(relays, moves)):
+    if any(map(changes_layout, moves)):
         convolutions = [end for end in (producer, *readers) if convolves(end)]
         return filter_layout(convolutions) if convolutions else texts.LAYOUT
     if not moves:
@@ -101,7 +101,7 @@ def _of_moves(
 
 def _cuts_product(table: Table, move: LaunchRow) -> bool:
     """Whether a launch takes a part of a product of the forward pass, as of query, key and value."""
-    products = [maker for maker in table.makers(move) if is_product(maker)]
+    products = list(filter(is_product, table.producers(move)))
     return has(move, "slice") and bool(products) and move.phase == products[0].phase == "forward"
 
 

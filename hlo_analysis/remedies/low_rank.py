@@ -12,8 +12,8 @@ from hlo_analysis.remedies.table import Table
 _MOST_RANK = 128
 """What `lora_linear` takes at most."""
 
-# From x @ a to what multiplies it by b: parts of a sum put together, a cut out of two such products, a cast.
-_FAR = 3
+_MOST_STEPS = 3
+"""Most launches from x @ a to its product with b: a sum of split-K parts, a slice of two such products, a cast."""
 
 
 def corrects(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
@@ -34,9 +34,9 @@ def _merges(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
 
 def _adds(table: Table, reader: LaunchRow) -> bool:
     """Whether it adds a product of low rank to another of the same input."""
-    near = [found for found in (reader, *table.makers(reader)) if is_product(found)]
+    near = [found for found in (reader, *table.producers(reader)) if is_product(found)]
     for low in filter(_is_low_rank, near):
-        inputs = {value.name for maker in _first_products(table, low) for value in maker.inputs}
+        inputs = {value.name for producer in _first_products(table, low) for value in producer.inputs}
         others = [other for other in near if other is not low and inputs & {value.name for value in other.inputs}]
         if any(_sums(reader, low, other) for other in others):
             return True
@@ -55,10 +55,14 @@ def _is_low_rank(product: LaunchRow) -> bool:
 def _first_products(table: Table, low: LaunchRow) -> list[LaunchRow]:
     """The products behind a factor, where nothing but sums and moves stands between."""
     found, new = [], [low]
-    for _ in range(_FAR):
-        new = [maker for launch in new for maker in table.makers(launch)]
-        found += [maker for maker in new if is_product(maker)]
-        new = [maker for maker in new if not is_product(maker) and {opcode for opcode, _ in maker.opcodes} <= LINEAR]
+    for _ in range(_MOST_STEPS):
+        new = [producer for launch in new for producer in table.producers(launch)]
+        found += [producer for producer in new if is_product(producer)]
+        new = [
+            producer
+            for producer in new
+            if not is_product(producer) and {opcode for opcode, _ in producer.opcodes} <= LINEAR
+        ]
     return found
 
 

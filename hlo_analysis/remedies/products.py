@@ -38,7 +38,7 @@ from hlo_analysis.remedies.texts import Remedy
 
 
 def of_products(
-    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, of_attention: bool = False
+    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *, of_attention: bool
 ) -> Remedy | None:
     """The remedy where one end is a matrix product, None where none is."""
     if is_product(producer):
@@ -52,7 +52,7 @@ def of_products(
 
 def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
     """The remedy for a value of element-wise work that is kept though it could be computed again."""
-    for product in filter(is_product, table.makers(producer)):
+    for product in filter(is_product, table.producers(producer)):
         if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
             remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))
             if remedy.kernel:
@@ -84,7 +84,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.WHOLE_SUM
     if remedy := summed_in_a_loop(table, product, readers):
         return remedy
-    if is_known_before(product, table.makers(product)):
+    if is_known_before(product, table.producers(product)):
         return loop_texts.HOISTED
     if all(map(only_casts, readers)):
         return texts.TYPED
@@ -96,7 +96,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.CHAINED
     is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
     is_loss = is_softmax and (takes_logarithms(table, readers) or _is_for_gradients(table, product, readers))
-    if is_loss and product.phase == "forward" and not _hands_on_all(table, product, readers):
+    if is_loss and product.phase == "forward" and not _needs_every_logit(table, product, readers):
         return texts.LINEAR_CROSS_ENTROPY
     if 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers):
         return texts.SCATTERED
@@ -123,7 +123,7 @@ def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[Launch
     So does a scan's backward pass with a weight's gradient, and what accumulates whole gradients, part by part.
     """
     for end in (producer, *readers):
-        products = [found for found in (end, *table.makers(end)) if is_product(found)]
+        products = [found for found in (end, *table.producers(end)) if is_product(found)]
         # What the next step computes with cannot wait for the last.
         users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
         if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
@@ -143,8 +143,8 @@ def _is_for_gradients(table: Table, product: LaunchRow, readers: Sequence[Launch
     return sums and any(reader.phase == "backward" for reader in table.readers.get(product.index, ()))
 
 
-def _hands_on_all(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether what is made of every logit is wanted: it is returned, or the largest are taken of it."""
+def _needs_every_logit(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
+    """Whether an array as large as the logits is computed from them and then returned, or sorted for the largest."""
     large = [reader for reader in readers if 2 * reader.bytes_written >= product.bytes_written]
     users = [table.readers.get(reader.index, ()) for reader in large]
     return any(not found or any(user.kind == "sort" for user in found) for found in users)

@@ -9,19 +9,19 @@ from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.patterns.attention_scores import elements, last_size
 from hlo_analysis.patterns.launch_patterns import (
     has,
-    is_closed,
+    is_library_kernel,
     is_norm,
     is_residual_sum,
     is_softmax,
     normalizes,
     rotates,
-    shifts,
+    subtracts_row_maximum,
     sums_columns,
 )
 from hlo_analysis.patterns.pair_patterns import continues_reduction, scatters_all
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import texts
-from hlo_analysis.remedies.table import SUMS, Table
+from hlo_analysis.remedies.table import ROWS_PER_SUM, Table
 from hlo_analysis.remedies.texts import Remedy
 
 
@@ -31,7 +31,7 @@ def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], cat
         return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     largest = max(value.bytes for value in producer.outputs)
-    is_small = largest * SUMS <= max(reader.bytes_read for reader in readers)
+    is_small = largest * ROWS_PER_SUM <= max(reader.bytes_read for reader in readers)
     # The gradient of a norm's scale is a sum of what is scaled by the norm's root.
     is_scaled = producer.phase == "backward" and any(has(reader, "reduce") for reader in readers)
     near = [producer] if is_small else [producer, *readers] if is_scaled else readers
@@ -55,9 +55,9 @@ def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], cat
 
 def takes_part(table: Table, launch: LaunchRow) -> bool:
     """Whether a launch does part of a normalization or softmax of rows, or of its gradient."""
-    near = (launch, *table.makers(launch, launch.bytes_read / SUMS))
+    near = (launch, *table.producers(launch, launch.bytes_read / ROWS_PER_SUM))
     is_scaled = any(has(found, opcode) for found in near for opcode in ("rsqrt", "exponential"))
-    gives_sums = SUMS * launch.bytes_written <= launch.bytes_read
+    gives_sums = ROWS_PER_SUM * launch.bytes_written <= launch.bytes_read
     return is_scaled or (has(launch, "reduce") and (gives_sums or not sums_columns(launch)))
 
 
@@ -81,13 +81,13 @@ def _drops(launch: LaunchRow) -> bool:
 def _keeps_sums(producer: LaunchRow, ends: Sequence[LaunchRow]) -> bool:
     """Whether a launch writes sums beside a large array (as of a loss), and no other end reads these sums."""
     largest = max(value.bytes for value in producer.outputs)
-    sums = {value.name for value in producer.outputs if value.bytes * SUMS <= largest}
+    sums = {value.name for value in producer.outputs if value.bytes * ROWS_PER_SUM <= largest}
     return bool(sums) and not any(value.name in sums for end in ends for value in end.inputs)
 
 
 def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
     """The remedy where neither a product nor a normalization or softmax is near."""
-    if is_closed(producer) or any(map(is_closed, readers)):
+    if is_library_kernel(producer) or any(map(is_library_kernel, readers)):
         return texts.OWN_KERNEL
     if category == categories.IN_PLACE and has(producer, "scatter") and scatters_all(producer):
         return texts.GATHERED
@@ -109,9 +109,9 @@ def rows_remedy(table: Table, ends: Sequence[LaunchRow]) -> Remedy:
                     return texts.GROUP_NORM
                 return texts.BATCH_NORM if centred else texts.ONE_KERNEL
             return texts.LAYER_NORM if centred else texts.RMS_NORM
-        around = [*ends, *(maker for end in sums for maker in table.makers(end))]
+        around = [*ends, *(producer for end in sums for producer in table.producers(end))]
         runs_on = any(has(end, "reduce-window") for end in ends)  # what sums up as it goes is made of a softmax
-        if any(map(shifts, around)) and not runs_on and not any(map(is_softmax, ends)):
+        if any(map(subtracts_row_maximum, around)) and not runs_on and not any(map(is_softmax, ends)):
             return texts.LOG_SOFTMAX if takes_logarithms(table, ends) else texts.SOFTMAX
     return texts.ONE_KERNEL
 
@@ -125,7 +125,7 @@ def _scales_sums(table: Table, ends: Sequence[LaunchRow], sums: Sequence[LaunchR
             if whole is not None and len(axes := integers(reduction, "dimensions")) == 1:
                 lengths.add(whole.shape.dimensions[axes[0]])
                 left |= {size for axis, size in enumerate(whole.shape.dimensions) if axis not in axes}
-    around = [*ends, *(maker for end in ends for maker in table.makers(end))]
+    around = [*ends, *(producer for end in ends for producer in table.producers(end))]
     given = {value for launch in around for value in launch.inputs if value.producer is None}
     weights = {elements(value) for value in given if elements(value) == last_size(value)}
     return not weights.isdisjoint(lengths - left)
@@ -135,7 +135,10 @@ def _sums_instances(ends: Sequence[LaunchRow]) -> bool:
     """Whether the roots of variances are more than one for each feature: those of each image, not of a batch."""
     largest = max(end.bytes_read for end in ends)
     roots = [
-        value for end in ends if has(end, "rsqrt") and end.bytes_written * SUMS <= largest for value in end.outputs
+        value
+        for end in ends
+        if has(end, "rsqrt") and end.bytes_written * ROWS_PER_SUM <= largest
+        for value in end.outputs
     ]
     return any(elements(value) > last_size(value) for value in roots)
 
@@ -143,7 +146,7 @@ def _sums_instances(ends: Sequence[LaunchRow]) -> bool:
 def _clips(ends: Sequence[LaunchRow]) -> bool:
     """Whether it takes the minimum of a norm's inverse and one, as gradient clipping does."""
     largest = max(end.bytes_read for end in ends)
-    return any(has(end, "minimum") and end.bytes_written * SUMS <= largest for end in ends)
+    return any(has(end, "minimum") and end.bytes_written * ROWS_PER_SUM <= largest for end in ends)
 
 
 def takes_logarithms(table: Table, readers: Sequence[LaunchRow]) -> bool:
@@ -162,6 +165,6 @@ def _sums_groups(table: Table, sums: Sequence[LaunchRow]) -> bool:
         for index in columns
         for reader in table.readers.get(index, ())
         # Those that read more than sums are of a normalization of rows behind it, as in a backward pass.
-        if has(reader, "reduce") and SUMS * reader.bytes_read <= table.launches[index].bytes_read
+        if has(reader, "reduce") and ROWS_PER_SUM * reader.bytes_read <= table.launches[index].bytes_read
     ]
     return any(not sums_columns(sum_) and {value.producer for value in sum_.inputs} <= columns for sum_ in again)

@@ -1,4 +1,4 @@
-"""The launch table, with the readers of each value."""
+"""The launch table, with the producers and readers of each launch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from functools import cached_property
 from hlo_analysis.patterns.launch_patterns import is_product
 from hlo_analysis.program.facts import LaunchRow
 
-SUMS = 8
-"""What launches hand on as sums over rows is at most this part of what they read."""
+ROWS_PER_SUM = 8
+"""Row sums have at most one byte for this many bytes of the rows."""
 
-# Launches from a sum to what is made with it, at most: finished in two steps, divided, and its root taken.
-_FAR = 5
+_MOST_STEPS = 5
+"""Most launches between a row sum and its use: two finish the reduction, others divide it and take its root."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The launch table, and who reads what: found once for all of its missed fusions."""
+    """The launch table, with the producers and readers of each launch; built once for all missed fusions."""
 
     launches: Sequence[LaunchRow]
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[LaunchRow]]:
-        """By index of a launch those that read what it writes."""
+        """Returns the launches that read the results of each launch, by its index."""
         found: dict[int, list[LaunchRow]] = defaultdict(list)
         for launch in self.launches:
             for producer in {value.producer for value in launch.inputs if value.producer is not None}:
@@ -37,19 +37,19 @@ class Table:
         """Whether the program takes a gradient."""
         return any(launch.phase == "backward" for launch in self.launches)
 
-    def makers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
-        """The launches that make its inputs of at most so many bytes."""
+    def producers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
+        """Returns the launches that write the inputs of a launch. largest: the most bytes of such an input."""
         indices = {value.producer for value in launch.inputs if value.producer is not None and value.bytes <= largest}
         return [self.launches[index] for index in sorted(indices)]
 
     def with_sums(self, ends: Sequence[LaunchRow], near: Sequence[LaunchRow]) -> list[LaunchRow]:
-        """The ends, and those that finish what `near` of them read as sums over rows."""
-        largest = max(launch.bytes_read for launch in ends) / SUMS
+        """Returns `ends` and the launches that produce the row sums that the launches `near` read."""
+        largest = max(launch.bytes_read for launch in ends) / ROWS_PER_SUM
         found, new = {launch.index: launch for launch in ends}, list(near)
-        for _ in range(_FAR):
-            new = [maker for launch in new for maker in self.makers(launch, largest)]
-            new = [maker for maker in new if maker.index not in found]
+        for _ in range(_MOST_STEPS):
+            new = [producer for launch in new for producer in self.producers(launch, largest)]
+            new = [producer for producer in new if producer.index not in found]
             # A copy counts indices; a product puts together other sums than those of its reader's rows.
-            new = [maker for maker in new if maker.kind != "copy" and not is_product(maker)]
+            new = [producer for producer in new if producer.kind != "copy" and not is_product(producer)]
             found |= {launch.index: launch for launch in new}
         return list(found.values())

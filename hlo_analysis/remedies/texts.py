@@ -214,12 +214,14 @@ FOURIER = Remedy(
     text="one that pads, transforms, works on the result and transforms it back, a row on the chip where it "
     "fits (as FlashFFTConv does): XLA cannot fuse other work into cuFFT",
 )
-TURNED = Remedy(
+TRANSPOSED = Remedy(
     kind="rewrite",
     text="keep the array as its readers take it (keys and values of a cache: (batch, heads, length, size)), or have a "
     "kernel read it as it lies: all of it is transposed for a part that is new",
 )
-TURNED_KEPT = replace(TURNED, text=f"{TURNED.text}; and donate it (jax.jit(..., donate_argnums=...))")
+TRANSPOSED_NOT_DONATED = replace(
+    TRANSPOSED, text=f"{TRANSPOSED.text}; and donate it (jax.jit(..., donate_argnums=...))"
+)
 PARTS = Remedy(
     kind="rewrite",
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "

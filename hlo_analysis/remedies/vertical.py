@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.patterns.launch_patterns import (
+    changes_layout,
     draws_in_a_loop,
     has,
     is_invariant,
     only_moves,
-    relays,
     writes_one_value,
 )
 from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loop
@@ -31,9 +31,9 @@ def vertical_remedy(
     category: str,
     *,
     is_score: bool,
-    is_projected: bool = False,
-    of_attention: bool = False,
-    donated: Collection[str] = (),
+    is_projected: bool,
+    of_attention: bool,
+    donated: Collection[str],
 ) -> Remedy:
     """The remedy for a value that `producer` writes and `readers` read, by what stands on both ends.
 
@@ -94,8 +94,10 @@ def _of_devices(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow])
     """The remedy where one end is a sum over devices, or was made for one."""
     ends = (producer, *readers)
     if any(end.kind == "collective" for end in ends):
-        turns = only_moves(producer) and relays(producer) and all(has(reader, "all-gather") for reader in readers)
-        return texts.SHARDED if turns else texts.OVERLAP
+        transposes = (
+            only_moves(producer) and changes_layout(producer) and all(has(reader, "all-gather") for reader in readers)
+        )
+        return texts.SHARDED if transposes else texts.OVERLAP
     return texts.SEPARATE_SUMS if any(_joins_sums(table, end) for end in ends) else None
 
 
@@ -103,8 +105,7 @@ def _joins_sums(table: Table, move: LaunchRow) -> bool:
     """Whether a launch joins arrays for one sum over devices, or takes them apart after it, by XLA's own doing."""
     if not only_moves(move):
         return False
-    near = [table.launches[value.producer] for value in move.inputs if value.producer is not None]
-    near += table.readers.get(move.index, ())
+    near = (*table.producers(move), *table.readers.get(move.index, ()))
     return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 

@@ -19,10 +19,15 @@ def excess_text(excess: Excess) -> str:
     )
 
 
-def responsible_lines(found: Sequence[tuple[Launch, str]], count: int = 10) -> list[str]:
-    """Returns a line for each of the first `count` launches: name, place in the program, and why it is separate."""
-    lines = [f"  {launch_line(launch)}: {reason}" for launch, reason in found[:count]]
-    return [*lines, *([f"  and {plural(len(found) - count, 'more launch')}"] if len(found) > count else [])]
+_LISTED = 10
+"""Most launches listed."""
+
+
+def responsible_lines(found: Sequence[tuple[Launch, str]]) -> list[str]:
+    """Returns a line for each of the first ten launches: name, place in the program, and why it is separate."""
+    lines = [f"  {launch_line(launch)}: {reason}" for launch, reason in found[:_LISTED]]
+    left_out = len(found) - len(lines)
+    return [*lines, f"  and {plural(left_out, 'more launch')}"] if left_out else lines
 
 
 def launch_line(launch: Launch) -> str:

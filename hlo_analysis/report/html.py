@@ -122,15 +122,15 @@ def _sha256(text: str) -> str:
 
 def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, Any]:
     analysis = result.analysis
-    made: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "result": result,
         "analysis": analysis,
         "numerics": sentences.numerics_text(result.numerics),
         "sites": result.sites,
     }
     if analysis is None:
-        return made
-    return made | {
+        return shown
+    return shown | {
         "totals": totals(result, analysis),
         "saved_bytes": comparison.saved_bytes(result.name),
         "saved_percent": sentences.saved_percent(comparison, result.name),
@@ -234,9 +234,9 @@ def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> 
 
 def _kinds_words(analysis: Analysis) -> str:
     top = list(analysis.launches_by_kind.items())
-    words_ = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in top[:3])
+    named = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in top[:3])
     rest = sum(count for _, count in top[3:])
-    return f"{words_}, {rest} more" if rest else words_
+    return f"{named}, {rest} more" if rest else named
 
 
 def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ def kinds_table(comparison: Comparison) -> Table:
     return table
 
 
-def strategy_table(comparison: Comparison, *, kinds: bool = True, narrow: bool = False) -> Table:
+def strategy_table(comparison: Comparison, *, kinds: bool, narrow: bool) -> Table:
     """Returns a table with one row per strategy; percentages compare with the baseline. `narrow` lets cells wrap."""
     units = units_of(comparison)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")

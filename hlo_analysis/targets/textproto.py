@@ -54,8 +54,8 @@ class Message:
 
 
 class _MalformedError(Exception):
-    def __init__(self, told: str, position: int) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
         self.position = position
 
 

@@ -18,7 +18,7 @@ from xlafuse.bench import block, supervisor, worker
 from xlafuse.bench.block import BlockSettings, bench_block, bench_case, check_close, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.environment import environment
-from xlafuse.bench.results import Results, Run, load
+from xlafuse.bench.results import Measured, Results, Run, load
 from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
@@ -159,7 +159,7 @@ def test_a_peers_gradients_come_in_our_order_and_wrong_ones_are_reported(monkeyp
 def kept() -> Results:
     def case(mode, spec, **times):
         candidates = [
-            block.Measured(
+            Measured(
                 name=name,
                 kind="strategy",
                 timing=block_timing(us),

@@ -1,4 +1,4 @@
-"""Folding the steps of priority fusion: members, summed gains, last words."""
+"""Folding the steps of priority fusion: members, summed gains, last verdicts."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def test_refused_first_and_fused_later() -> None:
 
 
 def test_priced_first_and_refused_later_keeps_the_rule() -> None:
-    word = fold([priced("a", 3.0), Refused(producer="a", reason="the consumer is not fusible")]).words["a"]
-    assert (word.reason, word.gain_us) == ("the consumer is not fusible", None)
+    verdict = fold([priced("a", 3.0), Refused(producer="a", reason="the consumer is not fusible")]).verdicts["a"]
+    assert (verdict.reason, verdict.gain_us) == ("the consumer is not fusible", None)
 
 
 def test_increments_add_up_while_the_producer_waits_in_the_queue() -> None:
-    word = fold([priced("a", 5.0), priced("a", -2.0), priced("a", -4.5)]).words["a"]
-    assert word.gain_us == pytest.approx(-1.5)
+    verdict = fold([priced("a", 5.0), priced("a", -2.0), priced("a", -4.5)]).verdicts["a"]
+    assert verdict.gain_us == pytest.approx(-1.5)
 
 
 def test_a_producer_that_left_the_queue_is_priced_afresh() -> None:
-    word = fold([priced("a", -5.0), priced("a", -2.0)]).words["a"]
-    assert word.gain_us == pytest.approx(-2.0)
+    verdict = fold([priced("a", -5.0), priced("a", -2.0)]).verdicts["a"]
+    assert verdict.gain_us == pytest.approx(-2.0)
 
 
 def test_a_fusion_that_grew_is_priced_afresh() -> None:
-    word = fold([priced("f", 5.0), fused("a", "f", "f"), priced("f", 1.0), priced("f", 0.5)]).words["f"]
-    assert word.gain_us == pytest.approx(1.5)
+    verdict = fold([priced("f", 5.0), fused("a", "f", "f"), priced("f", 1.0), priced("f", 0.5)]).verdicts["f"]
+    assert verdict.gain_us == pytest.approx(1.5)
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_gains_agree_with_what_the_pass_did(captured: Callable[..., Capture], mo
     assert len(gains) > 20
     assert min(gains) > -0.01  # jaxlib 0.12 prints six digits of a time, or more
     gone = {edge.producer for edge in folded.edges} | {e.consumer for e in folded.edges if e.consumer != e.fusion}
-    left = [word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone]
+    left = [verdict.gain_us for name, verdict in folded.verdicts.items() if verdict.reason is None and name not in gone]
     assert left or mode == "forward"
     assert all(gain is not None and gain < 0 for gain in left)
 
@@ -102,7 +102,11 @@ def test_gains_agree_with_xlas_own_account(captured: Callable[..., Capture], tmp
     }
     folded = fold(read_fusion_dump(capture.require("priority_fusion_dump")).steps)
     gone = {edge.producer for edge in folded.edges} | {e.consumer for e in folded.edges if e.consumer != e.fusion}
-    left = {name: word.gain_us for name, word in folded.words.items() if word.reason is None and name not in gone}
+    left = {
+        name: verdict.gain_us
+        for name, verdict in folded.verdicts.items()
+        if verdict.reason is None and name not in gone
+    }
     assert len(left) >= 5
     for name, gain in left.items():
         assert account[name] == pytest.approx(gain, rel=1e-4, abs=2e-3), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch_programs import Program, softmax, text_of
 
-from hlo_analysis.patterns.launch_patterns import fills, only_moves, takes_every_other
+from hlo_analysis.patterns.launch_patterns import fills, only_moves, strides_by_two
 from hlo_analysis.remedies import texts
 
 EVERY_OTHER = "%s = f32[8] slice(%x), slice={[0:4:1], [1:2048:2]}"
@@ -91,7 +91,7 @@ def test_levels_of_an_associative_scan_want_a_kernel_that_scans() -> None:
     ],
 )
 def test_every_other(hlo: str, taken: bool) -> None:
-    assert takes_every_other(Program().launch("a", {}, 1, hlo=hlo).launches[0]) == taken
+    assert strides_by_two(Program().launch("a", {}, 1, hlo=hlo).launches[0]) == taken
 
 
 def test_zeros_to_add_to_are_no_move_and_could_be_an_array_that_is_there() -> None:

@@ -10,7 +10,7 @@ from launch_programs import MIB, Program, softmax, text_of
 
 from hlo_analysis.catalogue import Kernel
 from hlo_analysis.decisions import categories
-from hlo_analysis.patterns.launch_patterns import dequantizes, repeats_rows, spreads
+from hlo_analysis.patterns.launch_patterns import broadcasts, dequantizes, repeats_rows
 from hlo_analysis.remedies import conv_texts, loop_texts, texts
 from xlafuse.catalogue import KERNELS
 
@@ -170,7 +170,7 @@ def test_what_is_joined_for_a_convolution_is_convolved_part_by_part(opcode: str,
 def test_what_is_spread_out_for_a_convolution_lay_nowhere_in_that_size() -> None:
     """cuDNN adds a bias of each image as an array of the images' size."""
     program = Program().launch("t", {"bias": 1}, 100, opcodes=("broadcast", "slice"))
-    assert spreads(program.launches[0])
+    assert broadcasts(program.launches[0])
     hlo = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convBiasActivationForward"'
     (missed,) = program.launch("c", {"t": 100, "x": 50}, 50, "cudnn", opcodes=("custom-call",), hlo=hlo).rank()
     assert missed.remedy == text_of(texts.OWN_KERNEL)

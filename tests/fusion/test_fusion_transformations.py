@@ -191,7 +191,7 @@ def test_a_second_layer_traces_no_more_definitions():
     traced = []
     for count in (2, 6):
         assert len(operations(functools.partial(layers, count), X, SCALE, WEIGHTS[0])) == 2 * count
-        traced.append(plan._traced.cache_info().misses)
+        traced.append(plan._pattern.cache_info().misses)
     assert traced[0] == traced[1]
 
 

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
+from xlafuse.bench.candidates import measured, problem_of, timing_problems
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import Measured, Problem, ShapeResult
+from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.comparison import fit_plan
-from xlafuse.errors import InapplicablePlanError
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
@@ -33,7 +33,6 @@ PEERS = ("torch_compile", "torch_max_autotune", "torch_eager", "jax_eager")
 BASELINE = "xla"
 WALL_SECONDS = 0.1
 """The host takes up to two milliseconds to prepare a call."""
-_MESSAGE_LENGTH = 600
 _TOLERANCE = 5e-2
 """Largest error, as a share of an array's root mean square.
 
@@ -89,16 +88,14 @@ def bench_case(
     candidates = _candidates(config, sizes, mode, cases, settings, problems)
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    problems += [Problem(candidate=name, message=text[:_MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += timing_problems(run)
     return ShapeResult(
         op=config.name,
         phase=mode,
         spec=shape,
         bytes=moved,
         ceiling=None,
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
-        ),
+        candidates=measured(candidates, run),
         problems=tuple(problems),
         sets=len(cases),
         seconds=time.monotonic() - start,
@@ -176,7 +173,7 @@ def _candidates(
             expected = expected or result
             check_close(result, expected)
         except Exception as error:  # a failing strategy must not end the run of the others
-            problems.append(_problem(name, error))
+            problems.append(problem_of(name, error))
             if name == BASELINE:
                 return []
             continue
@@ -188,7 +185,7 @@ def _candidates(
             candidate, result = module.candidate(name, config, mode, cases)
             check_close(result, expected)
         except Exception as error:  # another library's failure is recorded and does not end the run
-            problems.append(_problem(name, error))
+            problems.append(problem_of(name, error))
             continue
         candidates.append(candidate)
     return candidates
@@ -216,15 +213,6 @@ def _root_mean_square(array: jax.Array) -> jax.Array:
 @jax.jit
 def _difference(got: jax.Array, expected: jax.Array) -> jax.Array:
     return _root_mean_square(got.astype(jnp.float32) - expected.astype(jnp.float32))
-
-
-def _problem(name: str, error: Exception) -> Problem:
-    is_unsupported = isinstance(error, NotImplementedError | InapplicablePlanError | ImportError)
-    return Problem(
-        candidate=name,
-        message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}",
-        kind="unsupported" if is_unsupported else "failed",
-    )
 
 
 def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import OpSpec, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.results import Problem
+from xlafuse.bench.results import Measured, Problem
+from xlafuse.bench.timing import Candidate, TimingRun
 
 MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
@@ -67,6 +68,18 @@ def problem_of(name: str, error: Exception) -> Problem:
         message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}",
         kind="unsupported" if isinstance(error, NotImplementedError | ImportError) else "failed",
     )
+
+
+def measured(candidates: Sequence[Candidate], run: TimingRun) -> tuple[Measured, ...]:
+    """Returns the records of the candidates that were timed, in their order."""
+    return tuple(
+        Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
+    )
+
+
+def timing_problems(run: TimingRun) -> list[Problem]:
+    """Returns the records of the candidates that failed while they were timed."""
+    return [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
 
 
 def check_close(

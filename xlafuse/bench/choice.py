@@ -20,7 +20,7 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, get_op, testing
 from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
 from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
@@ -140,12 +140,10 @@ def bench_call(
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
-    problems += [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += timing_problems(run)
     return replace(
         result,
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
-        ),
+        candidates=measured(candidates, run),
         problems=tuple(problems),
         sets=sets,
         seconds=time.monotonic() - start,

@@ -81,11 +81,9 @@ def commit() -> str:
     return _words_of([*git, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]) if is_tracked else ""
 
 
-def gpu_state(device_index: int = 0) -> dict[str, str]:
-    """Returns a GPU's driver, clocks, power and temperature from nvidia-smi; empty if there is no nvidia-smi."""
-    words = _words_of(
-        ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"--id={device_index}"]
-    )
+def gpu_state() -> dict[str, str]:
+    """Returns the driver, clocks, power and temperature of the first GPU, from nvidia-smi; empty without it."""
+    words = _words_of(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "--id=0"])
     values = [word.strip() for word in words.split(",")] if words else []
     if len(values) != len(_QUERY):
         return {}
@@ -168,14 +166,14 @@ class Sampler:
 
 
 @contextlib.contextmanager
-def sampling(device_index: int = 0) -> Iterator[Sampler]:
-    """Samples a GPU five times a second until the context ends; without nvidia-smi there are no samples."""
+def sampling() -> Iterator[Sampler]:
+    """Samples the first GPU five times a second until the context ends; without nvidia-smi there are no samples."""
     sampler = Sampler()
     command = [
         "nvidia-smi",
         f"--query-gpu={','.join(_SAMPLED)}",
         "--format=csv,noheader,nounits",
-        f"--id={device_index}",
+        "--id=0",
         f"--loop-ms={_PERIOD_MS}",
     ]
     try:

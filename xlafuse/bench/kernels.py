@@ -18,10 +18,10 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
-from xlafuse.bench.candidates import MESSAGE_LENGTH, callable_of, check_close, copies, inputs_of, problem_of
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import PHASES, Measured, Problem, ShapeResult, short_spec
+from xlafuse.bench.results import PHASES, Problem, ShapeResult, short_spec
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.errors import UnknownNameError, XlafuseError
 
@@ -124,15 +124,11 @@ def bench_shape(
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
     timed_from = time.monotonic()
     run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    problems += [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += timing_problems(run)
     return replace(
         result,
         ceiling=fastest(run.timings, [c.name for c in ceilings]),
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name])
-            for c in (*ceilings, *candidates)
-            if c.name in run.timings
-        ),
+        candidates=measured((*ceilings, *candidates), run),
         problems=tuple(problems),
         sets=sets,
         seconds=time.monotonic() - start,

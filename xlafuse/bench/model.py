@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
+from xlafuse.bench.candidates import MESSAGE_LENGTH, timing_problems
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, Timing, time_candidates
@@ -33,7 +34,6 @@ _TOLERANCE = 0.1
 
 The bound only catches a program that computes something else.
 """
-_MESSAGE_LENGTH = 600
 _UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
 
 
@@ -115,14 +115,14 @@ def _bench_phase(
             _check_close(found, expected)
             del found
         except Exception as error:  # one failure must not end the run of the others
-            problems.append(Problem(candidate=name, message=f"{type(error).__name__}: {str(error)[:_MESSAGE_LENGTH]}"))
+            problems.append(Problem(candidate=name, message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}"))
             continue
         candidates.append(made)
         measured[name] = costs
     del expected
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    problems += [Problem(candidate=name, message=text[:_MESSAGE_LENGTH]) for name, text in run.failures.items()]
+    problems += timing_problems(run)
     batch, length = batch_and_length(shape)
     tokens = batch * (1 if phase == "decode" else length)
     return ShapeResult(

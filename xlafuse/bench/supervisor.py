@@ -103,8 +103,8 @@ def run(
     results = merge(parts)
     if not results.shapes:
         reasons = [*notes, *(note for run in results.runs for note in run.left_out)]
-        told = "; ".join(reasons) or "no shape has such a name, phase or operation"
-        raise BenchError(f"nothing was measured: {told}")
+        details = "; ".join(reasons) or "no shape has such a name, phase or operation"
+        raise BenchError(f"nothing was measured: {details}")
     results = _with_notes(results, notes)
     write(output, results)
     return results

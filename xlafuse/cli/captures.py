@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hlo_analysis.records import Comparison
 
 
-def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | None = None) -> Comparison:
+def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | None) -> Comparison:
     """Analyzes each capture as one strategy, named after its file or folder.
 
     Args:

@@ -73,7 +73,7 @@ class Combination:
         self._ops = ops
         self._returned = set(graph.outputs)
         self._implementations: dict[Any, str | None] = {}
-        self._makers: dict[Value, Site] = {}
+        self._producers: dict[Value, Site] = {}
         self._owners: dict[Equation, Site] = {}
         self._sites: dict[int, Site] = {}
         for site in sites:
@@ -106,7 +106,7 @@ class Combination:
 
     def _add(self, site: Site) -> None:
         self._sites[id(site)] = site
-        self._makers |= dict.fromkeys(site.results, site)
+        self._producers |= dict.fromkeys(site.results, site)
         self._owners |= {equation: site for equation in site.covered if not is_free(equation)}
 
     def replace(self, old: Iterable[Site], new: Iterable[Site]) -> None:
@@ -114,7 +114,7 @@ class Combination:
         for site in old:
             del self._sites[id(site)]
             for value in site.results:
-                self._makers.pop(value, None)
+                self._producers.pop(value, None)
         for site in new:
             self._add(site)
 
@@ -134,21 +134,22 @@ class Combination:
             self._implementations[key] = implementation_of(site)
         return self._implementations[key]
 
-    def made_by(self, binding: Binding) -> Site | None:
-        """Returns the site whose first result an argument is, in row-major order but maybe of another shape."""
+    def producer_of(self, binding: Binding) -> Site | None:
+        """Returns the site whose first result an argument is, possibly reshaped; None for a transposed result."""
         value = binding.value
         if not is_whole(binding):
             return None
-        while value not in self._makers and value.primitive == "reshape" and value.equation is not None:
+        while value not in self._producers and value.primitive == "reshape" and value.equation is not None:
             value = value.equation.inputs[0]
-        maker = self._makers.get(value)
-        return maker if maker is not None and maker.results[0] is value and not is_permuted(maker.orders[0]) else None
+        producer = self._producers.get(value)
+        is_given = producer is not None and producer.results[0] is value and not is_permuted(producer.orders[0])
+        return producer if is_given else None
 
     def origin(self, value: Value) -> Site | None:
         """Returns the site that a value comes from, in any layout."""
-        while value not in self._makers and value.primitive in LAYOUTS and value.equation is not None:
+        while value not in self._producers and value.primitive in LAYOUTS and value.equation is not None:
             value = value.equation.inputs[0]
-        return self._makers.get(value)
+        return self._producers.get(value)
 
     def readers(self, value: Value) -> set[Site | None]:
         """Returns the sites that read a value; None stands for other readers."""
@@ -249,7 +250,7 @@ class Combination:
         if norm.operation not in _NORMS or "residual" not in norm.arrays:
             return
         for one, other in (("x", "residual"), ("residual", "x")):
-            product = self.made_by(norm.arrays[one])
+            product = self.producer_of(norm.arrays[one])
             if product is None or product.operation != "linear" or not self._feeds_only(product.results[0], [norm]):
                 continue
             if "residual" in product.arrays or "activation" in product.options:
@@ -274,7 +275,7 @@ class Combination:
         """Makes `linear_residual_norm` of a product, a sum, and a norm without a scale in front of products."""
         if norm.operation != "rms_norm" or set(norm.arrays) != {"x"}:
             return
-        product = self.made_by(norm.arrays["x"])
+        product = self.producer_of(norm.arrays["x"])
         if product is None or product.operation != "linear" or "residual" not in product.arrays:
             return
         readers = self.readers(norm.results[0])
@@ -311,7 +312,7 @@ class Combination:
     def _is_normed(self, product: Site | None, norm: Site) -> bool:
         if product is None or product.operation not in _PRODUCTS or "norm_x" in product.options:
             return False
-        return self.made_by(product.arrays["x"]) is norm and is_whole(norm.arrays["x"])
+        return self.producer_of(product.arrays["x"]) is norm and is_whole(norm.arrays["x"])
 
     def _normed(self, product: Site, norm: Site, mean_square: Binding | None = None) -> Site:
         x = replace(norm.arrays["x"], shape=product.arrays["x"].shape)
@@ -332,7 +333,7 @@ class Combination:
     def _take_logits(self, loss: Site) -> None:
         if loss.operation != "cross_entropy":
             return
-        product = self.made_by(loss.arrays["logits"])
+        product = self.producer_of(loss.arrays["logits"])
         if product is None or product.operation != "linear" or set(product.arrays) != {"x", "w"} or product.options:
             return
         if not self._feeds_only(product.results[0], [loss]):

@@ -18,11 +18,13 @@ from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.schedule import schedule
 from xlafuse.fusion.site import Site
 
-Told = Callable[[Site, str], object] | None
+OnChoice = Callable[[Site, str], object] | None
 """Called with each site and the implementation that its operation took."""
 
 
-def evaluate(plan: Plan, inputs: Sequence[Any], told: Told = None, implementation: str | None = None) -> list[Any]:
+def evaluate(
+    plan: Plan, inputs: Sequence[Any], on_choice: OnChoice = None, implementation: str | None = None
+) -> list[Any]:
     """Computes the outputs of a plan's graph.
 
     inputs: the constants, then the arguments. implementation: the one for all sites; None: each operation's own choice.
@@ -34,10 +36,10 @@ def evaluate(plan: Plan, inputs: Sequence[Any], told: Told = None, implementatio
 
     for unit in schedule(plan.graph, plan.sites):
         if isinstance(unit, Site):
-            known.update(zip(unit.outputs, _call(unit, read, told, implementation), strict=True))
+            known.update(zip(unit.outputs, _call(unit, read, on_choice, implementation), strict=True))
         else:
             operands = [read(value) for value in unit.inputs]
-            known.update(zip(unit.outputs, _bind(plan, unit, operands, told, implementation), strict=True))
+            known.update(zip(unit.outputs, _bind(plan, unit, operands, on_choice, implementation), strict=True))
     return [_typed(read(value), value) for value in plan.graph.outputs]
 
 
@@ -45,8 +47,8 @@ def _typed(result: Any, value: Value) -> Any:
     return result if hasattr(result, "dtype") and result.dtype == value.dtype else jnp.asarray(result, value.dtype)
 
 
-def _call(site: Site, read: Callable[[Value], Any], told: Told, implementation: str | None) -> tuple[Any, ...]:
-    with _names_of(site.root), _listening(site, told):
+def _call(site: Site, read: Callable[[Value], Any], on_choice: OnChoice, implementation: str | None) -> tuple[Any, ...]:
+    with _names_of(site.root), _listening(site, on_choice):
         arrays = {
             name: laid_out(binding, read(binding.value), keeps_missing=name in site.broadcasting)
             for name, binding in site.arrays.items()
@@ -54,18 +56,18 @@ def _call(site: Site, read: Callable[[Value], Any], told: Told, implementation: 
         return site.call(arrays, implementation)
 
 
-def _listening(site: Site, told: Told) -> contextlib.AbstractContextManager[None]:
-    if told is None:
+def _listening(site: Site, on_choice: OnChoice) -> contextlib.AbstractContextManager[None]:
+    if on_choice is None:
         return contextlib.nullcontext()
 
     def listener(choice: Choice) -> None:
-        told(site, choice.taken or "nothing")
+        on_choice(site, choice.taken or "nothing")
 
     return listening(listener)
 
 
 def _bind(
-    plan: Plan, equation: Equation, inputs: Sequence[Any], told: Told, implementation: str | None
+    plan: Plan, equation: Equation, inputs: Sequence[Any], on_choice: OnChoice, implementation: str | None
 ) -> Sequence[Any]:
     source = equation.source
     bodies = plan.inner.get(equation, {})
@@ -73,14 +75,14 @@ def _bind(
     with _names_of(equation), source.ctx.manager:
         if any(inner.changes for plans in bodies.values() for inner in plans):
             if equation.primitive == "shard_map":
-                return _in_shard_map(bodies["jaxpr"][0], params, inputs, told, implementation)
+                return _in_shard_map(bodies["jaxpr"][0], params, inputs, on_choice, implementation)
             for name, plans in bodies.items():
-                params[name] = _rewritten(plans, params[name], told, implementation)
+                params[name] = _rewritten(plans, params[name], on_choice, implementation)
         results = source.primitive.bind(*inputs, **source.primitive.get_bind_params(params))
     return results if source.primitive.multiple_results else [results]
 
 
-def _rewritten(plans: Sequence[Plan], given: Any, told: Told, implementation: str | None) -> Any:
+def _rewritten(plans: Sequence[Plan], given: Any, on_choice: OnChoice, implementation: str | None) -> Any:
     """Rewrites the bodies of a loop or call."""
     bodies = given if isinstance(given, tuple | list) else (given,)
     made = []
@@ -93,7 +95,7 @@ def _rewritten(plans: Sequence[Plan], given: Any, told: Told, implementation: st
         avals = [value.aval for value in plan.graph.inputs[len(consts) :]]
 
         def body_of(*own: Any, plan: Plan = plan, consts: Sequence[Any] = consts) -> list[Any]:
-            return evaluate(plan, (*consts, *own), told, implementation)
+            return evaluate(plan, (*consts, *own), on_choice, implementation)
 
         closed = jax.make_jaxpr(body_of)(*avals)
         made.append(closed if is_closed else closed.jaxpr)
@@ -101,11 +103,11 @@ def _rewritten(plans: Sequence[Plan], given: Any, told: Told, implementation: st
 
 
 def _in_shard_map(
-    plan: Plan, params: Mapping[str, Any], inputs: Sequence[Any], told: Told, implementation: str | None
+    plan: Plan, params: Mapping[str, Any], inputs: Sequence[Any], on_choice: OnChoice, implementation: str | None
 ) -> Sequence[Any]:
     axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     return jax.shard_map(
-        lambda *own: tuple(evaluate(plan, own, told, implementation)),
+        lambda *own: tuple(evaluate(plan, own, on_choice, implementation)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),

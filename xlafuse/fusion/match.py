@@ -131,15 +131,10 @@ class Matcher:
 
     def _heads(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
         mine, other = head(wanted), head(found)
-        if (
-            mine is not None
-            and other is not None
-            and mine.kind == other.kind == "dot_general"
-            and _is_narrower(mine, other)
-        ):
-            other = narrowed(other) or other
         if mine is None or other is None or mine.kind != other.kind:
             return self._fail(found, f"there is {_described(found)} in place of {_described(wanted)}")
+        if mine.kind == "dot_general" and _is_narrower(mine, other):
+            other = narrowed(other) or other
         if mine.dtype != other.dtype:
             return self._fail(found, f"{_described(found)} is in {other.dtype} and not in {mine.dtype}")
         if mine.data != other.data:
@@ -311,8 +306,6 @@ def _shortest(number: float) -> float:
 
 def _is_narrower(mine: Head, other: Head) -> bool:
     """Returns whether the operands of a contraction have fewer bits than those of another one."""
-    if not mine.kind == other.kind == "dot_general":
-        return False
     return all(a.value.dtype.itemsize < b.value.dtype.itemsize for (a, _), (b, _) in _both(mine, other))
 
 

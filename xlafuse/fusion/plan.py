@@ -17,8 +17,8 @@ from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sites import Proposal, Spelling
 from xlafuse.fusion.terms import primitives_before
 
-_WORTH_TELLING = 4
-"""The least number of fitting parts for a refusal to be reported."""
+_LEAST_FITTED = 4
+"""A refusal is reported if at least so many parts of the operation fitted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ def make_plan(
     graph = build(jaxpr)
     search = _Search(graph, allow)
     candidates = [site for spelling in spellings for site in search.sites(spelling)]
-    sites, refusals = _apart(*_covering(graph, candidates))
+    sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
     sites, written, combining_refusals = combined(graph, sites, ops)
     inner = {}
     for equation in graph.equations:
@@ -85,14 +85,16 @@ def make_plan(
     taken = frozenset().union(*(site.covered | site.shared for site in (*sites, *written)))
     taken |= frozenset().union(*(refusal.covered for refusal in combining_refusals))
     outside = (
-        each for each in (*search.disallowed, *refusals, *search.nearest(taken)) if not _is_in(each.value, taken)
+        each
+        for each in (*search.disallowed, *overlapping, *search.nearest(taken))
+        if not _is_computed_by(each.value, taken)
     )
     named: dict[Any, Refusal] = {}
     for each in (*combining_refusals, *outside):
         each = replace(each, operation=_OPERATIONS.get(each.operation, each.operation))
-        named.setdefault((each.operation, _computed(each.value).equation), each)
-    told = [each for each in named.values() if ops is None or each.operation in ops]
-    return Plan(graph=graph, sites=sites, written=written, refusals=tuple(told), inner=inner)
+        named.setdefault((each.operation, _without_layouts(each.value).equation), each)
+    refusals = [each for each in named.values() if ops is None or each.operation in ops]
+    return Plan(graph=graph, sites=sites, written=written, refusals=tuple(refusals), inner=inner)
 
 
 def _dependent(equations: set[Equation], value: Value) -> set[Equation]:
@@ -107,14 +109,14 @@ def _dependent(equations: set[Equation], value: Value) -> set[Equation]:
     return found
 
 
-def _computed(value: Value) -> Value:
-    """Returns the value that another one is a layout or a cast of; an argument's layout is computed itself."""
+def _without_layouts(value: Value) -> Value:
+    """Returns the value that another one is a layout or a cast of; of an input, its first layout."""
     while value.equation is not None and value.primitive in LAYOUTS and value.equation.inputs[0].equation is not None:
         value = value.equation.inputs[0]
     return value
 
 
-def _is_in(value: Value, taken: frozenset[Equation]) -> bool:
+def _is_computed_by(value: Value, taken: frozenset[Equation]) -> bool:
     """Returns whether one of the equations computes a value, up to its layout."""
     while value.equation is not None and value.equation not in taken and value.primitive in LAYOUTS:
         value = value.equation.inputs[0]
@@ -149,20 +151,20 @@ class _Search:
                         break
 
     def _site(self, spelling: Spelling, value: Value, proposal: Proposal) -> Site | None:
-        layout = (proposal.order, value.shape)
-        pattern = _pattern(spelling, tuple(proposal.arrays.items()), tuple(proposal.static.items()), layout)
+        arrays, static = tuple(proposal.arrays.items()), tuple(proposal.static.items())
+        pattern = _pattern(spelling, arrays, static, (proposal.order, value.shape), jax.config.jax_enable_x64)
         matcher = Matcher(pattern)
         match = matcher.first(value, spelling.pieces(value.shape[-1]) if value.shape else ((0, 1),))
         if match is None or match.arrays.keys() != proposal.arrays.keys():
             if spelling.may_be_taken:
-                self._note(spelling.operation, value, matcher.failure)
+                self._record_failure(spelling.operation, value, matcher.failure)
             return None
         if reason := self._objection(spelling, match):
             self.disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason))
             return None
         if (constants := _constants(spelling, match)) is None:
             return None
-        return _made(self._graph, spelling, value, proposal, match, constants, matcher)
+        return _make_site(self._graph, spelling, value, proposal, match, constants, matcher)
 
     def _objection(self, spelling: Spelling, match: Match) -> str:
         """Returns why a match is refused; "" where it is not."""
@@ -180,8 +182,8 @@ class _Search:
             self._primitives[value] = primitives_before(value)
         return spelling.needs <= self._primitives[value]
 
-    def _note(self, operation: str, result: Value, failure: Failure) -> None:
-        if failure.at is None or failure.fitted < _WORTH_TELLING:
+    def _record_failure(self, operation: str, result: Value, failure: Failure) -> None:
+        if failure.at is None or failure.fitted < _LEAST_FITTED:
             return
         key = (operation, result, failure.at)
         if key not in self._failures or failure.fitted > self._failures[key].fitted:
@@ -193,16 +195,17 @@ class _Search:
         A difference in an argument of the program is told at the place itself. What fits a definition, and is refused
         for another reason, has no differences.
         """
-        fitting = {(each.operation, _computed(each.value)) for each in self.disallowed}
+        fitting = {(each.operation, _without_layouts(each.value)) for each in self.disallowed}
         return [
             Refusal(operation=operation, value=at if at.equation else result, reason=failure.reason)
             for (operation, result, at), failure in sorted(self._failures.items(), key=lambda item: -item[1].fitted)
-            if not _is_in(result, taken) and (operation, _computed(result)) not in fitting
+            if not _is_computed_by(result, taken) and (operation, _without_layouts(result)) not in fitting
         ]
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced(spelling: Spelling, arrays: Any, static: Any, layout: Any, config: Any) -> Pattern:
+def _pattern(spelling: Spelling, arrays: Any, static: Any, layout: Any, enable_x64: bool) -> Pattern:
+    """Traces a spelling for arrays. layout: the order of the result's axes and its shape. enable_x64: a cache key."""
     structs = dict(arrays)
 
     def call(given: dict[str, jax.Array]) -> Any:
@@ -221,10 +224,6 @@ def _traced(spelling: Spelling, arrays: Any, static: Any, layout: Any, config: A
     return Pattern(build(closed.jaxpr), tuple(sorted(structs)), spelling.unknowns)
 
 
-def _pattern(spelling: Spelling, arrays: tuple[Any, ...], static: tuple[Any, ...], layout: Any) -> Pattern:
-    return _traced(spelling, arrays, static, layout, jax.config.jax_enable_x64)
-
-
 def _constants(spelling: Spelling, match: Match) -> dict[str, Any] | None:
     """Returns the options that known arrays become; None where an array is not known, or becomes none."""
     options = {}
@@ -237,7 +236,7 @@ def _constants(spelling: Spelling, match: Match) -> dict[str, Any] | None:
     return options
 
 
-def _made(
+def _make_site(
     graph: Graph,
     spelling: Spelling,
     value: Value,
@@ -251,14 +250,14 @@ def _made(
         arrays[name] = _narrowest(arrays[name])
     options = {**spelling.arguments({**proposal.static, **match.numbers}), **constants}
     results, orders, shared = (value,), (proposal.order,), set()
-    covered = _between(value, [binding for name, binding in arrays.items() if name not in spelling.constants])
+    covered = _equations_between(value, [binding for name, binding in arrays.items() if name not in spelling.constants])
     arrays = {name: binding for name, binding in arrays.items() if name not in spelling.constants}
     if spelling.constants:  # what is computed for several arrays, as the table of a rotation is, is no part of one
         covered, shared = (own := _dependent(covered, arrays["x"].value)), covered - own
-    if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summed(arrays["x"])) is not None:
+    if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays["x"])) is not None:
         arrays["x"], arrays["residual"], total = pair
         results, orders = (value, total), (proposal.order, ())
-        covered |= _between(total, (arrays["x"], arrays["residual"]))
+        covered |= _equations_between(total, (arrays["x"], arrays["residual"]))
     if spelling.further:
         results += _further(graph, spelling, covered, value, match, matcher)
         orders += ((),) * spelling.further
@@ -301,7 +300,7 @@ def _narrowest(binding: Binding) -> Binding:
     return replace(binding, value=value)
 
 
-def _summed(x: Binding) -> tuple[Binding, Binding, Value] | None:
+def _summands(x: Binding) -> tuple[Binding, Binding, Value] | None:
     """Returns the two sides of the sum that a norm is taken of, and the sum; None where `x` is no sum as it is."""
     total = x.value
     if total.primitive != "add" or total.equation is None or x.shape != total.shape or not is_whole(x):
@@ -312,7 +311,7 @@ def _summed(x: Binding) -> tuple[Binding, Binding, Value] | None:
     return first, second, total
 
 
-def _between(value: Value, arguments: Any) -> set[Equation]:
+def _equations_between(value: Value, arguments: Any) -> set[Equation]:
     """Returns the equations from the arguments to a value."""
     ends = {binding.value for binding in arguments}
     found: set[Equation] = set()
@@ -326,8 +325,8 @@ def _between(value: Value, arguments: Any) -> set[Equation]:
     return found
 
 
-def _covering(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Site, ...], list[Refusal]]:
-    """Chooses sites that do not overlap, the largest first. Refuses those whose inner values are used elsewhere."""
+def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Site, ...], list[Refusal]]:
+    """Chooses sites that do not overlap, the largest first. Refuses those whose inner values others use."""
     returned = set(graph.outputs)
     chosen: list[Site] = []
     refused: list[Refusal] = []
@@ -347,10 +346,10 @@ def _covering(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Site, ...
     return tuple(chosen), refused
 
 
-def _apart(sites: Sequence[Site], refused: list[Refusal]) -> tuple[tuple[Site, ...], list[Refusal]]:
-    """Has sites read the results of others and not the values inside them, which would be computed for that.
+def _reading_only_results(sites: Sequence[Site], refused: list[Refusal]) -> tuple[tuple[Site, ...], list[Refusal]]:
+    """Changes sites so that they read other sites' results, and no value inside them, which a call does not return.
 
-    Where an argument is no layout of a result, the smaller of the two sites is refused. sites: the largest first.
+    Refuses the smaller of two sites where an argument is no layout of a result. sites: the largest first.
     """
     kept, place = list(sites), 0
     while place < len(kept):
@@ -359,14 +358,14 @@ def _apart(sites: Sequence[Site], refused: list[Refusal]) -> tuple[tuple[Site, .
         owners = {equation: each for each in kept for equation in each.covered if not is_free(equation)}
         arrays, place = dict(site.arrays), place + 1
         for name, binding in site.arrays.items():
-            inner = _computing(binding.value, results)
-            maker = None if inner is None else owners.get(inner)
-            if maker is None or maker is site:
+            inner = _equation_computing(binding.value, results)
+            producer = None if inner is None else owners.get(inner)
+            if producer is None or producer is site:
                 continue
-            read = _read_as_result(binding, maker)
+            read = _read_as_result(binding, producer)
             if read is None:
-                smaller = max(site, maker, key=kept.index)
-                reason = f"an argument is a value inside {maker.operation}"
+                smaller = max(site, producer, key=kept.index)
+                reason = f"an argument is a value inside {producer.operation}"
                 refused.append(Refusal(operation=smaller.operation, value=smaller.results[0], reason=reason))
                 kept.remove(smaller)
                 place = 0
@@ -377,19 +376,19 @@ def _apart(sites: Sequence[Site], refused: list[Refusal]) -> tuple[tuple[Site, .
     return tuple(kept), refused
 
 
-def _computing(value: Value, results: set[Value]) -> Equation | None:
+def _equation_computing(value: Value, results: set[Value]) -> Equation | None:
     """Returns the equation that computes a value, up to its layout; None for a result of a site and for an input."""
     while value not in results and value.equation is not None and is_free(value.equation) and value.equation.inputs:
         value = value.equation.inputs[0]
     return None if value in results else value.equation
 
 
-def _read_as_result(binding: Binding, maker: Site) -> Binding | None:
+def _read_as_result(binding: Binding, producer: Site) -> Binding | None:
     """Returns the argument as the result of the site that computes it, if that is the whole value in another layout."""
     sizes = zip(binding.places, binding.value.shape, strict=True)
     if any((a, b, size or 1) != (0, 1, length) for (a, b, size), length in sizes):
         return None
-    for result in maker.results:
+    for result in producer.results:
         value = result
         while value is not binding.value and value.primitive == "reshape" and value.equation is not None:
             value = value.equation.inputs[0]

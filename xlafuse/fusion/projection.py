@@ -44,9 +44,9 @@ def _heads(combination: Combination, product: Site) -> tuple[Site, ...]:
         if reader is None:
             break
         if reader.operation == "rms_norm" and not found and set(reader.arrays) <= {"x", "scale"}:
-            is_next = combination.made_by(reader.arrays["x"]) is site
+            is_next = combination.producer_of(reader.arrays["x"]) is site
         elif reader.operation == "rope":
-            is_next = any(combination.made_by(reader.arrays[name]) is site for name in ("query", "key"))
+            is_next = any(combination.producer_of(reader.arrays[name]) is site for name in ("query", "key"))
         else:
             break
         if not is_next:
@@ -63,7 +63,7 @@ def _roles(
 ) -> list[Site] | None:
     """Returns the query, key and value products in this order, or None if it cannot tell which is which."""
     if rope is not None:
-        last = {name: combination.made_by(rope.arrays[name]) for name in ("query", "key")}
+        last = {name: combination.producer_of(rope.arrays[name]) for name in ("query", "key")}
         chain = {id(s): [s, *heads[id(s)][:-1]][-1] for s in same if heads[id(s)] and heads[id(s)][-1] is rope}
         named = {name: next((s for s in same if chain.get(id(s)) is last[name]), None) for name in last}
         query, key = named["query"], named["key"]
@@ -85,36 +85,32 @@ def _projection(
 ) -> tuple[Site | None, list[Site]]:
     norms = [next((s for s in own if s.operation == "rms_norm"), None) for own in heads[:2]]
     x = roles[0].arrays["x"]
-    arrays: dict[str, Binding] = {}
-    head_size = None
-    results, orders, size_of = [], [], []
-    for place in range(3):
-        end = roles[place].results[0], roles[place].orders[0]
-        own = heads[place]
+    results, orders, head_sizes = [], [], set()
+    for product, own in zip(roles, heads, strict=True):
+        result, order = product.results[0], product.orders[0]
         for site in own:
-            at = 1 if site.operation == "rope" and _is_argument(combination, site, "key", [roles[place], *own]) else 0
-            end = site.results[at], site.orders[at]
-            size_of.append(site.arrays["key" if at else ("query" if site.operation == "rope" else "x")].shape[-1])
-        results.append(end[0])
-        orders.append(end[1])
-    if len(set(size_of)) > 1:
+            is_key = site.operation == "rope" and combination.producer_of(site.arrays["key"]) in (product, *own)
+            result, order = site.results[is_key], site.orders[is_key]
+            head_sizes.add(site.arrays["key" if is_key else "query" if site.operation == "rope" else "x"].shape[-1])
+        results.append(result)
+        orders.append(order)
+    if len(head_sizes) > 1:
         return None, []
-    head_size = size_of[0] if size_of else None
     if rope is not None:
         batch, tokens = rope.arrays["query"].shape[:2]
         x = replace(x, shape=(batch, tokens, x.shape[-1]))
-    arrays = {"x": x} | {f"w_{name}": s.arrays["w"] for name, s in zip("qkv", roles, strict=True)}
+    arrays: dict[str, Binding] = {"x": x} | {f"w_{name}": s.arrays["w"] for name, s in zip("qkv", roles, strict=True)}
     if "bias" in roles[0].arrays:
         arrays |= {f"b_{name}": s.arrays["bias"] for name, s in zip("qkv", roles, strict=True)}
-    options: dict[str, Any] = {} if head_size is None else {"head_size": head_size}
-    told: dict[str, Any] = {}
+    options: dict[str, Any] = {"head_size": head_sizes.pop()} if head_sizes else {}
+    settings: dict[str, Any] = {}
     for name, norm in zip("qk", norms, strict=True):
         if norm is not None:
-            told[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
+            settings[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
             arrays |= {f"{name}_scale": norm.arrays["scale"]} if "scale" in norm.arrays else {}
     if rope is not None:
         arrays |= {"positions": rope.arrays["positions"]} if "positions" in rope.arrays else {}
-        told["rope"] = dict(rope.options)
+        settings["rope"] = dict(rope.options)
     old = list(dict.fromkeys([*roles, *(s for own in heads for s in own)]))
     new = Site(
         operation="qkv_projection",
@@ -125,13 +121,9 @@ def _projection(
         covered=frozenset().union(*(s.covered for s in old)),
         shared=frozenset().union(*(s.shared for s in old)),
         broadcasting=frozenset(("positions",)),
-        prepare=Projection(**told),
+        prepare=Projection(**settings),
     )
     return new, old
-
-
-def _is_argument(combination: Combination, rope: Site, name: str, chain: Sequence[Site]) -> bool:
-    return combination.made_by(rope.arrays[name]) in chain
 
 
 def _with_heads(order: tuple[int, ...], value: Value) -> tuple[int, ...]:

@@ -21,16 +21,16 @@ def is_acyclic(graph: Graph, sites: Sequence[Site]) -> bool:
 
 
 def _ordered(graph: Graph, sites: Sequence[Site]) -> list[Equation | Site] | None:
-    makers: dict[Value, Equation | Site] = {}
+    producers: dict[Value, Equation | Site] = {}
     for equation in graph.equations:
-        makers.update(dict.fromkeys(equation.outputs, equation))
+        producers.update(dict.fromkeys(equation.outputs, equation))
     for site in sites:
-        makers.update(dict.fromkeys(site.results, site))
+        producers.update(dict.fromkeys(site.results, site))
     ordered: list[Equation | Site] = []
     begun: set[int] = set()
     done: set[int] = set()
     effects = [equation for equation in graph.equations if equation.has_effects]
-    wanted = [makers[value] for value in graph.outputs if value in makers]
+    wanted = [producers[value] for value in graph.outputs if value in producers]
     wanted.sort(key=lambda each: each.root.index if isinstance(each, Site) else each.index)
     for root in (*effects, *wanted):
         pending = [(root, False)]
@@ -46,7 +46,7 @@ def _ordered(graph: Graph, sites: Sequence[Site]) -> list[Equation | Site] | Non
                 return None
             begun.add(id(unit))
             pending.append((unit, True))
-            needed = (makers[value] for value in reversed(_needs(unit)) if value in makers)
+            needed = (producers[value] for value in reversed(_needs(unit)) if value in producers)
             pending += [(each, False) for each in needed if id(each) not in done]
     return ordered
 

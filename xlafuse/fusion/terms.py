@@ -62,10 +62,10 @@ def primitives_before(value: Value) -> frozenset[str]:
             new = [inner for inner in each.equation.inputs if inner not in seen]
             seen.update(new)
             pending += new
-    return frozenset(map(_telling_name, seen))
+    return frozenset(map(_canonical_name, seen))
 
 
-def _telling_name(value: Value) -> str:
+def _canonical_name(value: Value) -> str:
     if value.primitive == "dot_general" and value.equation is not None:
         return "dot_general" if value.equation.params["dimension_numbers"][0][0] else "outer"
     return {"rsqrt": "sqrt", "stack": "concatenate"}.get(value.primitive, value.primitive)
@@ -109,10 +109,10 @@ def _factor(ref: Ref) -> float:
     assert ref.value.equation is not None
     if ref.value.is_imagined:
         return 1.0
-    return math.prod(_apart(element(value))[1] for value in ref.value.equation.inputs)
+    return math.prod(_without_numbers(element(value))[1] for value in ref.value.equation.inputs)
 
 
-def _apart(ref: Ref) -> tuple[Ref, float]:
+def _without_numbers(ref: Ref) -> tuple[Ref, float]:
     """Takes the numbers off a product in at least 32 bits; returns what is left, and their product.
 
     Looks through transpositions only, since whether an element has another layout may depend on its indices.
@@ -289,7 +289,7 @@ def _contraction(ref: Ref, equation: Any) -> Head:
         known = {**dict(zip(contract, each, strict=True)), **dict(zip(batch, shared, strict=True))}
         own.append(Ref(value, tuple(known[a] if a in known else next(free) for a in range(len(value.shape)))))
     if ref.value.is_imagined:
-        own = [_apart(part)[0] for part in own]
+        own = [_without_numbers(part)[0] for part in own]
     precision = str(equation.params["precision"])
     # A product that sums nothing is one of elements, which operations compute without rounding the operands.
     precision = "default" if precision in _DEFAULT_PRECISIONS or not contract_l else precision

@@ -17,7 +17,7 @@ class FuseNumericsError(AssertionError):
     """The rewritten program and the plain one differ by more than rounding."""
 
 
-def check_numerics(name: str, plan: Plan, closed: Any, seed: int = 0) -> None:
+def check_numerics(name: str, plan: Plan, closed: Any) -> None:
     """Runs both programs and compares their results.
 
     Floating arguments are random normal, integers and booleans zeros and ones; what the function closes over is taken
@@ -26,7 +26,7 @@ def check_numerics(name: str, plan: Plan, closed: Any, seed: int = 0) -> None:
     Raises:
         FuseNumericsError: a result differs by more than 64 units in the last place of its largest magnitude.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
         consts = [_random(generator, jax.typeof(each)) if isinstance(each, Tracer) else each for each in closed.consts]
         arguments = [_random(generator, var.aval) for var in closed.jaxpr.invars]

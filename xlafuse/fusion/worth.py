@@ -59,19 +59,21 @@ class _Neighbours:
 
     def reason(self, site: Site) -> str | None:
         """Returns why XLA should compute a site, or None."""
-        made = _behind_layouts(site.arrays["x"].value) if site.operation == "bias_activation" else None
-        if made is not None and made.primitive in _WITH_EPILOGUE:
-            return f"XLA does it in the epilogue of {made.primitive}; a kernel would write and read x once more"
+        producer = _without_layouts(site.arrays["x"].value) if site.operation == "bias_activation" else None
+        if producer is not None and producer.primitive in _WITH_EPILOGUE:
+            return f"XLA does it in the epilogue of {producer.primitive}; a kernel would write and read x once more"
         if site.operation == "gated_activation" and self._is_of_one_product(site):
             return "XLA makes one product of gate and up where they are small; a kernel would need a copy of each"
         largest = max(math.prod(binding.shape) for binding in site.arrays.values())
         for name, binding in site.arrays.items():
-            made = self._maker(binding.value)
+            producer = self._fusible_producer(binding.value)
             is_large = 2 * math.prod(binding.value.shape) >= largest
             if is_large and _is_sliced(binding):
                 return f"XLA fuses it with the slice that {name} is; a kernel would need a copy of that"
-            if made is not None and is_large and self._readers(made.outputs[0]) <= site.covered:
-                return f"XLA fuses it with {made.primitive}, which computes {name}; a kernel would read {name} again"
+            if producer is not None and is_large and self._readers(producer.outputs[0]) <= site.covered:
+                return (
+                    f"XLA fuses it with {producer.primitive}, which computes {name}; a kernel would read {name} again"
+                )
         if site.operation not in _STREAMING:
             return None
         readers = self._readers(site.results[0])
@@ -82,19 +84,19 @@ class _Neighbours:
 
     def _is_of_one_product(self, site: Site) -> bool:
         """Returns whether gate and up are products of the same array outside the sites, of which XLA makes one."""
-        made = [_behind_layouts(site.arrays[name].value).equation for name in ("gate", "up")]
-        products = [each for each in made if each is not None and each.primitive == "dot_general"]
+        producers = [_without_layouts(site.arrays[name].value).equation for name in ("gate", "up")]
+        products = [each for each in producers if each is not None and each.primitive == "dot_general"]
         if len(products) < 2 or any(each in self._owners for each in products):
             return False
         first, second = (set(each.inputs) for each in products)
         return not first.isdisjoint(second)
 
-    def _maker(self, value: Value) -> Equation | None:
+    def _fusible_producer(self, value: Value) -> Equation | None:
         """Returns the elementwise equation outside the sites that computes a value, in any layout."""
-        value = _behind_layouts(value)
-        made = value.equation
-        is_outside = made is not None and made not in self._owners and not made.is_constant
-        return made if is_outside and value.primitive in _FUSIBLE and value not in self._returned else None
+        value = _without_layouts(value)
+        producer = value.equation
+        is_outside = producer is not None and producer not in self._owners and not producer.is_constant
+        return producer if is_outside and value.primitive in _FUSIBLE and value not in self._returned else None
 
     def _readers(self, value: Value) -> set[Equation]:
         """Returns the equations that read a value, directly or through reshapes and transposes."""
@@ -127,7 +129,7 @@ def _places(binding: Binding) -> Iterator[tuple[tuple[int, int, int], int]]:
     return zip(binding.places, binding.value.shape, strict=True)
 
 
-def _behind_layouts(value: Value) -> Value:
+def _without_layouts(value: Value) -> Value:
     """Returns the value that another one is a layout of."""
     while value.primitive in LAYOUTS and value.equation is not None:
         value = value.equation.inputs[0]

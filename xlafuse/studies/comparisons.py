@@ -37,7 +37,6 @@ def comparison(
     cases: Callable[[], Sequence[Case]],
     *,
     reason: str = "",
-    tolerance: float = 3e-2,
 ) -> Study:
     """Makes a study that counts and times the `cases`; its findings are gains. reason: a third sentence."""
 
@@ -52,7 +51,7 @@ def comparison(
         title=title,
         claims=tuple(claim for claim, _ in claims),
         count=lambda target: count_variants(cases(), target),
-        time=lambda: time_variants(cases(), tolerance=tolerance),
+        time=lambda: time_variants(cases()),
         conclude=conclude,
     )
 

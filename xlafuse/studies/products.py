@@ -41,16 +41,16 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def rms(x: jax.Array, scale: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """RMSNorm of rows."""
+def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Computes the RMSNorm of each row, with epsilon 1e-6."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def layer(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """LayerNorm of rows."""
+def layer(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Computes the LayerNorm of each row, with epsilon 1e-5."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-5)
     return (centred * inverse * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

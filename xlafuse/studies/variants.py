@@ -117,9 +117,11 @@ def _counted(job: tuple[Case, str, Variant], target: str) -> Row | str:
     return Row(case=case.name, variant=name, values=values)
 
 
-def time_variants(
-    cases: Iterable[Case], *, rounds: int = 6, calls: int = 4, tolerance: float = 3e-2
-) -> Iterator[Row | str]:
+_TOLERANCE = 3e-2
+"""Largest difference from the first variant's outputs, as a share of their norm."""
+
+
+def time_variants(cases: Iterable[Case]) -> Iterator[Row | str]:
     """Times every variant on the GPU with CUPTI; the variants of a case take turns, with buffers beyond the L2 cache.
 
     Outputs are compared with those of the first variant, by the norm of the difference.
@@ -143,7 +145,7 @@ def time_variants(
             try:
                 candidate, output = _candidate(name, variant, compiled.get(name), inputs)
                 error = _difference(output, expected) if expected is not None and variant.is_checked else 0.0
-                if not error < tolerance:
+                if not error < _TOLERANCE:
                     yield f"{case.name}, {name}: off by {error:.3g} of the norm"
                     continue
                 expected = output if expected is None else expected
@@ -151,7 +153,7 @@ def time_variants(
             except Exception as error:
                 yield f"{case.name}, {name}: {type(error).__name__}: {str(error)[:300]}"
         expected = None
-        run = time_candidates(candidates, rounds=rounds, calls=calls, warm_up_seconds=(0.15, 0.4))
+        run = time_candidates(candidates, rounds=6, calls=4, warm_up_seconds=(0.15, 0.4))
         for name, message in run.failures.items():
             yield f"{case.name}, {name}: {message[:300]}"
         for name, timing in run.timings.items():
