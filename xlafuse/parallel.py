@@ -1,4 +1,4 @@
-"""Compiles in several threads and reports progress from one at a time."""
+"""Runs compilations in parallel, and their progress reports one at a time."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def find_transposed(launches: Sequence[LaunchRow], intermediates: Sequence[Inter
 def transposed_for_updates(
     found: Sequence[TransposedArgument], device: Device, donated: Collection[str]
 ) -> Iterator[Candidate]:
-    """Yields one missed fusion for each transposed argument."""
+    """Yields a missed fusion for each argument that is transposed to be updated."""
     for each in found:
         transpose, *later = each.moves
         update = each.updates[0]
@@ -70,7 +70,7 @@ def _transposes_argument(launch: LaunchRow, value: Intermediate) -> bool:
 def _follow(
     launches: Sequence[LaunchRow], written: Mapping[int, Sequence[Intermediate]], value: Intermediate
 ) -> TransposedArgument:
-    """Follows a transposed argument through copies and updates, into loops and out of them, and collects these."""
+    """Collects the launches that copy a transposed argument, update it or transpose it back, also in loops."""
     transpose = launches[value.producer]
     found = TransposedArgument(value=value, argument=transpose.inputs[0].name, moves=[transpose])
     queue, seen = [value], {transpose.index}

@@ -218,7 +218,7 @@ def normalizes(launch: LaunchRow) -> bool:
 
 
 def subtracts_row_maximum(launch: LaunchRow) -> bool:
-    """Whether it takes the exponential of rows minus one number a row, as a softmax does with the maximum.
+    """Whether it computes exp(x - m) with one m for each row, as a softmax does with the row's maximum.
 
     Other exponentials are those of sigmoids, or of a difference of two arrays (the gradient of a softplus).
     """

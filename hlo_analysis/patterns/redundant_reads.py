@@ -52,7 +52,7 @@ def _continues(last: LaunchRow, launch: LaunchRow) -> bool:
 
 
 def find_rereads(launches: Sequence[LaunchRow]) -> Iterator[Reread]:
-    """Yields arguments whose later readers need only row sums from the first, if a row fits on the chip."""
+    """Yields arguments that one launch reduces to row sums and a later one reads again beside these sums."""
     ancestors = find_ancestors(launches)
     readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}

@@ -13,7 +13,7 @@ _MOST_RANK = 128
 """What `lora_linear` takes at most."""
 
 _MOST_STEPS = 3
-"""Most launches from x @ a to its product with b: a sum of split-K parts, a slice of two such products, a cast."""
+"""The longest chain of launches from x @ a to (x @ a) @ b: a split-K sum, a slice of a joined product, a cast."""
 
 
 def corrects(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:

@@ -14,7 +14,7 @@ ROWS_PER_SUM = 8
 """Row sums have at most one byte for this many bytes of the rows."""
 
 _MOST_STEPS = 5
-"""Most launches between a row sum and its use: two finish the reduction, others divide it and take its root."""
+"""The longest chain of launches from a row sum to its use: two finish the sum, others take the mean and its root."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Table:
         return [self.launches[index] for index in sorted(indices)]
 
     def with_sums(self, ends: Sequence[LaunchRow], near: Sequence[LaunchRow]) -> list[LaunchRow]:
-        """Returns `ends` and the launches that produce the row sums that the launches `near` read."""
+        """Returns `ends` and the launches that compute the row sums for the launches `near`."""
         largest = max(launch.bytes_read for launch in ends) / ROWS_PER_SUM
         found, new = {launch.index: launch for launch in ends}, list(near)
         for _ in range(_MOST_STEPS):

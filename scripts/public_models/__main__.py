@@ -314,7 +314,7 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 - Sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program "not compiled" had its sites
   counted only.
 - Measured are sums of kernel times on {gpus}, both programs in turns (`--times`); what has none was not timed. The
-  times are from 2026-11-25, the counts from 2026-11-26.
+  counts may be newer than the times.
 - Most of what `fuse` refuses, XLA fuses with its neighbours, or it needs `allow=`: the masks of attention that may hide
   a whole row, and norms that are scaled after the cast. Attention with dropout and recurrent cells gain nothing.
 - Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`

@@ -1,7 +1,8 @@
-"""The gradient of an input that several products share."""
+"""The gradient of an input that feeds several matrix products, against float64."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +33,18 @@ def test_one_launch_sums_the_products(outputs, dtype, seed, monkeypatch):
     got = gradients.input_gradient(*given, dtype=dtype)
     assert got.dtype == (dtype or jnp.bfloat16)
     assert_close(got, exact(*given), got.dtype)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_the_launch_under_vmap(seed, monkeypatch):
+    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", ROWS)
+    monkeypatch.setattr(gradients, "fills", lambda *_: True)
+    batches = [operands(seed + i, 128, 64) for i in (0, 100)]
+    cotangents = [jnp.stack(pair) for pair in zip(*(each[0] for each in batches), strict=True)]
+    weights = batches[0][1]
+    got = jax.jit(jax.vmap(lambda d: gradients.input_gradient(d, weights)))(cotangents)
+    for result, (own, _) in zip(got, batches, strict=True):
+        assert_close(result, exact(own, weights))
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -92,7 +92,7 @@ def make_plan(
     named: dict[Any, Refusal] = {}
     for each in (*combining_refusals, *outside):
         each = replace(each, operation=_OPERATIONS.get(each.operation, each.operation))
-        named.setdefault((each.operation, _without_layouts(each.value).equation), each)
+        named.setdefault((each.operation, _origin(each.value).equation), each)
     refusals = [each for each in named.values() if ops is None or each.operation in ops]
     return Plan(graph=graph, sites=sites, written=written, refusals=tuple(refusals), inner=inner)
 
@@ -109,7 +109,7 @@ def _dependent(equations: set[Equation], value: Value) -> set[Equation]:
     return found
 
 
-def _without_layouts(value: Value) -> Value:
+def _origin(value: Value) -> Value:
     """Returns the value that another one is a layout or a cast of; of an input, its first layout."""
     while value.equation is not None and value.primitive in LAYOUTS and value.equation.inputs[0].equation is not None:
         value = value.equation.inputs[0]
@@ -195,17 +195,20 @@ class _Search:
         A difference in an argument of the program is told at the place itself. What fits a definition, and is refused
         for another reason, has no differences.
         """
-        fitting = {(each.operation, _without_layouts(each.value)) for each in self.disallowed}
+        fitting = {(each.operation, _origin(each.value)) for each in self.disallowed}
         return [
             Refusal(operation=operation, value=at if at.equation else result, reason=failure.reason)
             for (operation, result, at), failure in sorted(self._failures.items(), key=lambda item: -item[1].fitted)
-            if not _is_computed_by(result, taken) and (operation, _without_layouts(result)) not in fitting
+            if not _is_computed_by(result, taken) and (operation, _origin(result)) not in fitting
         ]
 
 
 @functools.lru_cache(maxsize=4096)
 def _pattern(spelling: Spelling, arrays: Any, static: Any, layout: Any, enable_x64: bool) -> Pattern:
-    """Traces a spelling for arrays. layout: the order of the result's axes and its shape. enable_x64: a cache key."""
+    """Traces a spelling's function to the pattern that a program is matched with.
+
+    layout: the order of the result's axes, and its shape. enable_x64: JAX's setting, for the cache.
+    """
     structs = dict(arrays)
 
     def call(given: dict[str, jax.Array]) -> Any:
@@ -347,7 +350,7 @@ def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Si
 
 
 def _reading_only_results(sites: Sequence[Site], refused: list[Refusal]) -> tuple[tuple[Site, ...], list[Refusal]]:
-    """Changes sites so that they read other sites' results, and no value inside them, which a call does not return.
+    """Lets sites read other sites' results in place of values inside those sites, which a call does not return.
 
     Refuses the smaller of two sites where an argument is no layout of a result. sites: the largest first.
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.sites import Proposal, Spelling, wide
-from xlafuse.fusion.sites_rows import HIDDEN, visible
+from xlafuse.fusion.sites_rows import HIDDEN, hidden_objection
 from xlafuse.fusion.terms import head
 
 _UNKNOWN = {"scale": 0.3217654321}
@@ -151,7 +151,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objection(numbers: Mapping[str, float]) -> str:
-    return visible(numbers) if numbers.get("softcap", 1.0) > 0 else f"the soft cap is {numbers['softcap']:g}"
+    return hidden_objection(numbers) if numbers.get("softcap", 1.0) > 0 else f"the soft cap is {numbers['softcap']:g}"
 
 
 _EMPTY = "a query whose mask hides every key has the mean of all values in the program, and zeros in attention"

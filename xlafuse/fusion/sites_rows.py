@@ -108,7 +108,7 @@ def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
 HIDDEN = {"hidden": -54321.0}  # finite in float16, too
 
 
-def visible(numbers: Mapping[str, float]) -> str:
+def hidden_objection(numbers: Mapping[str, float]) -> str:
     """Returns why scores that a mask hides may have weights; "" where they are as low as float16's lowest number."""
     hidden, lowest = numbers.get("hidden", -jnp.inf), float(jnp.finfo(jnp.float16).min)
     return "" if hidden <= lowest else f"hidden scores are {hidden:g}, and only {lowest:g} or less has no weight"
@@ -138,7 +138,7 @@ def _softmaxes() -> Iterator[Spelling]:
         "roots": frozenset(("div", "mul", "convert_element_type")),
         "needs": frozenset(("exp", "reduce_sum")),
     }
-    masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "objection": visible, "arguments": given_options}
+    masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "objection": hidden_objection, "arguments": given_options}
     yield Spelling(function=lambda x, *, is_causal, **numbers: _causal_softmax(x, **numbers), propose=_causal, **masked)
     yield Spelling(
         function=_masked_softmax,

@@ -63,7 +63,7 @@ class _Neighbours:
         if producer is not None and producer.primitive in _WITH_EPILOGUE:
             return f"XLA does it in the epilogue of {producer.primitive}; a kernel would write and read x once more"
         if site.operation == "gated_activation" and self._is_of_one_product(site):
-            return "XLA makes one product of gate and up where they are small; a kernel would need a copy of each"
+            return "XLA may make one product of gate and up; a kernel would then need a copy of each"
         largest = max(math.prod(binding.shape) for binding in site.arrays.values())
         for name, binding in site.arrays.items():
             producer = self._fusible_producer(binding.value)
@@ -83,7 +83,7 @@ class _Neighbours:
         return None
 
     def _is_of_one_product(self, site: Site) -> bool:
-        """Returns whether gate and up are products of the same array outside the sites, of which XLA makes one."""
+        """Returns whether gate and up are products of one array, outside the sites; XLA joins small ones."""
         producers = [_without_layouts(site.arrays[name].value).equation for name in ("gate", "up")]
         products = [each for each in producers if each is not None and each.primitive == "dot_general"]
         if len(products) < 2 or any(each in self._owners for each in products):

@@ -123,7 +123,7 @@ def linear_cross_entropy(
 
 
 def _product_and_loss(hidden: jax.Array, w: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
-    """Computes logits by XLA, and their loss as `cross_entropy` does by default."""
+    """Computes the logits with an XLA product, and their loss with `cross_entropy`."""
     return cross_entropy(linear_reference(hidden, w), labels, **options)
 
 

@@ -62,7 +62,8 @@ def qkv_projection(
     dtype.
 
     The backward pass needs x and the weights. It is one launch that rotates back, XLA's products for the weights, and,
-    from 512 rows on, one launch for x. It computes the products of query and key again if their heads are normalised.
+    where many rows keep the GPU busy, one launch for x. It computes the products of query and key again if their heads
+    are normalised.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
