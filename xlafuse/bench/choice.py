@@ -8,6 +8,7 @@ that run take turns with the call that names no implementation. An NVIDIA GPU mu
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +35,13 @@ TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes
 """Limits of the drawn calls; their forward pass takes two microseconds to a millisecond on an H200."""
 
 Programs = Mapping[str, jax.stages.Compiled | Exception]
-"""The compiled programs of a call by name, or why there is none: XLA's first, the call without a name last."""
+"""The compiled programs of a call by name, or why there is none: XLA's first, the call without a name last.
+
+That call shares the program of the implementation that it takes, if it runs nothing else.
+"""
 _AHEAD = 2
 """Calls that each thread compiles before they are timed; more would keep the supervisor waiting for a result."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LOWERING = threading.Lock()
 """Tracing is Python, which threads do not make faster."""
 _NONE = "None: "
@@ -143,7 +148,7 @@ def bench_call(
     problems += timing_problems(run)
     return replace(
         result,
-        candidates=measured(candidates, run),
+        candidates=_with_default(measured(candidates, run), programs),
         problems=tuple(problems),
         sets=sets,
         seconds=time.monotonic() - start,
@@ -164,11 +169,12 @@ def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
     for name, implementation in (*named, (f"{_NONE}{taken}", None)):
         try:
             with _LOWERING:
-                lowered = jax.jit(callable_of(op, mode, implementation)).lower(*inputs)
-            texts[name] = lowered.as_text()
-            # If None lowers to the program of an implementation, that program is compiled once.
-            same = next((other for other in programs if texts.get(other) == texts[name]), None)
-            run = programs[same] if same and implementation is None else lowered.compile()
+                traced = jax.jit(callable_of(op, mode, implementation)).trace(*inputs)
+                # Lowered, equal kernels differ in their debug information.
+                texts[name] = _ADDRESS.sub("", str(traced.jaxpr))
+                same = next((other for other in programs if texts.get(other) == texts[name]), None)
+                lowered = None if same and implementation is None else traced.lower()
+            run = lowered.compile() if lowered else programs[same]
             if name == "xla" != taken and isinstance(run, jax.stages.Compiled):
                 _check_memory(run)
             programs[name] = run
@@ -178,13 +184,15 @@ def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
 
 
 def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems: list[Problem]) -> list[Candidate]:
-    """Returns the candidates that run and agree with XLA, or with the first one if XLA does not run.
+    """Returns the different programs that run and agree with XLA, or with the first one if XLA does not run.
 
     Failures go into `problems`.
     """
     candidates: list[Candidate] = []
     baseline: Sequence[jax.Array] = ()
     for name, run in programs.items():
+        if name.startswith(_NONE) and any(run is each.call for each in candidates):
+            continue  # timed twice, the same program differs by up to 10 % at a few microseconds
         try:
             if isinstance(run, Exception):
                 raise run
@@ -199,6 +207,13 @@ def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems:
         kind = "default" if name.startswith(_NONE) else "implementation"
         candidates.append(Candidate(name=name, kind=kind, call=run, inputs=inputs))
     return candidates
+
+
+def _with_default(timed: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:
+    """Adds the call that names no implementation if it runs the program of a named one, which was timed once."""
+    default, times = next(reversed(programs)), {each.name: each for each in timed}
+    same = next((times[name] for name in times if programs[name] is programs[default]), None)
+    return timed if default in times or same is None else (*timed, replace(same, name=default, kind="default"))
 
 
 def _check_memory(compiled: jax.stages.Compiled) -> None:
