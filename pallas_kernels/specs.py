@@ -155,10 +155,14 @@ class ErrorBound:
 
     An element may be off by `baseline_factor` times the largest error of `"xla"` in the same dtype, plus `ulps` units
     in the last place of the exact value.
+
+    least_error: what XLA's error counts as at least. A difference of float32 sums can be exactly zero in XLA's order
+        and not in another one.
     """
 
     baseline_factor: float = 2.0
     ulps: float = 1.0
+    least_error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,7 @@ def error_reports(
             continue
         error = np.abs(np.asarray(value, np.float64) - exact[name])
         baseline_error = float(np.max(np.abs(np.asarray(base, np.float64) - exact[name])))
+        baseline_error = max(baseline_error, bound.least_error)
         allowed = bound.baseline_factor * baseline_error + bound.ulps * _ulp(exact[name], value.dtype)
         excess = np.where(np.isnan(error), np.inf, error - allowed)
         worst = np.unravel_index(np.argmax(excess), excess.shape)
