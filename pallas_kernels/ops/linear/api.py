@@ -66,7 +66,7 @@ def linear(
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
             rows with at least 2048 features and 4096 outputs, and for 512 rows or more with an activation or residual
-            if the tiles keep the GPU busy. "xla" otherwise, and if "mosaic" cannot run.
+            if it is estimated to be faster. "xla" otherwise, and if "mosaic" cannot run.
 
     Returns:
         y, (..., outputs), of `out_dtype`.

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
-from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, NARROW, GemmConfig, choose_config, fills
+from pallas_kernels.primitives.gemm.config import (
+    EVEN,
+    MIXED,
+    MOST_MIXED_ROWS,
+    NARROW,
+    GemmConfig,
+    ProductCost,
+    choose_config,
+)
 
 FEWEST_MANY_ROWS = 512
 """Between few rows and this number, nothing has been measured."""
@@ -49,8 +57,14 @@ def preferred(
     out_dtype: jnp.dtype,
 ) -> Sequence[str]:
     """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
-    has_epilogue = activation is not None or residual is not None
-    is_best = is_preferred(prod(x.shape[:-1]), w.shape[1], w.shape[0], has_epilogue=has_epilogue)
+    is_best = is_preferred(
+        prod(x.shape[:-1]),
+        w.shape[1],
+        w.shape[0],
+        has_activation=activation is not None,
+        residual_bytes=0 if residual is None else residual.dtype.itemsize,
+        out_bytes=out_dtype.itemsize,
+    )
     known = problem(x, w, bias, activation, residual, out_dtype)
     return tuning.implementations("linear", known, untuned=("mosaic",) if is_best else ())
 
@@ -68,10 +82,13 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
 
 
-def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) -> bool:
-    """Whether the kernel was measured to be faster than XLA, and so is preferred.
+def is_preferred(
+    rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
+) -> bool:
+    """Whether the kernel was measured or is estimated to be faster than XLA, and so is preferred.
 
-    has_epilogue: whether an activation or residual follows.
+    has_activation: whether an activation follows. residual_bytes, out_bytes: of one value of the residual, 0 without
+    one, and of one value of the result.
 
     Speed relative to XLA on an H200: with gelu 1.10 at 8192 rows and 1.10 to 1.21 at 512, with a residual 1.02 and
     1.03; up to 64 rows 1.01 (14336 features and a residual) to 1.39. Plain products of many rows are as fast as XLA's
@@ -79,10 +96,29 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_epilogue: bool) 
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096 and features >= 2048
-    if rows < FEWEST_MANY_ROWS or not fills(rows, outputs):
+    if rows < FEWEST_MANY_ROWS:
         return False
-    is_known = rows <= MOST_MIXED_ROWS and features >= FEWEST_FEATURES
-    return has_epilogue or (is_known and bool(choose_config(rows, outputs, is_mixed=True).passes))
+    if not has_activation and not residual_bytes:
+        is_known = rows <= MOST_MIXED_ROWS and features >= FEWEST_FEATURES
+        return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
+    epilogue = {"has_activation": has_activation, "residual_bytes": residual_bytes, "out_bytes": out_bytes}
+    ours, xla = estimate(rows, outputs, features, **epilogue)
+    return ours < xla
+
+
+def estimate(
+    rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
+) -> tuple[float, float]:
+    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds; arguments as above."""
+    cost = ProductCost(
+        rows=rows,
+        outputs=outputs,
+        features=features,
+        read_bytes=rows * outputs * residual_bytes,
+        written_bytes=rows * outputs * out_bytes,
+        is_fused=not has_activation,
+    )
+    return cost.estimate(choose_config(rows, outputs, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True))
 
 
 def candidates(rows: int) -> dict[str, Config]:

@@ -48,7 +48,7 @@ def linear_residual_norm(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`.
             "xla": always runs.
-            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, and for up to 16 rows of
+            None: "mosaic" if it can run, for 512 rows or more if it is estimated to be faster, and for up to 16 rows of
                 8192 features or more and 4096 outputs or more; else "xla".
 
     Returns:

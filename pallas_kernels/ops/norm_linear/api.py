@@ -60,7 +60,8 @@ def norm_linear(
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The norm must be "rms",
             with a scale and without given mean squares; the product's launch computes it. The result has x's dtype.
             "xla": always runs.
-            None: "mosaic" for 512 rows or more if it can run and the tiles keep the GPU busy, else "xla".
+            None: "mosaic" if it can run, for few rows where it was measured to be faster, and for 512 rows or more if
+                it is estimated to be; else "xla".
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -85,11 +86,12 @@ def norm_linear(
         "xla": lambda: None,
     }
     rows = as_rows(x)
+    sizes = (rows.shape[0], w.shape[1], w.shape[0])
     chosen = choose(
         "norm_linear",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], *reversed(w.shape)) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(*sizes, has_activation=activation is not None) else (),
     )
     if chosen == "xla" or x.size == 0 or w.size == 0:
         y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)

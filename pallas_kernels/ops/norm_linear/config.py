@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from pallas_kernels import tuning
-from pallas_kernels.ops.linear.config import Config, tuned_config
-from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, choose_few_rows, choose_normed
-from pallas_kernels.primitives.gemm.config import fills
+from pallas_kernels.ops.linear.config import Config, estimate, tuned_config
+from pallas_kernels.ops.linear.config import is_preferred as is_linear_preferred
+from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, MOST_ROWS, choose_few_rows, choose_normed
 
 FEWEST_ROWS = 512
 """With fewer rows, except few, nothing has been measured with a norm."""
 
 
-def is_preferred(rows: int, outputs: int, features: int) -> bool:
-    """Whether the kernels were measured to be faster than XLA, and so are preferred.
+def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool) -> bool:
+    """Whether the kernels were measured or are estimated to be faster than XLA, and so are preferred.
 
     On an H200, 4096 features: 1.15 times as fast as XLA at 512 rows with LayerNorm, bias, gelu and 16384 outputs, 1.01
     at 8192 rows with RMSNorm and 4096 outputs; 1.28 at 16 rows and 1.39 at 1, with RMSNorm in the launch. With that
-    and more outputs, at 16 rows and at 1: 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.14 and 1.11 for 14336.
+    and more outputs, at 16 rows and at 1: 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.14 and 1.11 for 14336. At
+    64 rows of 6656 features and outputs, with given mean squares, 1.28.
     """
     if rows <= MOST_FUSED_NORM_ROWS:
         return choose_normed(rows, outputs, features) is not None
-    return rows >= FEWEST_ROWS and fills(rows, outputs)
+    if rows <= MOST_ROWS:
+        return is_linear_preferred(rows, outputs, features, has_activation=has_activation)
+    ours, xla = estimate(rows, outputs, features, has_activation=has_activation)
+    return rows >= FEWEST_ROWS and ours < xla
 
 
 def normed_config(known: tuning.Problem, rows: int) -> Config:

@@ -101,6 +101,13 @@ NARROW = GemmConfig(tile_n=128, stages=6)
 """For results with too few wide tiles."""
 EVEN = GemmConfig(cluster=2, even_waves=True, reverses=True)
 """For many rows: it reads a third less from memory with 4096 features, and a sixth less with 14336."""
+_WIDE_TILE = 256
+_WIDE_RATE, _NARROW_RATE, _XLA_RATE = 800e6, 660e6, 735e6
+"""Operations a microsecond: of the kernel's tiles of 256 columns or of one wave, of narrower ones, and of XLA."""
+_EPILOGUE_BYTES, _PRODUCT_BYTES, _PASS_BYTES = 1.7e6, 3.2e6, 3.5e6
+"""Bytes a microsecond: behind the kernel's products, of other parts of products, and of an elementwise pass."""
+_LAUNCH_US = 1.5
+"""What a launch takes besides."""
 WORTH = 0.8
 """The share of the multiprocessors' time that tiles must fill; below, XLA's tilings are faster."""
 
@@ -132,6 +139,60 @@ def fills(m: int, n: int, *, accumulators: int = 1) -> bool:
     units = _units(choose_config(m, n, accumulators=accumulators), m, n * accumulators)
     cores = target_device().core_count
     return units / (-(-units // cores) * cores) > WORTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCost:
+    """Estimates of a (rows, outputs) product's time on Hopper, to choose between the kernel and XLA.
+
+    The kernel takes as long as its waves of tiles, or as its bytes. XLA's product takes as long as its operations or
+    bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates are fitted to
+    drawn calls on an H200, and `scripts/check_product_costs.py` compares them with all measured ones.
+
+    accumulators: the number of products, each with `outputs` columns.
+    read_bytes, written_bytes: of what is read beside the operands, and of the result.
+    is_fused: whether XLA's product writes the result.
+    """
+
+    rows: int
+    outputs: int
+    features: int
+    accumulators: int = 1
+    itemsize: int = 2
+    read_bytes: int = 0
+    written_bytes: int
+    is_fused: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Operations of the products."""
+        return 2.0 * self.rows * self.outputs * self.accumulators * self.features
+
+    def estimate(self, config: GemmConfig) -> tuple[float, float]:
+        """Returns the estimated times of the kernel and of XLA, in microseconds."""
+        return self._kernel_us(config), self._xla_us
+
+    def _kernel_us(self, config: GemmConfig) -> float:
+        columns, cores = self.outputs * self.accumulators, target_device().core_count
+        waves = -(-_units(config, self.rows, columns) // cores)
+        computed = waves * cores * config.tile_m * sum(config.strip)
+        rate = _WIDE_RATE if config.tile_n >= _WIDE_TILE or waves == 1 else _NARROW_RATE
+        epilogue = (self.read_bytes + self.written_bytes) / _EPILOGUE_BYTES
+        return _LAUNCH_US + max(2.0 * computed * self.features / rate, self._operand_bytes / _PRODUCT_BYTES + epilogue)
+
+    @property
+    def _xla_us(self) -> float:
+        product = self.itemsize * self.rows * self.outputs * self.accumulators
+        written = self.written_bytes + self.read_bytes if self.is_fused else product
+        operands = self._operand_bytes + (self.accumulators - 1) * self.itemsize * self.rows * self.features
+        pass_bytes = 0 if self.is_fused else product + self.read_bytes + self.written_bytes
+        launches = self.accumulators + (not self.is_fused)
+        product_us = max(self.flops / _XLA_RATE, (operands + written) / _PRODUCT_BYTES)
+        return launches * _LAUNCH_US + product_us + pass_bytes / _PASS_BYTES
+
+    @property
+    def _operand_bytes(self) -> int:
+        return self.itemsize * self.features * (self.rows + self.outputs * self.accumulators)
 
 
 def _few_rows(n: int, accumulators: int) -> GemmConfig:
