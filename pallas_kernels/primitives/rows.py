@@ -12,6 +12,9 @@ first `repeated` values are left out of sums. Stores write them a second time, w
 warpgroup.
 
 Row values are tuples of float32 arrays, one a segment, so `jax.tree.map` works on them.
+
+Of short rows each warp holds whole ones, several in turn (`WarpSegment`). Functions of a row then compute all of a
+block's rows at once: what is a scalar for one row, such as its sum, is an array of the segments' shape.
 """
 
 from __future__ import annotations
@@ -40,23 +43,22 @@ ACCESS_BYTES = 16
 LOWEST = float(np.finfo(np.float32).min)
 """The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
-SHORT_ROW = 128
-"""Rows of so many columns are short, one value for each thread of a warpgroup."""
-MANY_ROWS = 8192
-"""The number of short rows from which XLA is faster than a kernel that gives each row a warpgroup.
+SHORT_ROW_BYTES = 1536
+"""Rows of up to so many bytes are short: each warp holds whole ones.
 
-On an H100, bf16, µs of the kernel and of XLA at 65536 x 128: softmax 40.9 and 26.9, with its gradient 81.9 and 59.8;
-cross-entropy 54.3 and 34.5; RMS norm 41.2 and 10.9, with its gradient 98.0 and 53.1. At 65536 x 256 softmax takes 41.2
-and 55.6, at 2048 x 128 2.7 and 5.6; cross-entropy at 12248 x 144 17.9 and 21.1.
+A GPU starts 1.6 blocks a nanosecond, which for short rows takes longer than to read and write them. On an H200, bf16,
+µs with a warp and with a warpgroup for each row, and of XLA: at 65536 x 128 softmax takes 8.7, 41.0 and 26.9, RMS norm
+with its gradient 25.3, 98.8 and 46.0; at 65536 x 512 32.8, 46.4 and 88.9, and 86.9, 116.6 and 166.4; at 32768 x 1024
+32.8, 34.4 and 88.5, and 100.2, 91.5 and 169.3.
 """
+MANY_ROWS = 256
+"""The fewest rows for which that was measured, and was as fast."""
+VALUES_AT_ONCE = 512
+"""Values that a warp holds at once, 16 for each thread. With 256 or 1024, rows of 128 to 512 take up to 10 % more."""
 
 RowValues = tuple[jax.Array, ...]
-
-
-def preferred_for_rows(x: jax.Array) -> tuple[str, ...]:
-    """Returns the implementations to try before XLA for the rows on x's last axis, if the caller names none."""
-    columns = x.shape[-1]
-    return () if columns <= SHORT_ROW and x.size >= MANY_ROWS * columns else ("mosaic",)
+Row = jax.Array | pl.Slice
+"""The index of one row, or of the rows that a warpgroup takes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +102,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class WarpSegment(Segment):
-    """A segment of a (4, columns) part of a row, of which each warp of the warpgroup holds one line.
+    """A segment of (lines, columns), of which each warp of the warpgroup holds every fourth line.
 
-    Sums over a line then need no other warp. Sums over a whole warpgroup use scratch memory that Mosaic GPU shares
-    between warpgroups without synchronising them, so rows that several warpgroups hold together take this form.
+    Sums over a line then need no other warp. Lines are whole short rows, or the parts of a row that several warpgroups
+    hold together: sums over a whole warpgroup use scratch memory that Mosaic GPU shares between warpgroups without
+    synchronising them.
     """
+
+    lines: int = WARPS
 
     @property
     def threads(self) -> int:
@@ -120,11 +125,11 @@ class WarpSegment(Segment):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the segment as an array."""
-        return (WARPS, self.size)
+        return (self.lines, self.size)
 
     @property
     def index(self) -> tuple[pl.Slice | slice, ...]:
-        """The segment as an index of the (4, columns) part."""
+        """The segment as an index of the (lines, columns)."""
         return (slice(None), pl.ds(self.offset, self.size))
 
     def row_columns(self, dtype: DTypeLike = jnp.int32, *, group: jax.Array | int, line: int) -> jax.Array:
@@ -175,6 +180,32 @@ def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[Wa
     return (WarpSegment(offset=0, size=columns, vector=vector),) if vector and columns and not left else None
 
 
+def short_rows_at_once(rows: int, features: int, itemsize: int) -> int:
+    """Returns how many rows a warpgroup takes at once, if its warps hold whole ones; else 0."""
+    is_short = features * itemsize <= SHORT_ROW_BYTES and rows >= MANY_ROWS
+    return WARPS * max(1, VALUES_AT_ONCE // (LANES * -(-features // LANES))) if is_short else 0
+
+
+def row_of_block(block: jax.Array, rows: int, at_once: int) -> Row:
+    """Returns what a block computes: its row, or `at_once` rows. The last of several blocks may repeat some."""
+    return pl.ds(jnp.minimum(block * at_once, rows - at_once), at_once) if at_once else block
+
+
+def split_short_rows(features: int, itemsize: int, *, rows: int) -> tuple[WarpSegment, ...]:
+    """Cuts rows that a warpgroup takes at once into pieces of one access per thread, all of the same shape.
+
+    Where they do not divide evenly, the last piece starts early.
+    """
+    vector = ACCESS_BYTES // itemsize
+    while features % vector or LANES // WARPS * vector > features:
+        vector //= 2
+    size = LANES // WARPS * vector
+    last = features - size
+    pieces = [WarpSegment(offset=at, size=size, vector=vector, lines=rows) for at in range(0, last, size)]
+    repeated = len(pieces) * size - last
+    return (*pieces, WarpSegment(offset=last, size=size, vector=vector, lines=rows, repeated=repeated))
+
+
 def cut_row(segments: Sequence[Segment], vectors: int) -> tuple[Segment, ...]:
     """Cuts the segments into pieces of at most `vectors` accesses per thread.
 
@@ -195,6 +226,28 @@ def cut_row(segments: Sequence[Segment], vectors: int) -> tuple[Segment, ...]:
 def load_row(ref, segments: Sequence[Segment]) -> RowValues:
     """Reads one row of a (features,) reference, in the reference's dtype."""
     return tuple(plgpu.load(ref.at[s.index], layout=s.layout, optimized=False) for s in segments)
+
+
+def load_columns(ref, segments: Sequence[Segment]) -> RowValues:
+    """Reads one value a column of a (features,) reference, for each row that the warpgroup holds."""
+    return tuple(
+        _over_lines(plgpu.load(ref.at[s.index[-1:]], layout=s.layout.reduce(0), optimized=False), s, 1)
+        if isinstance(s, WarpSegment)
+        else load_row(ref, (s,))[0]
+        for s in segments
+    )
+
+
+def load_lines(ref, segments: Sequence[Segment]) -> jax.Array:
+    """Reads one value a line of a (lines,) reference."""
+    return plgpu.load(ref, layout=segments[0].layout.reduce(1), optimized=False)
+
+
+def row_index(row: Row, segments: Sequence[Segment]) -> jax.Array:
+    """Returns the index of the row that a value belongs to."""
+    if not isinstance(row, pl.Slice):
+        return row
+    return plgpu.broadcasted_iota(jnp.int32, segments[0].shape, 0, layout=segments[0].layout) + row.start
 
 
 def store_row(ref, values: RowValues, segments: Sequence[Segment]) -> None:
@@ -228,39 +281,57 @@ def sum_of(value: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.sum(lax.optimization_barrier(value) if value.size == LANES else value, axis=axis)
 
 
-def line_sums(values: RowValues) -> jax.Array:
-    """Sums over each line of a (4, columns) part: (4,), one per warp."""
-    return functools.reduce(jnp.add, [sum_of(value, axis=1) for value in _folded(values)])
+def line_sums(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
+    """Sums over each line: (lines,). Repeated columns count once."""
+    return functools.reduce(jnp.add, [sum_of(value, axis=1) for value in _counted(values, segments)])
+
+
+def line_max(values: RowValues) -> jax.Array:
+    """Returns the largest value of each line, (lines,), of segments of the same shape."""
+    return jnp.max(functools.reduce(jnp.maximum, values), axis=1)
 
 
 def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues:
-    """Broadcasts the (4,) values of a part's lines, each to the width of its line."""
-    wide = (jax.lax.broadcast_in_dim(line_values, segment.shape, (0,)) for segment in segments)
-    return tuple(plgpu.layout_cast(value, segment.layout) for value, segment in zip(wide, segments, strict=True))
+    """Broadcasts (lines,) values, each to the width of its line."""
+    return tuple(_over_lines(line_values, segment, 0) for segment in segments)
+
+
+def _over_lines(values: jax.Array, segment: Segment, axis: int) -> jax.Array:
+    """Broadcasts one value a line (axis 0) or a column (axis 1) to the segment's shape."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, segment.shape, (axis,)), segment.layout)
 
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
-    """Sums over a row; every thread holds the result, a scalar of the values' dtype. Repeated columns count once."""
+    """Sums over a row; every thread holds the result, in the values' dtype. Repeated columns count once."""
+    if isinstance(segments[0], WarpSegment):
+        return _over_lines(line_sums(values, segments), segments[0], 0)
+    return functools.reduce(jnp.add, [sum_of(value) for value in _counted(values, segments)])
+
+
+def _counted(values: RowValues, segments: Sequence[Segment]) -> list[jax.Array]:
+    """Returns arrays whose sum counts each column once."""
     counted = []
     for segment, value in zip(segments, values, strict=True):
         if segment.repeated:
-            column = plgpu.broadcasted_iota(jnp.int32, (segment.size,), 0, layout=segment.layout)
+            column = plgpu.broadcasted_iota(jnp.int32, segment.shape, len(segment.shape) - 1, layout=segment.layout)
             value = jnp.where(column >= segment.repeated, value, jnp.zeros((), value.dtype))
         counted.append((value, segment.layout))
-    return functools.reduce(jnp.add, [sum_of(value) for value in _folded(*zip(*counted, strict=True))])
+    return _folded(*zip(*counted, strict=True))
 
 
-def _folded(values: Sequence[jax.Array], layouts: Sequence[Any] | None = None) -> list[jax.Array]:
+def _folded(values: Sequence[jax.Array], layouts: Sequence[Any]) -> list[jax.Array]:
     """Adds pieces of the same shape and layout, so that one sum over threads is enough."""
     folded: dict[Any, jax.Array] = {}
-    for value, layout in zip(values, layouts or [None] * len(values), strict=True):
+    for value, layout in zip(values, layouts, strict=True):
         key = (value.shape, layout)
         folded[key] = folded[key] + value if key in folded else value
     return list(folded.values())
 
 
-def row_max(values: RowValues) -> jax.Array:
-    """Returns the largest value of a row, a scalar that every thread holds. Repeated columns do not matter."""
+def row_max(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
+    """Returns the largest value of a row; every thread holds it. Repeated columns do not matter."""
+    if isinstance(segments[0], WarpSegment):
+        return _over_lines(line_max(values), segments[0], 0)
     return functools.reduce(jnp.maximum, [jnp.max(value) for value in values])
 
 

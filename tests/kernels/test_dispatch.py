@@ -28,19 +28,6 @@ def test_a_preference_that_the_operation_has_not_is_passed_over():
     assert choose("op", None, support, preferred=("cudnn", "a name of next year", "mosaic")) == "mosaic"
 
 
-@pytest.mark.parametrize("name", ["softmax", "rms_norm"])
-@pytest.mark.parametrize(
-    ("shape", "taken"),
-    [((8192, 128), "xla"), ((8191, 128), "mosaic"), ((8192, 136), "mosaic"), ((64, 128, 128), "xla")],
-)
-def test_many_short_rows_take_xla(name, shape, taken):
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
-    arguments += [jax.ShapeDtypeStruct(shape[-1:], jnp.bfloat16)] * (name == "rms_norm")
-    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H200")), recorded_choices() as choices:
-        jax.eval_shape(get_op(name).function, *arguments)
-    assert [choice.taken for choice in choices] == [taken]
-
-
 def test_choices_are_recorded_with_the_reasons_against_the_others():
     def step(x, w):
         return rms_norm(linear(x, w), jnp.ones(512, jnp.bfloat16))

@@ -16,19 +16,8 @@ from pallas_kernels.ops._norms.backward import default_backward, norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES, preferred_for_rows
+from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.triton_calls import triton_unsupported
-
-SHORT_ROW_BYTES = 1024
-"""Rows up to this size are short: to start a block takes as long as to read and write them (a GPU starts 1.6 blocks a
-nanosecond). The forward kernel has a block for each row, XLA's for several.
-
-RMS norm on an H100, bf16, µs of the kernel and of XLA: 65536x128 41.2 and 10.9, 65536x384 45.1 and 36.1, 65536x512 49.6
-and 47.9, 2048x256 2.6 and 2.0. With the gradient of a scale the kernels take 104.2 at 65536x256, XLA 112.8. Without a
-scale XLA needs one pass for the gradient, too: LayerNorm with a residual, 11696x320, 37.9 and 25.4.
-"""
-MANY_ROWS = 1024
-"""The fewest rows for which that was measured to be faster."""
 
 
 def check_arguments(
@@ -82,13 +71,7 @@ def dispatch_norm(
         "triton": partial(triton_unsupported, x),
         "xla": lambda: None,
     }
-    sums_nothing = scale is None and bias is None
-
-    def preferred() -> tuple[str, ...]:
-        is_best_by_xla = sums_nothing and residual is None and has_many_short_rows(x)
-        return () if is_best_by_xla else preferred_for_rows(x)
-
-    chosen = choose(norm.name, implementation, support, preferred=preferred)
+    chosen = choose(norm.name, implementation, support, preferred=("mosaic",))
     arrays = (x, scale, bias, residual)
     if chosen == "xla" or x.size == 0:
         return reference(*arrays)
@@ -106,18 +89,9 @@ def dispatch_norm(
 
     if implementation is not None:
         return kernel(*arrays)
-    is_short = has_many_short_rows(x)
     # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
     has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
-    best = partly_by_xla(
-        kernel, reference, forward=is_short and residual is None, gradient=has_no_kernel or (is_short and sums_nothing)
-    )
-    return best(*varying_alike(arrays))
-
-
-def has_many_short_rows(x: jax.Array) -> bool:
-    """Whether XLA is faster at what it computes in one pass: norms without a residual, gradients without a scale."""
-    return x.size >= MANY_ROWS * x.shape[-1] and x.shape[-1] * x.dtype.itemsize <= SHORT_ROW_BYTES
+    return partly_by_xla(kernel, reference, gradient=has_no_kernel)(*varying_alike(arrays))
 
 
 def apply_norm(

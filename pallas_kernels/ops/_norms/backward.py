@@ -13,6 +13,7 @@ repeat bit for bit. Rows that do not fit in registers are differentiated by XLA.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.backward_pipeline import pipeline_kernel
 from pallas_kernels.ops._norms.backward_shared import shared_row_kernel
+from pallas_kernels.ops._norms.backward_short import short_rows_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops._norms.operands import BackwardOperands
@@ -27,8 +29,11 @@ from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.random import array_keep_mask
+from pallas_kernels.primitives.rows import short_rows_at_once
 from pallas_kernels.primitives.settings import usual_promotion
 
+_STEPS = 3
+"""The fewest steps of a block that takes several rows at once, if all multiprocessors have one."""
 _ROWS_OF_ONE_BLOCK = 2
 """Up to this many rows, one block (0.6 µs per row) is faster than several and a second kernel for their sums."""
 
@@ -60,18 +65,18 @@ def norm_backward(
     floating dtype, features >= 128. scale, bias: (features,), or None; of the bias only the dtype counts. words: the
     dropout's key.
     """
-    rows = total.shape[0]
     streams = (total, dy) if dtotal is None else (total, dy, dtotal)
     sums = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}
     if config is None:
         config = default_backward(norm, total, len(streams), scale, bias, has_dropout=words is not None)
     if config is None:
         return _xla_gradients(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
-    blocks = min(rows, target_device().core_count * config.blocks_per_core) if rows > _ROWS_OF_ONE_BLOCK else 1
+    blocks = _blocks(total, config)
     operands = BackwardOperands(
         norm=norm, streams=streams, scale=scale, words=words, sums=sums, blocks=blocks, config=config
     )
-    outputs = (shared_row_kernel if config.loads == "shared" else pipeline_kernel)(operands)
+    kernels = {"shared": shared_row_kernel, "pipeline": pipeline_kernel, "registers": short_rows_kernel}
+    outputs = kernels[config.loads](operands)
     everything = [array for array in (*streams, scale, bias, words) if array is not None]
     outputs = {name: varying_like(output, *everything) for name, output in outputs.items()}
     gradients = {
@@ -85,6 +90,21 @@ def norm_backward(
     )
 
 
+def _blocks(total: jax.Array, config: BackwardConfig) -> int:
+    """Returns the number of blocks. Each writes its column sums, so blocks that take several rows at once take turns.
+
+    At 1024 x 512 bf16 RMS norm takes 5.6 µs with its gradient in a block a multiprocessor, 6.3 in three, 7.2 in five;
+    at 16384 x 512 39.3, 28.1 and 26.2.
+    """
+    rows, cores = total.shape[0], target_device().core_count
+    if rows <= _ROWS_OF_ONE_BLOCK:
+        return 1
+    if config.loads != "registers":
+        return min(rows, cores * config.blocks_per_core)
+    steps = -(-rows // short_rows_at_once(*total.shape, total.dtype.itemsize))
+    return min(steps, cores * config.blocks_per_core, max(cores, steps // _STEPS))
+
+
 def default_backward(
     norm: Norm,
     total: jax.Array,
@@ -96,6 +116,7 @@ def default_backward(
 ) -> BackwardConfig | None:
     """Returns the untuned configuration, or None if XLA computes the gradients. See `BackwardShape` for `streams`."""
     return BackwardShape(
+        rows=math.prod(total.shape[:-1]),
         features=total.shape[-1],
         itemsize=total.dtype.itemsize,
         streams=streams,

@@ -13,16 +13,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, RowScalars, weigh
+from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, row_scalars, weigh
 from pallas_kernels.ops._norms.operands import BackwardOperands
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
-    RowValues,
-    Segment,
     load_row,
     map_row,
-    row_sum,
     split_row,
     store_row,
     to_float32,
@@ -75,7 +72,7 @@ def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
             return value, dy, weigh(dy, load_row(refs["gain"], segments) if "gain" in refs else None)
 
         value, _, weighted = load(0)
-        scalars = _row_scalars(operands, value, weighted, segments)
+        scalars = row_scalars(operands.norm, value, weighted, segments, features, operands.dtype)
         # A zero that the compiler cannot see, so that it does not keep the values of the first read in registers.
         value, dy, weighted = load(lax.optimization_barrier(jnp.int32(0)))
         centered = scalars.center(value)
@@ -105,19 +102,3 @@ def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
     )(*streams)
     for name, values in sums.items():
         store_row(operands.sums_at(refs, block, name), values, segments)
-
-
-def _row_scalars(
-    operands: BackwardOperands, value: RowValues, weighted: RowValues, segments: tuple[Segment, ...]
-) -> RowScalars:
-    means, norm, features = [], operands.norm, operands.features
-    for _ in range(norm.mean_passes(operands.dtype)):
-        mean = row_sum(value, segments) * (1.0 / features)
-        value = map_row(lambda v, mean=mean: v - mean, value)
-        means.append(mean)
-    total_weight = row_sum(weighted, segments) if means else None
-    squares = row_sum(map_row(jnp.square, value), segments)
-    products = row_sum(map_row(jnp.multiply, value, weighted), segments)
-    return RowScalars.of_sums(
-        features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
-    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -279,19 +280,20 @@ class RowSums:
         A warpgroup's four lines hold the normalised row and the weighted dy. A line that is not shifted has its own
         mean subtracted first, and returns that mean in place of the sum of shifted values.
         """
+        add = partial(line_sums, segments=segments)
         if not self.norm.centered:
-            return line_sums(map_row(jnp.square, value)), line_sums(map_row(jnp.multiply, value, weighted))
+            return add(map_row(jnp.square, value)), add(map_row(jnp.multiply, value, weighted))
         if self.is_shifted:
-            mean = line_sums(value)
+            mean = add(value)
         else:
-            mean = line_sums(value) * (1.0 / self.line)
+            mean = add(value) * (1.0 / self.line)
             value = map_row(jnp.subtract, value, over_lines(mean, segments))
         return (
-            line_sums(map_row(jnp.square, value)),
-            line_sums(map_row(jnp.multiply, value, weighted)),
+            add(map_row(jnp.square, value)),
+            add(map_row(jnp.multiply, value, weighted)),
             mean,
-            line_sums(weighted),
-            *((line_sums(value),) if self.has_remainders else ()),
+            add(weighted),
+            *((add(value),) if self.has_remainders else ()),
         )
 
     def scalars(self, ref) -> RowScalars:

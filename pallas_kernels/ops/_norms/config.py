@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, split_warp_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, short_rows_at_once, split_warp_row
 
 SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
@@ -36,14 +36,15 @@ class ForwardConfig:
 class BackwardConfig:
     """How the backward kernel splits its work: persistent blocks, each of which takes every n-th row.
 
-    loads: "shared": TMA brings rows to a ring of `steps` stages in shared memory, and `warpgroups` share each row;
-        "pipeline": the same for one warpgroup and rows that need not divide evenly.
+    loads: "registers": a warp reads whole short rows; "shared": TMA brings rows to a ring of `steps` stages in shared
+        memory, and `warpgroups` share each row; "pipeline": the same for one warpgroup and rows that need not
+        divide evenly.
     blocks_per_core: blocks per streaming multiprocessor. Each writes one row of partial column sums.
     keeps_row: whether a row stays in registers as float32 between its two passes ("shared" only). Else the second pass
         reads it again from shared memory, which saves registers: 168 per thread instead of 202 at 4096 bf16 columns.
     """
 
-    loads: Literal["shared", "pipeline"] = "pipeline"
+    loads: Literal["registers", "shared", "pipeline"] = "pipeline"
     blocks_per_core: int = 3
     warpgroups: int = 1
     steps: int = 3
@@ -61,6 +62,7 @@ class BackwardShape:
     centered: whether the mean is subtracted from rows.
     """
 
+    rows: int
     features: int
     itemsize: int
     streams: int
@@ -104,6 +106,8 @@ class BackwardShape:
         A kernel that reads long rows in chunks took 19.2 µs at 64 x 15712, XLA 11.4; with a residual it took 65.5 µs at
         521 x 11168, XLA 39.9.
         """
+        if short_rows_at_once(self.rows, self.features, self.itemsize):
+            return BackwardConfig(loads="registers", blocks_per_core=5 if self.features <= 256 else 4)
         blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns take 216 or more registers
         # Rows too long for one warpgroup, which several load with less than 16 bytes per thread.
         narrow = (self.shared(warpgroups=w, blocks_per_core=1) for w in (2, 4))

@@ -1,4 +1,4 @@
-"""Norms forward on Mosaic GPU: one warpgroup per row, 16-byte accesses directly to registers.
+"""Norms forward on Mosaic GPU: a warpgroup per row, or per several short rows, 16-byte accesses to registers.
 
 The simple form is the fast one: with one row per block, enough blocks share a multiprocessor to hide memory latency
 (97 to 99 % of the copy ceiling on an H200; TMA pipelines and persistent blocks reached 90 to 97 %).
@@ -18,10 +18,15 @@ from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     cut_row,
+    load_columns,
     load_row,
     map_row,
+    row_index,
+    row_of_block,
     row_sum,
+    short_rows_at_once,
     split_row,
+    split_short_rows,
     store_row,
     to_float32,
     zeros_row,
@@ -45,19 +50,21 @@ def norm_forward(
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
     config = config or default_forward(x.shape[1], x.dtype.itemsize, centered=norm.centered)
-    body = (_whole_row if x.shape[1] <= config.register_columns else _chunked_row)(norm, without_values(x), config)
+    is_whole = x.shape[1] <= config.register_columns
+    rows, at_once = x.shape[0], short_rows_at_once(*x.shape, x.dtype.itemsize) if is_whole else 0
+    body = (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     names = (*operands, "y", *(() if residual is None else ("total",)))
 
     def kernel(*refs):
-        body(lax.axis_index("row"), dict(zip(names, refs, strict=True)))
+        body(row_of_block(lax.axis_index("block"), rows, at_once), dict(zip(names, refs, strict=True)))
 
     outputs = settings.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
-        grid=(x.shape[0],),
-        grid_names=("row",),
+        grid=(pl.cdiv(rows, at_once or 1),),
+        grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
         kernel_name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
     )(*operands.values())
@@ -74,7 +81,7 @@ def _sum_of(norm, row, refs, words, columns, segments, features):
     if words is not None:
         start = jnp.asarray(columns.start).astype(jnp.uint32)
         places = tuple(s.columns(jnp.uint32) + start for s in segments)
-        value = norm.drop(value, words, row, places, features)
+        value = norm.drop(value, words, row_index(row, segments), places, features)
     residual = to_float32(load_row(refs["residual"].at[row, columns], segments))
     total = map_row(lambda a, b: (a + b).astype(refs["total"].dtype), value, residual)
     store_row(refs["total"].at[row, columns], total, segments)
@@ -86,16 +93,19 @@ def _store_output(row, refs, columns, segments, value, inverse):
     for segment, part in zip(segments, value, strict=True):
         part *= inverse
         if "scale" in refs:
-            part *= load_row(refs["scale"].at[columns], (segment,))[0].astype(jnp.float32)
+            part *= load_columns(refs["scale"].at[columns], (segment,))[0].astype(jnp.float32)
         if "bias" in refs:
-            part += load_row(refs["bias"].at[columns], (segment,))[0].astype(jnp.float32)
+            part += load_columns(refs["bias"].at[columns], (segment,))[0].astype(jnp.float32)
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
 def _whole_row(norm, x, config):
-    features = x.shape[1]
-    segments = split_row(features, x.dtype.itemsize)
-    segments = cut_row(segments, config.piece) if config.piece else segments
+    features, at_once = x.shape[1], short_rows_at_once(*x.shape, x.dtype.itemsize)
+    if at_once:
+        segments = split_short_rows(features, x.dtype.itemsize, rows=at_once)
+    else:
+        segments = split_row(features, x.dtype.itemsize)
+        segments = cut_row(segments, config.piece) if config.piece else segments
     whole = pl.ds(0, features)
 
     def body(row, refs):

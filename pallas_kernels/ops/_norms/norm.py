@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.random import Words, keep_mask
-from pallas_kernels.primitives.rows import RowValues, map_row
+from pallas_kernels.primitives.rows import RowValues, Segment, map_row, row_sum
 
 # No automatic barriers: each thread reads back only what it wrote itself, in the same layout.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
@@ -129,6 +130,23 @@ class RowScalars:
         if "bias" in sums:
             added["bias"] = map_row(jnp.add, sums["bias"], dy)
         return added
+
+
+def row_scalars(
+    norm: Norm, value: RowValues, weighted: RowValues, segments: Sequence[Segment], features: int, dtype: DTypeLike
+) -> RowScalars:
+    """Computes the scalars of a row that a warpgroup or a warp holds whole."""
+    means = []
+    for _ in range(norm.mean_passes(dtype)):
+        mean = row_sum(value, segments) * (1.0 / features)
+        value = map_row(lambda v, mean=mean: v - mean, value)
+        means.append(mean)
+    total_weight = row_sum(weighted, segments) if means else None
+    squares = row_sum(map_row(jnp.square, value), segments)
+    products = row_sum(map_row(jnp.multiply, value, weighted), segments)
+    return RowScalars.of_sums(
+        features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
+    )
 
 
 def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:

@@ -17,7 +17,7 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backwa
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES, preferred_for_rows
+from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
 Reduction = Literal["none", "sum", "mean"]
@@ -68,8 +68,7 @@ def cross_entropy(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; a vocabulary of at least
             128.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
-                faster; else "xla".
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         The losses (...), or a scalar with a reduction; float32 (float64 for float64 logits).
@@ -89,7 +88,7 @@ def cross_entropy(
     labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
     options = checked_options("cross_entropy", labels.dtype, ignore_index, label_smoothing, z_loss, reduction)
     support = {"mosaic": partial(mosaic_unsupported, logits), "xla": lambda: None}
-    chosen = choose("cross_entropy", implementation, support, preferred=partial(preferred_for_rows, logits))
+    chosen = choose("cross_entropy", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or logits.size == 0:
         return cross_entropy_reference(logits, labels, **options, reduction=reduction)
     vocabulary = logits.shape[-1]

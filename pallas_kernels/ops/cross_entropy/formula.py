@@ -108,7 +108,7 @@ class Terms:
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
         """Returns the token of an int32 label."""
         is_ignored = label == self.ignore_index
-        is_valid = jnp.logical_not(is_ignored) & (label >= 0) & (label < self.vocabulary)
+        is_valid = (label != self.ignore_index) & (label >= 0) & (label < self.vocabulary)
         return Token(
             label=jnp.where(is_valid, label, 0),
             is_valid=is_valid,

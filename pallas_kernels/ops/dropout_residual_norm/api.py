@@ -11,7 +11,6 @@ from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays
-from pallas_kernels.primitives.rows import preferred_for_rows
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -53,8 +52,7 @@ def dropout_residual_norm(
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
-                faster; else "xla".
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         (y, total), both with x's shape and dtype.
@@ -73,7 +71,7 @@ def dropout_residual_norm(
     words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
     epsilon = added_number("dropout_residual_norm", "epsilon", epsilon)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
-    chosen = choose("dropout_residual_norm", implementation, support, preferred=partial(preferred_for_rows, x))
+    chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return dropout_residual_norm_reference(
             x, scale, bias, residual=residual, rate=rate, key=words, norm=norm, epsilon=epsilon

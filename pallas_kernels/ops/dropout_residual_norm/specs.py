@@ -70,6 +70,7 @@ DROPOUT_RESIDUAL_NORM = OpSpec(
         _call(3, 256, fill="zeros", norm="layer_norm", tags="test extreme"),
         _call(0, 256, tags="test empty"),
         _call(1000, 4096, tags="gpu"),
+        _call(1001, 256, norm="layer_norm", tags="gpu"),  # a row for each warp
         _call(333, 8192, norm="layer_norm", tags="gpu"),
         _call(300, 16384, tags="gpu"),
         _call(300, 8192, dtype="float32", tags="gpu"),

@@ -45,10 +45,8 @@ def layer_norm(
             XLA computes the gradients of rows too long for registers.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
-                faster; else "xla". Without a residual, 1024 rows or more of at most 1024 bytes are normalised by
-                XLA where no gradient is taken. XLA differentiates them without scale and bias, and float32 rows that
-                no backward kernel takes.
+            None: "mosaic" if it can run, else "xla"; also "xla" if a gradient is taken of float32 rows that no backward
+                kernel takes.
 
     Returns:
         y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).

@@ -46,6 +46,8 @@ LAYER_NORM = norm_op(
         _call(0, 512, tags="test empty"),
         _call(4, 0, residual=False, tags="test empty"),
         _call(1000, 4096, tags="gpu"),
+        _call(1001, 384, tags="gpu"),  # a row for each warp
+        _call(515, 136, dtype="float32", residual=False, tags="gpu"),
         _call(300, 4096, dtype="float32", mean=3e3, residual=False, tags="gpu"),
         *calls(_call, (333, 8192), (300, 16384), tags="gpu"),
         _call(300, 8192, dtype="float32", tags="gpu"),

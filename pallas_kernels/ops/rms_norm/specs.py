@@ -40,6 +40,8 @@ RMS_NORM = norm_op(
         _call(0, 512, tags="test empty"),
         _call(4, 0, residual=False, tags="test empty"),
         _call(1000, 4096, tags="gpu"),
+        _call(1003, 128, residual=False, tags="gpu"),  # a row for each warp
+        _call(700, 201, tags="gpu ragged"),
         _call(333, 8192, scale_dtype="float32", tags="gpu"),
         _call(300, 16384, tags="gpu"),
         *calls(_call, (517, 4096), (300, 8192), dtype="float32", tags="gpu"),

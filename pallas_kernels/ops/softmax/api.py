@@ -16,7 +16,7 @@ from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES, preferred_for_rows
+from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -55,8 +55,7 @@ def softmax(
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; along the last axis, with
             a size of 128 to 32768 and no mask.
             "xla": always runs.
-            None: "mosaic" if it can run, but for 8192 rows or more of 128 values or fewer, where XLA is
-                faster; else "xla".
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         The weights, with x's shape and dtype.
@@ -75,7 +74,7 @@ def softmax(
         "triton": partial(_triton_unsupported, x, axis=axis, mask=mask),
         "xla": lambda: None,
     }
-    chosen = choose("softmax", implementation, support, preferred=partial(preferred_for_rows, x))
+    chosen = choose("softmax", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
         return softmax_reference(x, axis=axis, scale=scale, mask=mask, is_causal=is_causal)
     rows = x.reshape(-1, x.shape[-1])

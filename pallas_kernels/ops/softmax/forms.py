@@ -41,7 +41,7 @@ def softmax_three_kernels(x: jax.Array) -> jax.Array:
         return to_float32(load_row(x_ref.at[lax.axis_index("row")], segments))
 
     def softmax_maximum(x_ref, maximum_ref):
-        maximum_ref[lax.axis_index("row")] = row_max(load(x_ref))
+        maximum_ref[lax.axis_index("row")] = row_max(load(x_ref), segments)
 
     def softmax_sum(x_ref, maximum_ref, sum_ref):
         row = lax.axis_index("row")

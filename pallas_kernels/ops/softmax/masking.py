@@ -18,12 +18,17 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import CAUSAL_PIECES
 from pallas_kernels.primitives.rows import (
     LANES,
+    WARPS,
+    Row,
     RowValues,
     Segment,
+    load_columns,
     load_row,
     map_row,
     row_columns,
+    short_rows_at_once,
     split_row,
+    split_short_rows,
     to_float32,
 )
 
@@ -43,10 +48,20 @@ class Masking:
     mask_index: tuple[tuple[int, int, int], ...] = ()
     queries: int | None = None
 
-    def mask_row(self, row: jax.Array) -> jax.Array:
-        """Returns the mask's row for a row of x."""
-        terms = [lax.rem(row // divisor, size) * stride for divisor, size, stride in self.mask_index]
-        return sum(terms, jnp.int32(0))
+    def rows_at_once(self, x: jax.Array) -> int:
+        """Returns how many rows a warpgroup takes at once, or 0 for one; they have one mask row, or rows in order."""
+        several = short_rows_at_once(*x.shape, x.dtype.itemsize)
+        while several and any((size if divisor == 1 else divisor) % several for divisor, size, _ in self.mask_index):
+            several = several // 2 if several > WARPS else 0
+        return several
+
+    def mask_row(self, row: Row) -> Row:
+        """Returns the mask's row for a row of x, or its rows."""
+        first = row.start if isinstance(row, pl.Slice) else row
+        terms = [lax.rem(first // divisor, size) * stride for divisor, size, stride in self.mask_index]
+        index = sum(terms, jnp.int32(0))
+        has_rows = isinstance(row, pl.Slice) and any(divisor == 1 for divisor, _, _ in self.mask_index)
+        return pl.ds(index, row.size) if has_rows else index
 
     def query(self, row: jax.Array) -> jax.Array:
         """Returns the last column that a row keeps."""
@@ -93,8 +108,11 @@ def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[t
     return mask.reshape(math.prod(own[:-1]), features), tuple(terms)
 
 
-def whole_row_segments(features: int, itemsize: int, masking: Masking) -> tuple[Segment, ...]:
-    """Returns a row's segments; a causal row is cut into more of them, so that some can be skipped."""
+def whole_row_segments(x: jax.Array, masking: Masking) -> tuple[Segment, ...]:
+    """Returns the segments of a row of x; a long causal row is cut into more of them, so that some can be skipped."""
+    features, itemsize = x.shape[1], x.dtype.itemsize
+    if at_once := masking.rows_at_once(x):
+        return split_short_rows(features, itemsize, rows=at_once)
     segments = split_row(features, itemsize)
     if masking.queries is None:
         return segments
@@ -110,12 +128,18 @@ def whole_row_segments(features: int, itemsize: int, masking: Masking) -> tuple[
     return tuple(pieces)
 
 
-def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: jax.Array) -> RowValues:
+def load_mask(ref, segments: Sequence[Segment], masking: Masking, row: Row) -> RowValues:
+    """Reads the mask of a row. ref: (features,), or (rows, features) where the rows have masks of their own."""
+    is_shared = isinstance(row, pl.Slice) and len(ref.shape) == 1
+    return load_columns(ref, segments) if is_shared else load_kept(ref, segments, masking, row)
+
+
+def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: Row) -> RowValues:
     """Reads one row; in place of segments right of the causal limit it reads the first segment again.
 
     A branch would also be correct, but all loads of a row must be issued before the first wait.
     """
-    if masking.queries is None:
+    if masking.queries is None or isinstance(row, pl.Slice):
         return load_row(ref, segments)
     query, values = masking.query(row), []
     for segment in segments:

@@ -1,4 +1,4 @@
-"""Softmax forward on Mosaic GPU: one warpgroup per row, 16-byte accesses directly to registers.
+"""Softmax forward on Mosaic GPU: a warpgroup per row, or per several short rows, 16-byte accesses to registers.
 
 A row that fits in registers is read once. A longer row is read twice: first for maximum and sum together (online
 softmax), then, from the L2 cache, for the weights.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.softmax.config import DEFAULT_FORWARD, RowConfig
-from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
+from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, load_mask, whole_row_segments
 from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, online_add, sum_of_weights
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
@@ -29,7 +29,9 @@ from pallas_kernels.primitives.rows import (
     full_row,
     load_row,
     map_row,
+    row_index,
     row_max,
+    row_of_block,
     row_sum,
     split_row,
     store_row,
@@ -56,22 +58,23 @@ def softmax_forward(
     `masking.is_boolean`, else floating.
     """
     config = config or DEFAULT_FORWARD
-    make_body = _whole_row_body if x.shape[1] <= config.register_columns else _online_body
-    body = make_body(without_values(x), masking, config)
+    is_whole = x.shape[1] <= config.register_columns
+    rows, at_once = x.shape[0], masking.rows_at_once(x) if is_whole else 0
+    body = (_whole_row_body if is_whole else _online_body)(without_values(x), masking, config)
 
     def softmax(x_ref, y_ref):
-        body(lax.axis_index("row"), x_ref, None, y_ref)
+        body(row_of_block(lax.axis_index("block"), rows, at_once), x_ref, None, y_ref)
 
     def softmax_masked(x_ref, mask_ref, y_ref):
-        row = lax.axis_index("row")
+        row = row_of_block(lax.axis_index("block"), rows, at_once)
         body(row, x_ref, mask_ref.at[masking.mask_row(row)], y_ref)
 
     operands = (x,) if mask is None else (x, mask)
     y = settings.kernel(
         softmax if mask is None else softmax_masked,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(x.shape[0],),
-        grid_names=("row",),
+        grid=(pl.cdiv(rows, at_once or 1),),
+        grid_names=("block",),
         compiler_params=compiler_params(x.dtype),
     )(*operands)
     return varying_like(y, *operands)
@@ -80,14 +83,14 @@ def softmax_forward(
 def _whole_row_body(x, masking, config):
     del config
     is_exact = x.dtype.itemsize == 4
-    segments = whole_row_segments(x.shape[1], x.dtype.itemsize, masking)
+    segments = whole_row_segments(x, masking)
 
     def body(row, x_ref, mask_row, y_ref):
         columns = columns_from(segments, 0, masking)
         values = load_kept(x_ref.at[row], segments, masking, row)
-        mask = None if mask_row is None else load_kept(mask_row, segments, masking, row)
-        scores = masking.apply(values, mask, columns, row)
-        maximum = jnp.maximum(row_max(scores), LOWEST)
+        mask = None if mask_row is None else load_mask(mask_row, segments, masking, row)
+        scores = masking.apply(values, mask, columns, row_index(row, segments))
+        maximum = jnp.maximum(row_max(scores, segments), LOWEST)
         weights = map_row(lambda v: jnp.exp(v - maximum), scores)
         total = sum_of_weights(weights, segments, is_exact=is_exact and x.shape[1] <= MOST_EXACT)
         store_row(y_ref.at[row], normalise(weights, total, is_exact=is_exact), segments)
@@ -123,7 +126,7 @@ def _online_body(x, masking, config):
         maximum = jnp.max(highest)
         tail = scores(0, rest) if rest else ()
         if rest:
-            maximum = jnp.maximum(maximum, row_max(tail))
+            maximum = jnp.maximum(maximum, row_max(tail, rest))
         total = sum_of(totals * jnp.exp(highest - maximum))
         if rest:
             total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)

@@ -17,6 +17,7 @@ twice, chunk by chunk.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,6 +37,8 @@ from pallas_kernels.primitives.rows import (
     line_sums,
     load_row,
     map_row,
+    row_index,
+    row_of_block,
     row_sum,
     split_row,
     split_warp_row,
@@ -55,17 +58,19 @@ def softmax_backward(
     is_long = features > config.register_columns
     if is_long and masking.queries is None and fits_shared_memory(features, weights.dtype.itemsize, config):
         return varying_like(_shared_row_gradient(weights, dy, masking=masking, config=config), weights, dy)
+    masking = replace(masking, mask_index=())  # the weights have it
+    at_once = masking.rows_at_once(weights)
     make_body = _chunked_body if is_long else _whole_row_body
     body = make_body(without_values(weights), masking, config)
 
     def softmax_gradient(weights_ref, dy_ref, dx_ref):
-        body(lax.axis_index("row"), weights_ref, dy_ref, dx_ref)
+        body(row_of_block(lax.axis_index("block"), rows, at_once), weights_ref, dy_ref, dx_ref)
 
     dx = settings.kernel(
         softmax_gradient,
         out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
-        grid=(rows,),
-        grid_names=("row",),
+        grid=(pl.cdiv(rows, at_once or 1),),
+        grid_names=("block",),
         compiler_params=compiler_params(weights.dtype),
     )(weights, dy)
     return varying_like(dx, weights, dy)
@@ -77,16 +82,15 @@ def _gradient(p, centered, scale):
 
 def _whole_row_body(weights, masking, config):
     del config
-    itemsize = weights.dtype.itemsize
-    segments = whole_row_segments(weights.shape[1], itemsize, masking)
-    is_exact = itemsize == 4
+    segments = whole_row_segments(weights, masking)
+    is_exact = weights.dtype.itemsize == 4
 
     def body(row, weights_ref, dy_ref, dx_ref):
         columns = columns_from(segments, 0, masking)
 
         p = load_kept(weights_ref.at[row], segments, masking, row)
         dy = load_kept(dy_ref.at[row], segments, masking, row)
-        p, dy = masking.limit(to_float32(p), columns, row, 0.0), to_float32(dy)
+        p, dy = masking.limit(to_float32(p), columns, row_index(row, segments), 0.0), to_float32(dy)
         total = row_sum(p, segments)
 
         def mean_of(values):
@@ -191,7 +195,7 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
             start = (zeros_row(piece),) * (2 if turn == 0 else 1)
             state = lax.fori_loop(0, line // columns, accumulate, start)
             for s, values in enumerate(state):
-                sums[turn, s, group] = line_sums(values)
+                sums[turn, s, group] = line_sums(values, piece)
             plgpu.commit_smem()
             plgpu.barrier_arrive(summed.at[turn])
             plgpu.barrier_wait(summed.at[turn])
