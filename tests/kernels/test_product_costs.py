@@ -1,0 +1,36 @@
+"""Which products of many rows take the kernel, as measured on an H200 (`scripts/check_product_costs.py`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels.ops.gated_linear import config as gated_linear
+from pallas_kernels.ops.linear import config as linear
+from pallas_kernels.ops.linear_residual_norm import config as linear_residual_norm
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "is_best"),
+    [
+        ((8192, 14336, 4096), {"has_activation": True}, True),
+        ((640, 14336, 14336), {"has_activation": True}, False),  # five waves of narrow tiles
+        ((18301, 1280, 384), {"has_activation": False, "residual_bytes": 4, "out_bytes": 4}, False),  # bytes
+        ((22592, 320, 64), {"has_activation": True, "residual_bytes": 2}, True),
+    ],
+)
+def test_linear(sizes, more, is_best):
+    assert linear.is_preferred(*sizes, **more) == is_best
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_best"), [((8192, 14336, 4096), True), ((1621, 5248, 5248), False), ((36864, 128, 128), True)]
+)
+def test_gated_linear(sizes, is_best):
+    assert gated_linear.is_preferred(*sizes) == is_best
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_best"), [((8192, 4096, 14336), True), ((29280, 384, 15232), False), ((11958, 256, 64), False)]
+)
+def test_linear_residual_norm(sizes, is_best):
+    assert linear_residual_norm.is_preferred(*sizes) == is_best
