@@ -180,8 +180,9 @@ def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[Wa
     return (WarpSegment(offset=0, size=columns, vector=vector),) if vector and columns and not left else None
 
 
-def short_rows_at_once(rows: int, features: int, itemsize: int) -> int:
-    """Returns how many rows a warpgroup takes at once, if its warps hold whole ones; else 0."""
+def short_rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
+    """Returns how many of (rows, features) a warpgroup takes at once, if its warps hold whole ones; else 0."""
+    rows, features = shape
     is_short = features * itemsize <= SHORT_ROW_BYTES and rows >= MANY_ROWS
     return WARPS * max(1, VALUES_AT_ONCE // (LANES * -(-features // LANES))) if is_short else 0
 

@@ -89,4 +89,4 @@ def test_pieces_cover_a_row_once(features, itemsize):
     ],
 )
 def test_rows_at_once(shape, expected):
-    assert short_rows_at_once(*shape) == expected
+    assert short_rows_at_once(shape[:2], shape[2]) == expected

@@ -173,8 +173,9 @@ def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
                 # Lowered, equal kernels differ in their debug information.
                 texts[name] = _ADDRESS.sub("", str(traced.jaxpr))
                 same = next((other for other in programs if texts.get(other) == texts[name]), None)
-                lowered = None if same and implementation is None else traced.lower()
-            run = lowered.compile() if lowered else programs[same]
+                is_shared = same is not None and implementation is None
+                lowered = None if is_shared else traced.lower()
+            run = lowered.compile() if lowered is not None else programs[str(same)]
             if name == "xla" != taken and isinstance(run, jax.stages.Compiled):
                 _check_memory(run)
             programs[name] = run
@@ -211,7 +212,7 @@ def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems:
 
 def _with_default(timed: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:
     """Adds the call that names no implementation if it runs the program of a named one, which was timed once."""
-    default, times = next(reversed(programs)), {each.name: each for each in timed}
+    default, times = list(programs)[-1], {each.name: each for each in timed}
     same = next((times[name] for name in times if programs[name] is programs[default]), None)
     return timed if default in times or same is None else (*timed, replace(same, name=default, kind="default"))
 

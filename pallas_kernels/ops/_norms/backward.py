@@ -101,7 +101,7 @@ def _blocks(total: jax.Array, config: BackwardConfig) -> int:
         return 1
     if config.loads != "registers":
         return min(rows, cores * config.blocks_per_core)
-    steps = -(-rows // short_rows_at_once(*total.shape, total.dtype.itemsize))
+    steps = -(-rows // short_rows_at_once(total.shape, total.dtype.itemsize))
     return min(steps, cores * config.blocks_per_core, max(cores, steps // _STEPS))
 
 

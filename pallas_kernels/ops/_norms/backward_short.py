@@ -60,7 +60,7 @@ def short_rows_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
 def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:
     """Differentiates the block's rows, several at once, with the column sums in registers."""
     rows, features, blocks, block = operands.rows, operands.features, operands.blocks, lax.axis_index("block")
-    at_once = short_rows_at_once(rows, features, operands.dtype.itemsize)
+    at_once = short_rows_at_once((rows, features), operands.dtype.itemsize)
     segments = split_short_rows(features, operands.dtype.itemsize, rows=WARPS)
     words = mixed_words(refs["words"]) if "words" in refs else None
     gain = load_columns(refs["scale"], segments) if "scale" in refs else None

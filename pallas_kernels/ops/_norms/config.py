@@ -106,7 +106,7 @@ class BackwardShape:
         A kernel that reads long rows in chunks took 19.2 µs at 64 x 15712, XLA 11.4; with a residual it took 65.5 µs at
         521 x 11168, XLA 39.9.
         """
-        if short_rows_at_once(self.rows, self.features, self.itemsize):
+        if short_rows_at_once((self.rows, self.features), self.itemsize):
             return BackwardConfig(loads="registers", blocks_per_core=5 if self.features <= 256 else 4)
         blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns take 216 or more registers
         # Rows too long for one warpgroup, which several load with less than 16 bytes per thread.

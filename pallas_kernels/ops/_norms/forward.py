@@ -51,7 +51,7 @@ def norm_forward(
     """
     config = config or default_forward(x.shape[1], x.dtype.itemsize, centered=norm.centered)
     is_whole = x.shape[1] <= config.register_columns
-    rows, at_once = x.shape[0], short_rows_at_once(*x.shape, x.dtype.itemsize) if is_whole else 0
+    rows, at_once = x.shape[0], short_rows_at_once(x.shape, x.dtype.itemsize) if is_whole else 0
     body = (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config)
     operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
     operands = {name: operand for name, operand in operands.items() if operand is not None}
@@ -100,7 +100,7 @@ def _store_output(row, refs, columns, segments, value, inverse):
 
 
 def _whole_row(norm, x, config):
-    features, at_once = x.shape[1], short_rows_at_once(*x.shape, x.dtype.itemsize)
+    features, at_once = x.shape[1], short_rows_at_once(x.shape, x.dtype.itemsize)
     if at_once:
         segments = split_short_rows(features, x.dtype.itemsize, rows=at_once)
     else:

@@ -73,7 +73,7 @@ def cross_entropy_forward(
         outputs = ring_kernel(*operands, terms=terms, config=config)
     elif config.loads == "split":
         outputs = _split_kernels(*operands, terms=terms, with_gradient=with_gradient, chunk=config.chunk)
-    elif short_rows_at_once(*logits.shape, logits.dtype.itemsize):
+    elif short_rows_at_once(logits.shape, logits.dtype.itemsize):
         outputs = _short_rows_kernel(*operands, terms=terms, with_gradient=with_gradient)
     else:
         outputs = _registers_kernel(*operands, terms=terms, with_gradient=with_gradient)
@@ -118,7 +118,7 @@ def _registers_kernel(logits, labels, *weights, terms: Terms, with_gradient: boo
 
 
 def _short_rows_kernel(logits, labels, *weights, terms: Terms, with_gradient: bool):
-    rows, at_once = logits.shape[0], short_rows_at_once(*logits.shape, logits.dtype.itemsize)
+    rows, at_once = logits.shape[0], short_rows_at_once(logits.shape, logits.dtype.itemsize)
     segments = split_short_rows(terms.vocabulary, logits.dtype.itemsize, rows=at_once)
 
     def wide(line_values):

@@ -50,18 +50,22 @@ class Masking:
 
     def rows_at_once(self, x: jax.Array) -> int:
         """Returns how many rows a warpgroup takes at once, or 0 for one; they have one mask row, or rows in order."""
-        several = short_rows_at_once(*x.shape, x.dtype.itemsize)
+        several = short_rows_at_once(x.shape, x.dtype.itemsize)
         while several and any((size if divisor == 1 else divisor) % several for divisor, size, _ in self.mask_index):
             several = several // 2 if several > WARPS else 0
         return several
 
-    def mask_row(self, row: Row) -> Row:
-        """Returns the mask's row for a row of x, or its rows."""
-        first = row.start if isinstance(row, pl.Slice) else row
-        terms = [lax.rem(first // divisor, size) * stride for divisor, size, stride in self.mask_index]
-        index = sum(terms, jnp.int32(0))
-        has_rows = isinstance(row, pl.Slice) and any(divisor == 1 for divisor, _, _ in self.mask_index)
-        return pl.ds(index, row.size) if has_rows else index
+    def mask_row(self, row: jax.Array) -> jax.Array:
+        """Returns the mask's row for a row of x."""
+        terms = [lax.rem(row // divisor, size) * stride for divisor, size, stride in self.mask_index]
+        return sum(terms, jnp.int32(0))
+
+    def mask_rows(self, row: Row) -> Row:
+        """Returns the mask's row for a row of x, or for the rows that a warpgroup takes at once, or their own rows."""
+        if not isinstance(row, pl.Slice):
+            return self.mask_row(row)
+        first = self.mask_row(jnp.asarray(row.start))
+        return pl.ds(first, row.size) if any(divisor == 1 for divisor, _, _ in self.mask_index) else first
 
     def query(self, row: jax.Array) -> jax.Array:
         """Returns the last column that a row keeps."""

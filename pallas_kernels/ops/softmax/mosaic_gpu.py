@@ -67,7 +67,7 @@ def softmax_forward(
 
     def softmax_masked(x_ref, mask_ref, y_ref):
         row = row_of_block(lax.axis_index("block"), rows, at_once)
-        body(row, x_ref, mask_ref.at[masking.mask_row(row)], y_ref)
+        body(row, x_ref, mask_ref.at[masking.mask_rows(row)], y_ref)
 
     operands = (x,) if mask is None else (x, mask)
     y = settings.kernel(
