@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-RESULTS = [ROOT / "notebooks" / "results" / f"{name}-h200.json" for name in ("choice", "kernels")]
+RESULTS = [ROOT / "notebooks" / "results" / f"{name}-h200.json" for name in ("choice-before", "choice", "kernels")]
 
 
 def calls(files: list[Path]) -> Iterator[tuple[str, str, float, float]]:

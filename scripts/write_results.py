@@ -21,7 +21,15 @@ from xlafuse.bench.counters import load_counters
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
 from xlafuse.bench.shortfalls import cases_behind, shortfall_table
 from xlafuse.bench.tables import details, overview, place, summary
-from xlafuse.bench.text import block_lines, block_summary, kernel_lines, kernel_summary, problem_lines, title
+from xlafuse.bench.text import (
+    block_lines,
+    block_summary,
+    choice_summary,
+    kernel_lines,
+    kernel_summary,
+    problem_lines,
+    title,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -109,6 +117,8 @@ def shown(results: Results, characters: int) -> str:
     if any(shape.of_kind("strategy") for shape in results.shapes):
         lines_of_shapes = (line for shape in results.shapes for line in (*block_lines(shape), *problem_lines(shape)))
         return "\n".join((*block_summary(results), *lines_of_shapes))[:characters]
+    if any(shape.of_kind("default") for shape in results.shapes):
+        return "\n".join(choice_summary(results))[:characters]
     lines = kernel_summary(results)
     group = ""
     for shape in results.shapes:

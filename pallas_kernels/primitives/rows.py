@@ -102,7 +102,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class WarpSegment(Segment):
-    """A segment of (lines, columns), of which each warp of the warpgroup holds every fourth line.
+    """A segment of several lines, which the four warps of the warpgroup hold in turn.
 
     Sums over a line then need no other warp. Lines are whole short rows, or the parts of a row that several warpgroups
     hold together: sums over a whole warpgroup use scratch memory that Mosaic GPU shares between warpgroups without
@@ -245,7 +245,7 @@ def load_lines(ref, segments: Sequence[Segment]) -> jax.Array:
 
 
 def row_index(row: Row, segments: Sequence[Segment]) -> jax.Array:
-    """Returns the index of the row that a value belongs to."""
+    """Returns the row index: a scalar for one row, else that of each value."""
     if not isinstance(row, pl.Slice):
         return row
     return plgpu.broadcasted_iota(jnp.int32, segments[0].shape, 0, layout=segments[0].layout) + row.start
@@ -298,7 +298,7 @@ def over_lines(line_values: jax.Array, segments: Sequence[Segment]) -> RowValues
 
 
 def _over_lines(values: jax.Array, segment: Segment, axis: int) -> jax.Array:
-    """Broadcasts one value a line (axis 0) or a column (axis 1) to the segment's shape."""
+    """Broadcasts one value per line (axis 0) or per column (axis 1) over the segment."""
     return plgpu.layout_cast(lax.broadcast_in_dim(values, segment.shape, (axis,)), segment.layout)
 
 
@@ -330,7 +330,7 @@ def _folded(values: Sequence[jax.Array], layouts: Sequence[Any]) -> list[jax.Arr
 
 
 def row_max(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
-    """Returns the largest value of a row; every thread holds it. Repeated columns do not matter."""
+    """Returns the maximum of a row, in every thread. Repeated columns do not matter."""
     if isinstance(segments[0], WarpSegment):
         return _over_lines(line_max(values), segments[0], 0)
     return functools.reduce(jnp.maximum, [jnp.max(value) for value in values])

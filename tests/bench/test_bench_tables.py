@@ -142,6 +142,14 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     assert "begin -->\ncovered\n<!--" in text["kernels"]
 
 
+def test_show_of_drawn_calls(script, capsys):
+    kept = SCRIPT.parents[1] / "notebooks/results/choice-h200.json"
+    assert script.main(["--show", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    assert "!! forward linear_residual_norm 5512.1" in shown
+    assert "115 of 115 calls measured" in shown
+
+
 def test_merge_and_show(script, tmp_path, capsys):
     broken = [Problem(candidate="liger", message="no such thing")]
     write(tmp_path / "a.json", results(shape(us=260.0), shape("b", problems=tuple(broken)), started=day(2)))

@@ -1,10 +1,14 @@
-"""Many short rows, of which each warp holds whole ones, in the operations that take rows."""
+"""Operations on many short rows, where a warp holds whole rows."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from draws import normal
 
-from pallas_kernels import ArgSpec, ArraySpec, get_op, testing
+from pallas_kernels import ArgSpec, ArraySpec, get_op, rms_norm, testing
 from pallas_kernels.primitives import rows
 from pallas_kernels.primitives.rows import short_rows_at_once, split_short_rows
 
@@ -61,6 +65,22 @@ def with_labels(arguments: dict) -> dict:
 def test_values_and_gradients(name, arguments, seed, monkeypatch):
     monkeypatch.setattr(rows, "MANY_ROWS", 16)
     testing.check(get_op(name), ArgSpec(name="short rows", arguments=with_labels(arguments)), "mosaic", seed=seed)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_vmap_of_values_and_gradients(seed, monkeypatch):
+    monkeypatch.setattr(rows, "MANY_ROWS", 16)
+    x, scale = normal(seed, (2, 21, 128)), normal(seed + 1, (128,))
+
+    def loss(x, scale, implementation):
+        return jnp.sum(jnp.sin(rms_norm(x, scale, implementation=implementation)))
+
+    got, expected = (
+        jax.vmap(jax.value_and_grad(lambda x, s: loss(x, s, name), (0, 1)), (0, None))(x, scale)  # noqa: B023
+        for name in ("mosaic", "xla")
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

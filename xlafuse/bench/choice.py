@@ -211,7 +211,7 @@ def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems:
 
 
 def _with_default(timed: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:
-    """Adds the call that names no implementation if it runs the program of a named one, which was timed once."""
+    """Adds the call without a name, with the times of the implementation whose program it shares."""
     default, times = list(programs)[-1], {each.name: each for each in timed}
     same = next((times[name] for name in times if programs[name] is programs[default]), None)
     return timed if default in times or same is None else (*timed, replace(same, name=default, kind="default"))

@@ -13,9 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, row_scalars, weigh
-from pallas_kernels.ops._norms.operands import BackwardOperands
-from pallas_kernels.primitives import settings
+from pallas_kernels.ops._norms.norm import row_scalars, weigh
+from pallas_kernels.ops._norms.operands import BackwardOperands, launch_blocks
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     load_row,
@@ -25,30 +24,13 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
-from pallas_kernels.primitives.sharing import without_values
 
 
 def pipeline_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     """Returns the rows of the gradients and each block's column sums, by name."""
-    inputs, out_types, scale = operands.inputs, operands.out_types(), operands.scale
+    scale = operands.scale
     scratch = {} if scale is None else {"gain": plgpu.SMEM(scale.shape, scale.dtype)}
-    names = (*inputs, *out_types, *scratch)
-
-    known = without_values(operands)
-
-    def kernel(*refs):
-        _rows_of_block(known, dict(zip(names, refs, strict=True)))
-
-    outputs = settings.kernel(
-        kernel,
-        out_type=tuple(out_types.values()),
-        grid=(operands.blocks,),
-        grid_names=("block",),
-        scratch_types=tuple(scratch.values()),
-        compiler_params=COMPILER_PARAMS,
-        kernel_name=operands.kernel_name,
-    )(*inputs.values())
-    return dict(zip(out_types, outputs, strict=True))
+    return launch_blocks(operands, _rows_of_block, scratch)
 
 
 def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The backward kernel of short rows, of which each warp holds whole ones.
 
-A block reads several rows directly to registers, without shared memory: other blocks of its multiprocessor read
-meanwhile. It adds up the column sums of its four warps at the end.
+A block reads several rows directly to registers, while other blocks of its multiprocessor wait for theirs. At the end
+it adds up the column sums of its four warps in shared memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, row_scalars, weigh
-from pallas_kernels.ops._norms.operands import BackwardOperands
-from pallas_kernels.primitives import settings
+from pallas_kernels.ops._norms.norm import row_scalars, weigh
+from pallas_kernels.ops._norms.operands import BackwardOperands, launch_blocks
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
@@ -32,29 +31,13 @@ from pallas_kernels.primitives.rows import (
     to_float32,
     zeros_row,
 )
-from pallas_kernels.primitives.sharing import without_values
 
 
 def short_rows_kernel(operands: BackwardOperands) -> dict[str, jax.Array]:
     """Returns the rows of the gradients and each block's column sums, by name."""
-    inputs, out_types, known = operands.inputs, operands.out_types(), without_values(operands)
     pieces = split_short_rows(operands.features, operands.dtype.itemsize, rows=WARPS)
     scratch = {"lines": plgpu.SMEM((len(pieces), *pieces[0].shape), jnp.float32)} if operands.sums else {}
-    names = (*inputs, *out_types, *scratch)
-
-    def kernel(*refs):
-        _rows_of_block(known, dict(zip(names, refs, strict=True)))
-
-    outputs = settings.kernel(
-        kernel,
-        out_type=tuple(out_types.values()),
-        grid=(operands.blocks,),
-        grid_names=("block",),
-        scratch_types=tuple(scratch.values()),
-        compiler_params=COMPILER_PARAMS,
-        kernel_name=operands.kernel_name,
-    )(*inputs.values())
-    return dict(zip(out_types, outputs, strict=True))
+    return launch_blocks(operands, _rows_of_block, scratch)
 
 
 def _rows_of_block(operands: BackwardOperands, refs: dict[str, Any]) -> None:

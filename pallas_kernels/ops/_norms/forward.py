@@ -1,4 +1,4 @@
-"""Norms forward on Mosaic GPU: a warpgroup per row, or per several short rows, 16-byte accesses to registers.
+"""Norms forward on Mosaic GPU: a warpgroup reads one row, or several short ones, to registers.
 
 The simple form is the fast one: with one row per block, enough blocks share a multiprocessor to hide memory latency
 (97 to 99 % of the copy ceiling on an H200; TMA pipelines and persistent blocks reached 90 to 97 %).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.config import BackwardConfig
-from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
+from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.sharing import without_values
 
 
 @partial(
@@ -81,3 +84,30 @@ class BackwardOperands:
     def sums_at(self, refs: dict[str, Any], block, name: str) -> Any:
         """Returns the reference of one block's column sums for the gradient called `name`."""
         return refs["d" + name].at[0] if self.blocks == 1 else refs["sums"].at[block, tuple(self.sums).index(name)]
+
+
+def launch_blocks(
+    operands: BackwardOperands,
+    rows_of_block: Callable[[BackwardOperands, dict[str, Any]], None],
+    scratch: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs a kernel with blocks of one warpgroup; returns the gradients' rows and each block's column sums, by name.
+
+    rows_of_block: the kernel's body, a function of the operands without values and of all references, by name.
+    """
+    inputs, out_types, known = operands.inputs, operands.out_types(), without_values(operands)
+    names = (*inputs, *out_types, *scratch)
+
+    def kernel(*refs):
+        rows_of_block(known, dict(zip(names, refs, strict=True)))
+
+    outputs = settings.kernel(
+        kernel,
+        out_type=tuple(out_types.values()),
+        grid=(operands.blocks,),
+        grid_names=("block",),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=operands.kernel_name,
+    )(*inputs.values())
+    return dict(zip(out_types, outputs, strict=True))

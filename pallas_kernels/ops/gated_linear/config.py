@@ -55,7 +55,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, is_normed: bool = False) -
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
-    """Whether the kernel was measured or is estimated to be faster than XLA, and so is preferred.
+    """Whether the kernel is faster than XLA, as measured or estimated.
 
     Speed relative to XLA on an H200, with 4096 features and 14336 outputs: 1.05 at 8192 rows, 1.20 at 512, 1.14 at 16.
     """

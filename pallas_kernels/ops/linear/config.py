@@ -85,7 +85,7 @@ def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = Fals
 def is_preferred(
     rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
 ) -> bool:
-    """Whether the kernel was measured or is estimated to be faster than XLA, and so is preferred.
+    """Whether the kernel is faster than XLA, as measured or estimated.
 
     has_activation: whether an activation follows. residual_bytes, out_bytes: of one value of the residual, 0 without
     one, and of one value of the result.

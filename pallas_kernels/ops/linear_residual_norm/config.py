@@ -26,7 +26,7 @@ def default_config(rows: int, outputs: int, features: int) -> Config:
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
-    """Whether the kernel was measured or is estimated to be faster than XLA, and so is preferred.
+    """Whether the kernel is faster than XLA, as measured or estimated.
 
     On an H200, 14336 features and 4096 outputs: 1.01 times as fast as XLA at 8192 rows, 1.02 at 512, 1.09 and 1.1 at 1
     and 16.

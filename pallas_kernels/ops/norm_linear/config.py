@@ -12,7 +12,7 @@ FEWEST_ROWS = 512
 
 
 def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool) -> bool:
-    """Whether the kernels were measured or are estimated to be faster than XLA, and so are preferred.
+    """Whether the kernels are faster than XLA, as measured or estimated.
 
     On an H200, 4096 features: 1.15 times as fast as XLA at 512 rows with LayerNorm, bias, gelu and 16384 outputs, 1.01
     at 8192 rows with RMSNorm and 4096 outputs; 1.28 at 16 rows and 1.39 at 1, with RMSNorm in the launch. With that

@@ -1,4 +1,4 @@
-"""Softmax forward on Mosaic GPU: a warpgroup per row, or per several short rows, 16-byte accesses to registers.
+"""Softmax forward on Mosaic GPU: a warpgroup reads one row, or several short ones, to registers.
 
 A row that fits in registers is read once. A longer row is read twice: first for maximum and sum together (online
 softmax), then, from the L2 cache, for the weights.

@@ -103,11 +103,11 @@ EVEN = GemmConfig(cluster=2, even_waves=True, reverses=True)
 """For many rows: it reads a third less from memory with 4096 features, and a sixth less with 14336."""
 _WIDE_TILE = 256
 _WIDE_RATE, _NARROW_RATE, _XLA_RATE = 800e6, 660e6, 735e6
-"""Operations a microsecond: of the kernel's tiles of 256 columns or of one wave, of narrower ones, and of XLA."""
+"""Operations per microsecond: the kernel's tiles of 256 columns or a single wave, its narrower tiles, and XLA."""
 _EPILOGUE_BYTES, _PRODUCT_BYTES, _PASS_BYTES = 1.7e6, 3.2e6, 3.5e6
-"""Bytes a microsecond: behind the kernel's products, of other parts of products, and of an elementwise pass."""
+"""Bytes per microsecond: the kernel's epilogue, operands and XLA's products, and an elementwise pass."""
 _LAUNCH_US = 1.5
-"""What a launch takes besides."""
+"""Microseconds that a launch adds."""
 WORTH = 0.8
 """The share of the multiprocessors' time that tiles must fill; below, XLA's tilings are faster."""
 
@@ -146,8 +146,8 @@ class ProductCost:
     """Estimates of a (rows, outputs) product's time on Hopper, to choose between the kernel and XLA.
 
     The kernel takes as long as its waves of tiles, or as its bytes. XLA's product takes as long as its operations or
-    bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates are fitted to
-    drawn calls on an H200, and `scripts/check_product_costs.py` compares them with all measured ones.
+    bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates were set
+    by hand from calls on an H200; `scripts/check_product_costs.py` compares the estimates with what was measured.
 
     accumulators: the number of products, each with `outputs` columns.
     read_bytes, written_bytes: of what is read beside the operands, and of the result.
@@ -165,7 +165,7 @@ class ProductCost:
 
     @property
     def flops(self) -> float:
-        """Operations of the products."""
+        """Floating-point operations of all products."""
         return 2.0 * self.rows * self.outputs * self.accumulators * self.features
 
     def estimate(self, config: GemmConfig) -> tuple[float, float]:
