@@ -13,7 +13,7 @@ from pallas_kernels.ops.decode_attention.api import decode_attention
 from pallas_kernels.ops.decode_attention.config import DecodeConfig, choose_splits
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
-from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
+from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.specs import seeds_of
 
@@ -75,7 +75,7 @@ def test_lengths_of_every_kind(config, options, seed):
 
     def draw(seed):
         operands = arrays(batch=5, tokens=2, keys=136, seed=seed)
-        got = decode_forward(*operands, lengths, scores=rule, config=config)
+        (got,) = decode_forward(*operands, lengths, scores=rule, config=config)
         baseline = decode_attention_reference(*operands, lengths, **options)
         expected = exact(*operands, jnp.minimum(lengths, 136), **options)
         assert not np.asarray(got[0], np.float32).any()
@@ -83,6 +83,44 @@ def test_lengths_of_every_kind(config, options, seed):
         return testing.error_reports({"out": got}, {"out": baseline}, {"out": expected}, DECODE_ATTENTION.error_bound)
 
     testing.assert_draws_within(draw, seed, "lengths of every kind")
+
+
+PAGED = DecodeConfig(splits=2, stages=2)
+
+
+@pytest.mark.parametrize("config", [CUT, WHOLE, PAGED])
+@pytest.mark.usefixtures("interpreter")
+def test_new_tokens_are_written_before_they_are_read(config, seed):
+    """In tiles, parts and pages of their own and across their ends; none before a sequence's first key."""
+    lengths = jnp.array([0, 1, 2, 64, 65, 66, 1000])
+    query, *caches = arrays(batch=7, tokens=3, heads=4, keys=128, kv_heads=2, seed=seed)
+    new = tuple(normal(own, (7, 3, 2, 64), jnp.bfloat16) for own in seeds_of(seed + 1, 2))
+    page_table = None
+    if config is PAGED:
+        page_table = jnp.asarray(np.random.default_rng(seed).permutation(7 * 4).reshape(7, 4), jnp.int32)
+        caches = [cache.reshape(28, 32, 2, 64) for cache in caches]
+    rule = Scores(scale=0.125, window=None, softcap=None)
+    written = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
+    (expected,) = decode_forward(query, *written, lengths, scores=rule, page_table=page_table, config=config)
+    # Old entries at the new tokens' places must not be seen.
+    got = decode_forward(query, *caches, lengths, scores=rule, page_table=page_table, new=new, config=config)
+    for value, wanted in zip(got, (expected, *written), strict=True):
+        np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_new_tokens_lie_at_the_ends():
+    cache = jnp.zeros((4, 8, 1, 1))
+    new = jnp.arange(1.0, 9).reshape(4, 2, 1, 1)
+    lengths = jnp.array([0, 1, 5, 100])
+    got = appended(cache, new, lengths, None)[..., 0, 0]
+    expected = np.zeros((4, 8))
+    expected[1, 0] = 4
+    expected[2, 3:5] = 5, 6
+    expected[3, 6:] = 7, 8
+    np.testing.assert_array_equal(got, expected)
+    table = jnp.array([[0, 1], [2, 3], [4, 5], [7, 6]])
+    paged = appended(cache.reshape(8, 4, 1, 1), new, lengths, table)[..., 0, 0]
+    np.testing.assert_array_equal(paged[table].reshape(4, 8), expected)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -144,6 +182,13 @@ def test_what_the_kernel_refuses(shape, reason):
         ({"lengths": jnp.ones((3,), jnp.int32)}, ValueError, r"\(2,\), got \(3,\)"),
         ({"window": -1}, ValueError, "window must not be negative"),
         ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"new_key": jnp.ones((2, 1, 1, 64), jnp.bfloat16)}, ValueError, "must be given together"),
+        (
+            dict.fromkeys(("new_key", "new_value"), jnp.ones((2, 1, 2, 64), jnp.bfloat16)),
+            ValueError,
+            r"new_key must be one entry a token, \(2, 1, 1, 64\)",
+        ),
+        (dict.fromkeys(("new_key", "new_value"), jnp.ones((2, 1, 1, 64))), TypeError, "new_key must have query's"),
         ({"implementation": "mosiac"}, ValueError, "Did you mean 'mosaic'"),
     ],
 )

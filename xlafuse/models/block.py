@@ -49,6 +49,13 @@ class KeyValueCache(NamedTuple):
     key: Array
     value: Array
 
+    def appended(self, key: Array, value: Array, filled: Array) -> KeyValueCache:
+        """Returns the cache with keys and values (B, T, kv heads, head_dim) written from position `filled` on."""
+        caches = zip(self, (key, value), strict=True)
+        return KeyValueCache(
+            *(jax.lax.dynamic_update_slice_in_dim(old, new, filled, axis=1) for old, new in caches),
+        )
+
 
 class TransformerBlock(nnx.Module):
     """One layer of Llama 3 or GPT-2, as `config` says: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
@@ -138,17 +145,12 @@ class TransformerBlock(nnx.Module):
         with jax.named_scope("block"):
             (query, key, value), x = self._normed_heads(x, positions, plan)
             with jax.named_scope("attention"):
-                if cache is not None:
-                    cache = KeyValueCache(
-                        *(
-                            jax.lax.dynamic_update_slice_in_dim(old, new, cast(Array, filled), axis=1)
-                            for old, new in zip(cache, (key, value), strict=True)
-                        )
-                    )
-                if cache is None or x.shape[1] > 1:
-                    mixed = self._mix(query, key, value, plan.attention)
+                if cache is not None and x.shape[1] == 1:
+                    mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), cached_attention)
                 else:
-                    mixed = self._mix_cached(query, cache, cast(Array, filled) + 1, cached_attention)
+                    mixed = self._mix(query, key, value, plan.attention)
+                    if cache is not None:
+                        cache = cache.appended(key, value, cast(Array, filled))
                 mixed = mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)
             x = self._add_projected(
                 x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
@@ -191,15 +193,20 @@ class TransformerBlock(nnx.Module):
         attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
         return attention(query, key, value, is_causal=self.config.is_causal)
 
-    def _mix_cached(self, query: Array, cache: KeyValueCache, length: Array, implementation: str) -> Array:
-        lengths = jnp.broadcast_to(length, query.shape[:1])
+    def _mix_cached(
+        self, query: Array, key: Array, value: Array, cache: KeyValueCache, filled: Array, implementation: str
+    ) -> tuple[Array, KeyValueCache]:
+        lengths = jnp.broadcast_to(filled + 1, query.shape[:1])
         if implementation in ("mosaic", "best"):
             from xlafuse.models import kernels
 
-            return kernels.attend_cached(query, cache.key, cache.value, lengths)
-        return jax.nn.dot_product_attention(
+            mixed, *extended = kernels.attend_cached(query, key, value, cache, lengths)
+            return mixed, KeyValueCache(*extended)
+        cache = cache.appended(key, value, filled)
+        mixed = jax.nn.dot_product_attention(
             query, *cache, key_value_seq_lengths=lengths, implementation="cudnn" if implementation == "cudnn" else "xla"
         )
+        return mixed, cache
 
     def _heads(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array, Array]:
         """Returns query, key and value of the normed tokens, (B, T, heads, head_dim), after RoPE."""

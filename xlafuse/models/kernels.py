@@ -100,9 +100,16 @@ def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
     return cast(Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation="mosaic"))
 
 
-def attend_cached(query: Array, key_cache: Array, value_cache: Array, lengths: Array) -> Array:
-    """Attends one token a sequence, (B, 1, N, H), to caches (B, S, K, H) of `lengths` (B,) tokens."""
-    return pallas_kernels.decode_attention(query, key_cache, value_cache, lengths, implementation=("mosaic", "xla"))
+def attend_cached(
+    query: Array, key: Array, value: Array, caches: tuple[Array, Array], lengths: Array
+) -> tuple[Array, Array, Array]:
+    """Attends one token a sequence, (B, 1, N, H), to caches (B, S, K, H) of `lengths` (B,) tokens, this one included.
+
+    Returns also the caches, into which key and value (B, 1, K, H) of the token are written.
+    """
+    return pallas_kernels.decode_attention(
+        query, *caches, lengths, new_key=key, new_value=value, implementation=("mosaic", "xla")
+    )  # pyright: ignore
 
 
 def head_loss(hidden: Array, head: Array, labels: Array) -> Array:

@@ -141,7 +141,7 @@ def few_queries_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, p
     # A constant in the program, where `jnp.full` would be a kernel.
     lengths = varying_like(jnp.asarray(np.full(batch, key.shape[1], np.int32)), query, key, value)
     rule = Scores(scale=problem.scale, window=None, softcap=problem.softcap)
-    out = decode_forward(rows, key, value, lengths, scores=rule)
+    (out,) = decode_forward(rows, key, value, lengths, scores=rule)
     if queries > 1:
         out = out.reshape(batch, key_heads, queries, group, size).swapaxes(1, 2)
     return out.reshape(query.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
-from pallas_kernels.ops.decode_attention.reference import decode_attention_reference
+from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -32,13 +33,15 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     page_table: jax.Array | None = None,
+    new_key: jax.Array | None = None,
+    new_value: jax.Array | None = None,
     implementation: Implementation = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     """Computes attention of each sequence's newest tokens over its cache of keys and values, for inference.
 
-    The T query tokens are the last ones of their sequence, and the cache already holds their keys and values. Token t
-    is at position p = length - T + t and sees the keys at positions 0 to p. A token with p < 0 sees no key and gets
-    zeros.
+    The T query tokens are the last ones of their sequence, and the cache holds their keys and values already, or gets
+    them by the call: `new_key` and `new_value`. Token t is at position p = length - T + t and sees the keys at
+    positions 0 to p. A token with p < 0 sees no key and gets zeros.
 
     Equivalent to this, for each head, in float32 between the casts:
 
@@ -61,6 +64,10 @@ def decode_attention(
         page_table: (B, P) integers, for paged caches. Then key_cache and value_cache are (pages, page size, K, D), key
             j of sequence b is entry j % page size of page page_table[b, j // page size], and S = P * page size. Table
             entries after a sequence's end do not count. None: the caches are not paged.
+        new_key, new_value: (B, T, K, D), of query's dtype: keys and values of the T tokens, which the call writes into
+            the caches at their positions p; one with p < 0 is not written. The kernels write in place, so donate the
+            caches (`jax.jit(..., donate_argnums=...)`); else XLA copies them first. In paged caches no other sequence
+            may use the pages that are written. None, both: the caches hold them already.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 or float16; D
             64, 96, 128, 192 or 256; S a multiple of 8; pages of 8, 16, 32 or a multiple of 64 keys.
@@ -68,7 +75,8 @@ def decode_attention(
             None: "mosaic" if it can run, else "xla".
 
     Returns:
-        out, (B, T, N, D), of query's dtype. XLA computes the gradients of query and caches.
+        out, (B, T, N, D), of query's dtype; with new_key and new_value (out, key_cache, value_cache). XLA computes the
+        gradients of query, caches, new_key and new_value.
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
@@ -81,7 +89,9 @@ def decode_attention(
     window = None if window is None else static_integer("decode_attention", "window", window)
     softcap = None if softcap is None else positive_number("decode_attention", "softcap", softcap)
     (page_table,) = optional_arrays("decode_attention", page_table=page_table)
+    new_key, new_value = optional_arrays("decode_attention", new_key=new_key, new_value=new_value)
     _check(query, key_cache, value_cache, lengths, page_table, window)
+    new = _checked_new(query, key_cache, new_key, new_value)
     keys = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     # A window that hides nothing is left out, however large.
     window = None if window is not None and window >= keys else window
@@ -93,8 +103,14 @@ def decode_attention(
     support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):
-        return _xla(rule, query, key_cache, value_cache, lengths, page_table)
-    return _mosaic(rule, *varying_alike((query, key_cache, value_cache, lengths, page_table)))  # pyright: ignore
+        return _xla(rule, query, key_cache, value_cache, lengths, page_table, new)
+    operands = varying_alike((query, key_cache, value_cache, lengths, page_table, new))
+    if new is None or not jax.typeof(operands[0]).manual_axis_type.varying:
+        return _mosaic(rule, *operands)  # pyright: ignore
+    # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references: XLA writes into the caches.
+    query, *caches, lengths, page_table, new = operands
+    caches = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
+    return _mosaic(rule, query, *caches, lengths, page_table, None), *caches  # pyright: ignore
 
 
 def mosaic_unsupported(query: jax.Array, key_cache: jax.Array, page_table: jax.Array | None = None) -> str | None:
@@ -158,7 +174,25 @@ def _check(query, key_cache, value_cache, lengths, page_table, window) -> None:
         raise ValueError(f"decode_attention: window must not be negative, got {window}; None is no window.")
 
 
-def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> jax.Array:
+def _checked_new(query, key_cache, new_key, new_value) -> tuple[jax.Array, jax.Array] | None:
+    if (new_key is None) != (new_value is None):
+        raise ValueError("decode_attention: new_key and new_value must be given together.")
+    if new_key is None or new_value is None:
+        return None
+    shape = (*query.shape[:2], *key_cache.shape[2:])
+    for name, array in {"new_key": new_key, "new_value": new_value}.items():
+        if array.dtype != query.dtype:
+            raise TypeError(
+                f"decode_attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}; cast it "
+                "first."
+            )
+        if array.shape != shape:
+            raise ValueError(f"decode_attention: {name} must be one entry a token, {shape}, got {array.shape}.")
+    return new_key, new_value
+
+
+def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table, new) -> Any:
+    new_key, new_value = new or (None, None)
     return decode_attention_reference(
         query,
         key_cache,
@@ -168,12 +202,15 @@ def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> ja
         window=rule.window,
         softcap=rule.softcap,
         page_table=page_table,
+        new_key=new_key,
+        new_value=new_value,
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mosaic(rule: Scores, query, key_cache, value_cache, lengths, page_table) -> jax.Array:
-    return decode_forward(query, key_cache, value_cache, lengths, page_table=page_table, scores=rule)
+def _mosaic(rule: Scores, query, key_cache, value_cache, lengths, page_table, new) -> Any:
+    results = decode_forward(query, key_cache, value_cache, lengths, page_table=page_table, new=new, scores=rule)
+    return results[0] if new is None else results
 
 
 def _mosaic_fwd(rule, *operands):
@@ -182,13 +219,13 @@ def _mosaic_fwd(rule, *operands):
 
 @usual_promotion
 def _mosaic_bwd(rule, operands, cotangent):
-    arrays, (lengths, page_table) = operands[:3], operands[3:]
+    *arrays, lengths, page_table, new = operands
 
-    def forward(query, key_cache, value_cache):
-        return _xla(rule, query, key_cache, value_cache, lengths, page_table)
+    def forward(query, key_cache, value_cache, new):
+        return _xla(rule, query, key_cache, value_cache, lengths, page_table, new)
 
-    gradients = jax.vjp(forward, *arrays)[1](cotangent)
-    return (*gradients, None, None)
+    *gradients, new_gradients = jax.vjp(forward, *arrays, new)[1](cotangent)
+    return (*gradients, None, None, new_gradients)
 
 
 _mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

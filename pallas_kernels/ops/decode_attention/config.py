@@ -34,9 +34,9 @@ class DecodeConfig:
     warpgroups: int = 2
     stages: int = 8
 
-    def fitted(self, *, head_size: int, itemsize: int) -> DecodeConfig:
-        """The configuration with only as many stages as fit in shared memory."""
-        query = QUERIES * ROWS * head_size * itemsize
+    def fitted(self, *, head_size: int, itemsize: int, new_tokens: int = 0) -> DecodeConfig:
+        """The configuration with only as many stages as fit in shared memory; `new_tokens` go into the caches."""
+        query = (QUERIES * ROWS + 2 * new_tokens) * head_size * itemsize
         staging = self.warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
         stage = 2 * self.warpgroups * TILE_KEYS * head_size * itemsize
         room = SHARED_BYTES - _OTHER_BYTES - query - staging

@@ -7,9 +7,14 @@ the end of a part (unnormalised sums, maxima and sums of weights). If sequences 
 device memory, and a small second kernel combines the parts in a fixed order.
 
 Tiles that no query sees are not read: the time depends on the lengths, not on the size of the cache.
+
+Keys and values of the newest tokens may still lie outside the caches: the producer writes them, in place, before it
+loads the first tile that holds one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,6 +29,7 @@ from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produc
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.references import in_place
 from pallas_kernels.primitives.rows import LANES
 
 _LOWEST = -1e30
@@ -40,13 +46,15 @@ def decode_forward(
     *,
     scores: Scores,
     page_table: jax.Array | None = None,
+    new: tuple[jax.Array, jax.Array] | None = None,
     config: DecodeConfig | None = None,
-) -> jax.Array:
-    """Returns the attention output, like query.
+) -> tuple[jax.Array, ...]:
+    """Returns the attention output, like query, and the caches if the newest tokens are written into them.
 
     query: (B, T, N, D), key_cache, value_cache: (B, S, K, D) of one 16-bit dtype, S a multiple of eight, D of 32.
     lengths: (B,) int32. page_table: (B, pages of a sequence) int32, for caches (pages, page size, K, D), the page size
-    8, 16, 32 or a multiple of 64.
+    8, 16, 32 or a multiple of 64. new: keys and values of the newest tokens, (B, T, K, D) each, or None if the caches
+    hold them.
     """
     batch, tokens, heads, head_size = query.shape
     keys, kv_heads = key_cache.shape[1:3]
@@ -64,9 +72,10 @@ def decode_forward(
         head_size=head_size,
         dtype=query.dtype,
         scores=scores,
-        config=config.fitted(head_size=head_size, itemsize=query.dtype.itemsize),
+        config=config.fitted(head_size=head_size, itemsize=query.dtype.itemsize, new_tokens=tokens if new else 0),
         pages=None if page_table is None else key_cache.shape[0],
         page_size=key_cache.shape[1],
+        appends=new is not None,
     )
     rows = tokens * plan.group
     grouped = query.reshape(batch, tokens, kv_heads, plan.group, head_size).swapaxes(1, 2)
@@ -74,21 +83,33 @@ def decode_forward(
     if plan.rows != rows:
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.rows - rows), (0, 0)))
     indices = [lengths] if page_table is None else [lengths, page_table]
-    outputs = _launch(plan, grouped, key_cache, value_cache, indices, cores)
+    launch = _kernel(plan, cores)
+    caches = (key_cache, value_cache)
+    if new is None:
+        outputs = launch(grouped, *caches, (), indices)
+    else:
+
+        @in_place
+        def extended(query, caches, new, indices):
+            references = [jax.new_ref(cache) for cache in caches]
+            return launch(query, *references, new, indices), [jax.freeze(reference) for reference in references]
+
+        outputs, caches = extended(grouped, caches, new, indices)
     if plan.is_direct:
         (out,) = outputs
     else:
         static = {"tokens": tokens, "group": plan.group, "head_size": head_size}
         out = combine(*outputs, **static, factor=scores.factor, dtype=query.dtype)
-    return varying_like(out, query, key_cache, value_cache, *indices)
+    out = varying_like(out, query, key_cache, value_cache, *indices)
+    return (out,) if new is None else (out, *caches)
 
 
-def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> tuple[jax.Array, ...]:
-    """Returns the output if parts are whole sequences; else the operands of `combine`."""
+def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the launch, which returns the output if parts are whole sequences; else the operands of `combine`."""
     config = plan.config
     rows = plan.batch * plan.kv_heads * plan.group * plan.tokens
 
-    def decode_attention(query_ref, keys_ref, values_ref, index_refs, *refs):
+    def decode_attention(query_ref, keys_ref, values_ref, new_refs, index_refs, *refs):
         lengths_ref, page_table_ref = index_refs if plan.pages is not None else (*index_refs, None)
         *output_refs, ring, finish_refs = refs
         finish = Finish(plan=plan, outputs=output_refs, **finish_refs)
@@ -98,7 +119,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         def _():
             if config.warpgroups > 1:
                 plgpu.set_max_registers(24, action="decrease")
-            produce(plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring)
+            produce(plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, page_table_ref, ring)
 
         @pl.when(warpgroup < config.warpgroups)
         def _():
@@ -121,7 +142,7 @@ def _launch(plan: Plan, query, key_cache, value_cache, indices, cores: int) -> t
         scratch_types=(ring_types(plan), finish_types(plan)),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         products=product(rows, plan.keys, plan.head_size, plan.dtype).times(2),
-    )(query, key_cache, value_cache, list(indices))
+    )
 
 
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:

@@ -52,6 +52,7 @@ class Plan:
         rows, in `row_blocks` of at most 64.
     keys: the capacity of a sequence's cache.
     pages: the number of pages, each of `page_size` keys; None: the caches are not paged.
+    appends: whether the launch writes the newest tokens' keys and values into the caches.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class Plan:
     config: DecodeConfig
     pages: int | None = None
     page_size: int = 0
+    appends: bool = False
 
     @property
     def pieces(self) -> int:
@@ -143,6 +145,16 @@ class Item:
             page = jnp.clip(page_table[self.batch, key // plan.page_size], 0, plan.pages - 1)
             found.append((page, pl.ds(lax.rem(key, plan.page_size), size), self.head))
         return found
+
+    def newest(self, length: jax.Array, token: jax.Array, page_table: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Returns a new token's position, and its place in the caches; the position may be negative."""
+        plan = self.plan
+        position = length - plan.tokens + token
+        if plan.pages is None:
+            return position, (self.batch, position, self.head)
+        key = jnp.maximum(position, 0)
+        page = jnp.clip(page_table[self.batch, key // plan.page_size], 0, plan.pages - 1)
+        return position, (page, lax.rem(key, plan.page_size), self.head)
 
     def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
         """The number of the part's tiles that a consumer takes."""

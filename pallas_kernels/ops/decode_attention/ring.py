@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -15,8 +16,13 @@ from pallas_kernels.primitives.gemm.shared import shared
 
 
 class Ring(NamedTuple):
-    """Shared memory and its barriers; of keys and values, each consumer has a ring of stages."""
+    """Shared memory and its barriers; of keys and values, each consumer has a ring of stages.
 
+    newest: keys and values of the newest tokens, on their way into the caches; None without them.
+    """
+
+    newest: Any
+    newest_here: Any
     keys: Any
     keys_empty: Any
     keys_full: Any
@@ -36,6 +42,8 @@ def ring_types(plan: Plan) -> Ring:
     full = plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings)
     empty = plgpu.Barrier(num_barriers=rings)
     return Ring(
+        newest=plgpu.SMEM((2, plan.tokens, plan.head_size), plan.dtype) if plan.appends else None,
+        newest_here=plgpu.Barrier(num_arrivals=2) if plan.appends else None,
         keys=shared(tiles, plan.dtype),
         keys_empty=empty,
         keys_full=full,
@@ -58,13 +66,35 @@ def for_each_item(plan: Plan, work, carry: Any) -> Any:
     return last
 
 
-def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table_ref, ring: Ring) -> None:
-    """Runs the producer: loads queries, keys and values of every part, as early as there is room."""
+def append(item: Item, length, tiles, caches, page_table_ref, ring: Ring) -> None:
+    """Writes the newest tokens' keys and values that lie in the part, and waits until its loads will see them.
+
+    tiles: the part's first tile, and the one behind its last.
+    """
+    plgpu.barrier_wait(ring.newest_here)
+
+    @pl.loop(0, item.plan.tokens)
+    def _(token):
+        position, place = item.newest(length, token, page_table_ref)
+
+        @pl.when((position >= tiles[0] * TILE_KEYS) & (position < tiles[1] * TILE_KEYS))
+        def _():
+            for which, cache in enumerate(caches):
+                plgpu.copy_smem_to_gmem(ring.newest.at[which, token], cache.at[place])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, page_table_ref, ring: Ring) -> None:
+    """Runs the producer: loads queries, keys and values of every part, as early as there is room.
+
+    new_refs: keys and values of the newest tokens, which are written before the first tile that holds one is loaded.
+    """
     config = plan.config
     loaded = min(ROWS, -(-plan.rows // 8) * 8)
 
     def work(item: Item, number, before):
-        first, count = item.tiles(lengths_ref)[1:]
+        length, first, count = item.tiles(lengths_ref)
         slot = lax.rem(number, QUERIES)
         pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(ring.query_empty.at[slot]))
         plgpu.copy_gmem_to_smem(
@@ -73,12 +103,22 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, lengths_ref, page_table
             ring.query_full.at[slot],
         )
 
+        # The first of the part's tiles with a new token; if it has none, one behind its last.
+        grown = jnp.maximum(first, jnp.maximum(length - plan.tokens, 0) // TILE_KEYS)
+        for which, ref in enumerate(new_refs):
+            load = partial(plgpu.copy_gmem_to_smem, ref.at[item.batch, :, item.head], ring.newest.at[which])
+            pl.when(grown < first + count)(partial(load, ring.newest_here))
+
         def load_tiles(i, _):
             for warpgroup in range(config.warpgroups):
                 tile = i * config.warpgroups + warpgroup
 
                 @pl.when(tile < count)
                 def _(warpgroup=warpgroup, tile=tile):
+                    if plan.appends:
+                        part = (first, first + count)
+                        write = partial(append, item, length, part, (keys_ref, values_ref), page_table_ref, ring)
+                        pl.when(first + tile == grown)(write)
                     load = before[warpgroup] + i
                     stage = lax.rem(load, config.stages)
                     barrier = warpgroup * config.stages + stage

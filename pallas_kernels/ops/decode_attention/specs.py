@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.ops.decode_attention.api import decode_attention
@@ -17,13 +18,14 @@ def _call(
     fill: Fill = "normal",
     shortest: int | None = None,
     page_size: int | None = None,
+    appends: bool = False,
     tags: str = "test",
     **options: Any,
 ) -> ArgSpec:
     """sizes: batch, keys, query heads, key heads and columns of a head.
 
     shortest: the least of random lengths; None: all caches are full. page_size: of caches in pages, in random order;
-    several sequences may share a page.
+    several sequences may share a page. appends: whether the caches get the tokens' keys and values by the call.
     """
     batch, keys, heads, kv_heads, head_size = sizes
     shape, table = (batch, keys), None
@@ -31,6 +33,7 @@ def _call(
         shape = (batch * keys // page_size, page_size)
         table = ArraySpec(shape=(batch, keys // page_size), dtype="int32", fill="integers", maximum=shape[0])
     cache = ArraySpec(shape=(*shape, kv_heads, head_size), dtype=dtype, fill=fill)
+    new = appends and replace(cache, shape=(batch, tokens, kv_heads, head_size))
     least = keys if shortest is None else shortest
     arguments = {
         "query": ArraySpec(shape=(batch, tokens, heads, head_size), dtype=dtype, fill=fill),
@@ -39,11 +42,14 @@ def _call(
         "lengths": ArraySpec(shape=(batch,), dtype="int32", fill="integers", minimum=least, maximum=keys + 1),
         **options,
         "page_table": table or False,
+        "new_key": new,
+        "new_value": new,
     }
     details = (
         tokens > 1 and f"{tokens}tokens",
         shortest is not None and f"lengths{shortest}",
         page_size is not None and f"pages{page_size}",
+        appends and "appends",
         *(f"{option}{value:g}" for option, value in options.items()),
         fill != "normal" and fill,
     )
@@ -84,8 +90,12 @@ DECODE_ATTENTION = OpSpec(
         _call(0, 64, 2, 1, 64, tags="test empty"),
         _call(1, 72, 2, 1, 64, fill="extreme", tags="test extreme"),
         _call(2, 96, 2, 1, 64, shortest=0, page_size=16),
+        _call(3, 136, 4, 2, 64, tokens=2, shortest=0, appends=True),
         _call(4, 4096, 16, 4, 128, tokens=2, shortest=0, page_size=16, tags="gpu"),
         _call(3, 2048, 8, 8, 64, shortest=0, window=500, page_size=256, tags="gpu"),
+        _call(8, 1024, 32, 8, 128, shortest=0, appends=True, tags="gpu"),
+        _call(5, 4096, 16, 2, 128, tokens=8, shortest=0, appends=True, tags="gpu"),
+        _call(16, 256, 8, 1, 256, tokens=3, shortest=0, window=40, appends=True, tags="gpu"),
         _call(4, 4104, 32, 8, 128, shortest=0, tags="gpu"),
         _call(3, 1000, 8, 8, 64, tokens=8, shortest=0, dtype="float16", tags="gpu"),
         _call(2, 2048, 16, 2, 128, tokens=5, shortest=100, window=300, tags="gpu"),
