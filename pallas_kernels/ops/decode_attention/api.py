@@ -108,8 +108,8 @@ def decode_attention(
     if new is None or not jax.typeof(operands[0]).manual_axis_type.varying:
         return _mosaic(rule, *operands)  # pyright: ignore
     # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references: XLA writes into the caches.
-    query, *caches, lengths, page_table, new = operands
-    caches = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
+    query, *caches, lengths, page_table, (key, value) = operands  # pyright: ignore
+    caches = [appended(caches[0], key, lengths, page_table), appended(caches[1], value, lengths, page_table)]
     return _mosaic(rule, query, *caches, lengths, page_table, None), *caches  # pyright: ignore
 
 

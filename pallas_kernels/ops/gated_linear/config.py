@@ -19,8 +19,6 @@ from pallas_kernels.primitives.few_rows.config import (
 from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
 from pallas_kernels.primitives.gemm.config import EVEN, MIXED, MOST_MIXED_ROWS, GemmConfig, ProductCost, choose_config
 
-FEWEST_ROWS = 512
-"""Between few rows and this number, nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -62,7 +60,7 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
     if rows <= MOST_ROWS:
         return outputs >= 4096
     ours, xla = estimate(rows, outputs, features)
-    return rows >= FEWEST_ROWS and ours < xla
+    return ours < xla
 
 
 def estimate(rows: int, outputs: int, features: int) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def linear(
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The result has x's dtype.
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
-            rows with at least 2048 features and 4096 outputs, and for 512 rows or more with an activation or residual
+            rows with at least 2048 features and 4096 outputs, and for more than 64 rows with an activation or residual
             if it is estimated to be faster. "xla" otherwise, and if "mosaic" cannot run.
 
     Returns:

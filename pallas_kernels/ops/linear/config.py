@@ -22,8 +22,6 @@ from pallas_kernels.primitives.gemm.config import (
     choose_config,
 )
 
-FEWEST_MANY_ROWS = 512
-"""Between few rows and this number, nothing has been measured."""
 FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
 Config = GemmConfig | FewRowsConfig
@@ -96,10 +94,8 @@ def is_preferred(
     """
     if rows <= MOST_ROWS:
         return outputs >= 4096 and features >= 2048
-    if rows < FEWEST_MANY_ROWS:
-        return False
     if not has_activation and not residual_bytes:
-        is_known = rows <= MOST_MIXED_ROWS and features >= FEWEST_FEATURES
+        is_known = rows == MOST_MIXED_ROWS and features >= FEWEST_FEATURES
         return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
     epilogue = {"has_activation": has_activation, "residual_bytes": residual_bytes, "out_bytes": out_bytes}
     ours, xla = estimate(rows, outputs, features, **epilogue)

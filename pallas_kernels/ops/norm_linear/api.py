@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import (
     check_linear,
     check_operands,
@@ -20,7 +20,7 @@ from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.config import Config, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
-from pallas_kernels.ops.norm_linear.config import is_preferred, normed_config
+from pallas_kernels.ops.norm_linear.config import FEWEST_ROWS, is_preferred, normed_config
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.platform import varying_alike
@@ -60,8 +60,8 @@ def norm_linear(
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The norm must be "rms",
             with a scale and without given mean squares; the product's launch computes it. The result has x's dtype.
             "xla": always runs.
-            None: "mosaic" if it can run, for few rows where it was measured to be faster, and for 512 rows or more if
-                it is estimated to be; else "xla".
+            None: "mosaic" if it can run, for few rows where it was measured to be faster, for more than 64 rows if it
+                is estimated to be, and for 512 rows or more where a gradient is taken through the norm; else "xla".
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -87,12 +87,10 @@ def norm_linear(
     }
     rows = as_rows(x)
     sizes = (rows.shape[0], w.shape[1], w.shape[0])
-    chosen = choose(
-        "norm_linear",
-        implementation,
-        support,
-        preferred=lambda: ("mosaic",) if is_preferred(*sizes, has_activation=activation is not None) else (),
-    )
+    is_best = is_preferred(*sizes, has_activation=activation is not None)
+    has_best_gradient = norm.mean_square is None and rows.shape[0] >= FEWEST_ROWS
+    order = ("mosaic",) if is_best or has_best_gradient else ()
+    chosen = choose("norm_linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:
         y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
         return y.astype(dtype)
@@ -106,7 +104,13 @@ def norm_linear(
         return y.reshape(*x.shape[:-1], w.shape[1])
     config = normed_config(problem(rows, w, bias, activation, residual, dtype), rows.shape[0])
     product = partial(_with_fused_norm, config) if can_fuse_norm(config, norm, rows) else _with_norm_before
-    y: jax.Array = product(activation, dtype, rows, norm, *others)  # pyright: ignore
+
+    def reference(x, norm, w, bias, residual):
+        given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
+        return norm_linear_reference(x, w, norm=norm, **given).astype(dtype)
+
+    by_xla = implementation is None and not is_best
+    y = partly_by_xla(partial(product, activation, dtype), reference, forward=by_xla)(rows, norm, *others)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 

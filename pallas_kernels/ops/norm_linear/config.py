@@ -8,7 +8,8 @@ from pallas_kernels.ops.linear.config import is_preferred as is_linear_preferred
 from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, MOST_ROWS, choose_few_rows, choose_normed
 
 FEWEST_ROWS = 512
-"""With fewer rows, except few, nothing has been measured with a norm."""
+"""The fewest rows for which the norm's backward kernel was measured to outweigh a slower product. With gradients, 640
+rows of 896 features and outputs take 29.9 µs, by XLA 34.2; 4096 of 1280 and 1152 107.7 and 143.1 (H200)."""
 
 
 def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool) -> bool:
@@ -24,7 +25,7 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool
     if rows <= MOST_ROWS:
         return is_linear_preferred(rows, outputs, features, has_activation=has_activation)
     ours, xla = estimate(rows, outputs, features, has_activation=has_activation)
-    return rows >= FEWEST_ROWS and ours < xla
+    return ours < xla
 
 
 def normed_config(known: tuning.Problem, rows: int) -> Config:

@@ -80,9 +80,8 @@ def qkv_projection(
             be multiples of 64, at least 128 each. With rope or head norms, heads must have 64, 128 or 256 columns, and
             rope must not be interleaved.
             "xla": always runs.
-            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" where it was
-            measured to be faster: few rows, and 512 or more (see `is_preferred` in config.py). "xla" otherwise, and if
-            "mosaic" cannot run.
+            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" if it can
+            run, else "xla".
 
     Returns:
         (q, k, v), of x's dtype: (..., outputs) each, or (..., heads, head_size) with `head_size`.

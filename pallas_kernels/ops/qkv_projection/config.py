@@ -11,11 +11,13 @@ import jax
 from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig, MmaConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
-from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, GemmConfig
+from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig
+from pallas_kernels.primitives.platform import target_device
 
 MOST_FEW_ROWS = 16
-FEWEST_MANY_ROWS = 512
-"""Between few rows and this number, nothing has been measured."""
+NARROW_COST = 1.25
+"""How much longer a column takes in tiles of 128 columns. 3264 rows of 2048 features, 2048 and twice 512 outputs take
+78.9 µs in three waves of wide tiles, 85.8 in five of narrow ones; 128 rows of 1024, three times 1024, 15.2 and 10.1."""
 Config = GemmConfig | FewRowsConfig
 
 
@@ -33,40 +35,46 @@ def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None
 
 
 def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> Sequence[str]:
-    """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
-    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
-    untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1])) else ()
-    return tuning.implementations("qkv_projection", known, untuned=untuned)
-
-
-def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
-    """Returns the measured best configuration of a problem, else the untuned one."""
-    untuned = default_config(rows, head_size=head_size)
-    found = candidates(rows, head_size=head_size)
-    return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
-
-
-def default_config(rows: int, *, head_size: int | None) -> Config:
-    """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
-    if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
-        return _transposed(head_size)
-    return gemm_config(rows, head_size=head_size)
-
-
-def gemm_config(rows: int, *, head_size: int | None) -> GemmConfig:
-    """Returns the untuned configuration for the kernel that also normalises heads, which must lie whole in a tile."""
-    if rows <= FEW_ROWS:
-        return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
-    return EVEN if rows >= MANY_ROWS else GemmConfig()
-
-
-def is_preferred(rows: int) -> bool:
-    """Whether the kernel was measured to be faster than XLA, and so is preferred.
+    """Returns the implementations to try if the caller requests none: the measured best, else the kernel.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
     1.60 at 512, 1.44 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
     """
-    return rows <= FEW_ROWS or rows >= FEWEST_MANY_ROWS
+    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
+    return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
+
+
+def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
+    """Returns the measured best configuration of a problem, else the untuned one."""
+    queries, keys = int(known["queries"]), int(known["keys"])
+    untuned = default_config(rows, (queries, keys, keys), head_size=head_size)
+    found = candidates(rows, head_size=head_size)
+    return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
+
+
+def default_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> Config:
+    """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
+    if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
+        return _transposed(head_size)
+    return gemm_config(rows, widths, head_size=head_size)
+
+
+def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> GemmConfig:
+    """Returns the untuned configuration for the kernel that also normalises heads, which must lie whole in a tile.
+
+    widths: columns of each weight, which has tiles of its own.
+    """
+    if rows <= FEW_ROWS:
+        return GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), tile_k=128, stages=8, warpgroups=1)
+    wide = EVEN if rows >= MANY_ROWS else GemmConfig()
+    if (head_size or 0) > NARROW.tile_n:
+        return wide
+
+    def cost(config: GemmConfig) -> int:
+        tiles = -(-rows // config.tile_m) * sum(-(-width // config.tile_n) for width in widths)
+        return -(-tiles // target_device().core_count) * config.tile_n
+
+    return NARROW if NARROW_COST * cost(NARROW) < cost(wide) else wide
 
 
 def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
@@ -78,7 +86,7 @@ def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
     return {
         "128x256": wide,
         "128x256 cluster m": replace(wide, cluster=2),
-        "128x128": GemmConfig(tile_n=128, stages=6),
+        "128x128": NARROW,
     }
 
 

@@ -89,7 +89,8 @@ def qkv_projection_forward(
     if isinstance(config, FewRowsConfig):
         if form.epsilons == (None, None):
             return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
-        config = gemm_config(x.shape[0], head_size=form.size)  # the other kernel computes norms of heads
+        # The other kernel computes norms of heads.
+        config = gemm_config(x.shape[0], [w.shape[1] for w in weights], head_size=form.size)
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows, without head norms, has a norm in it.")
     angles = None

@@ -18,6 +18,8 @@ _SHORT = 512
 """Up to so many keys, masked tiles are a large part, and their instructions count."""
 _FEW_ROUNDS = 1.5
 """Blocks of 64 queries a multiprocessor up to which they were faster than blocks of 128, causal."""
+_COST_OF_THREE = 0.87
+"""The time of a row in blocks of three warpgroups, compared with blocks of two."""
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
 
@@ -84,7 +86,22 @@ def default_forward(problem: Problem) -> ForwardConfig:
 
 def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
     """The configuration with one consumer, which has more registers than each of two."""
-    return replace(config, warpgroups=1, ping_pong=False, compute_registers=240)
+    return replace(config, warpgroups=1, ping_pong=False, memory_registers=40, compute_registers=240)
+
+
+def _of_three_warpgroups(config: ForwardConfig) -> ForwardConfig:
+    """The configuration with three consumers, for heads of 64, whose exponentials take as long as their products."""
+    return replace(config, warpgroups=3, memory_registers=32, compute_registers=160)
+
+
+def _has_rounds_of_three(problem: Problem) -> bool:
+    """Whether blocks of three warpgroups end earlier than blocks of two, whose last round and last rows are shorter."""
+
+    def rows(warpgroups: int) -> int:
+        blocks = problem.batch * problem.heads * -(-problem.masking.queries // (warpgroups * ROWS))
+        return -(-blocks // target_device().core_count) * warpgroups
+
+    return _COST_OF_THREE * rows(3) < rows(2)
 
 
 def _of_many_blocks(problem: Problem) -> ForwardConfig:
@@ -104,8 +121,10 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
         return config
     if not masking.has_band:
         columns = _fitting_columns(masking.keys)
-        if masking.keys % columns or columns != config.columns or size == 64:
+        if masking.keys % columns or columns != config.columns:
             return replace(config, columns=columns)
+        if size == 64:
+            return _of_three_warpgroups(config) if _has_rounds_of_three(problem) else config
         takes_turns = masking.keys <= _KEYS_OF_TURNS
         return replace(config, queries_in_registers=True, ping_pong=takes_turns)
     if masking.is_causal and size in (64, 96):
@@ -130,7 +149,8 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
     if problem.head_size == 192:
         return replace(config, is_persistent=True, own_output=True)
     registers = {"memory_registers": 24, "compute_registers": 240}
-    return replace(config, is_persistent=True, own_output=True, output_parts=2, **registers)
+    takes_turns = masking.keys < _KEYS_OF_TURNS
+    return replace(config, is_persistent=True, own_output=True, output_parts=2, ping_pong=takes_turns, **registers)
 
 
 def _further(problem: Problem) -> int:
@@ -198,6 +218,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
             candidates["96 keys a tile"] = replace(base, columns=96)
         if problem.head_size == 64:
             small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
+            candidates["three warpgroups"] = _of_three_warpgroups(_of_many_blocks(problem))
             candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)
     if problem.dropout_rate:
         candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)

@@ -43,12 +43,13 @@ class Block:
     def hides_steps(self) -> bool:
         """Whether to hide the step count from LLVM, which would unroll a loop of few steps.
 
-        That takes too many registers in panels, and with large heads in a loop over query tiles.
+        That takes too many registers in panels, with three consumers, and with large heads in a loop over query tiles.
         """
         config, masking = self.config, self.problem.masking
         has_large_heads = self.problem.head_size > 128 and config.is_persistent
         has_two = -(-masking.keys // config.columns) == 2
-        return (is_ragged(masking) and has_two) or (has_large_heads and (has_two or not masking.has_band))
+        is_tight = is_ragged(masking) or config.warpgroups > 2
+        return (is_tight and has_two) or (has_large_heads and (has_two or not masking.has_band))
 
     def key_tiles(self, batch: jax.Array, tile: jax.Array) -> TileRange:
         """The key tiles of a query tile: at least one, which may be masked throughout, to have no special case."""
