@@ -31,9 +31,10 @@ def test_known_values():
 def test_where_xla_is_best(shape, dtype, by_xla):
     x: Any = jax.ShapeDtypeStruct(shape, dtype)
     bias: Any = jax.ShapeDtypeStruct(shape[1:], dtype)
-    assert is_best_by_xla(x, bias) == by_xla
-    assert not is_best_by_xla(x, None)
-    assert not is_best_by_xla(x, bias, is_plain=False)
+    assert is_best_by_xla(x, bias, "gelu") == by_xla
+    assert is_best_by_xla(x, bias, "relu") == (shape[1] <= 192)
+    assert not is_best_by_xla(x, None, "relu")
+    assert not is_best_by_xla(x, bias, "relu", is_plain=False)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -112,8 +112,10 @@ def test_long_rows_in_shared_memory(seed, features, dtype):
     masking = Masking(scale=0.7)
     got = softmax_backward(x, dy, masking=masking, config=config).astype("float32")
     expected = softmax_backward(x, dy, masking=masking, config=RowConfig(register_columns=features))
-    tolerance = 1e-6 if dtype == "float32" else 1e-2
-    np.testing.assert_allclose(got, expected.astype("float32"), rtol=tolerance, atol=1e-9, err_msg=f"seed={seed}")
+    expected = np.asarray(expected.astype("float32"))
+    # A gradient is a difference, which a few roundings of its larger terms may change.
+    tolerance = {"rtol": 1e-6, "atol": 1e-6 * np.abs(expected).max()} if dtype == "float32" else {"rtol": 1e-2}
+    np.testing.assert_allclose(got, expected, **tolerance, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -170,12 +170,12 @@ def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
         try:
             with _LOWERING:
                 traced = jax.jit(callable_of(op, mode, implementation)).trace(*inputs)
-                # Lowered, equal kernels differ in their debug information.
-                texts[name] = _ADDRESS.sub("", str(traced.jaxpr))
+                lowered = traced.lower()
+                # Traced, XLA's calls differ in the wrapper that refuses second derivatives; lowered, equal kernels
+                # differ in their debug information.
+                texts[name] = lowered.as_text() if taken == "xla" else _ADDRESS.sub("", str(traced.jaxpr))
                 same = next((other for other in programs if texts.get(other) == texts[name]), None)
-                is_shared = same is not None and implementation is None
-                lowered = None if is_shared else traced.lower()
-            run = lowered.compile() if lowered is not None else programs[str(same)]
+            run = programs[same] if same is not None and implementation is None else lowered.compile()
             if name == "xla" != taken and isinstance(run, jax.stages.Compiled):
                 _check_memory(run)
             programs[name] = run

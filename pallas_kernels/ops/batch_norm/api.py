@@ -41,8 +41,8 @@ def batch_norm(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             One kernel for up to 64 rows, else three.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 to 511 rows, and for up to
-            1023 rows of fewer than 2**20 values together.
+            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 to 511 rows, and for more
+            rows of fewer than 2**20 values together.
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
@@ -72,10 +72,11 @@ def is_best_forward_by_xla(rows: int, columns: int) -> bool:
     """Whether XLA's forward pass was measured to be faster than the kernels' three launches.
 
     XLA sums few rows fast, and three launches take 8 µs however small x is (H100, bf16, µs of the kernels and of XLA:
-    192x2048 10.2 and 7.9, 512x2048 11.2 and 12.4, 768x128 11.3 and 8.9). With gradients the kernels are 1.3 to 3 times
+    192x2048 10.2 and 7.9, 512x2048 11.2 and 12.4, 768x128 11.3 and 8.9; H200, float32, 6784x128 13.3 and 10.6). With
+    gradients the kernels are 1.3 to 3 times
     as fast from 96 rows on.
     """
-    return HELD_ROWS < rows < 512 or (512 <= rows < 1024 and rows * columns < 2**20)
+    return HELD_ROWS < rows < 512 or (rows >= 512 and rows * columns < 2**20)
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:

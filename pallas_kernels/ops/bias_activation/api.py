@@ -22,6 +22,8 @@ from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_un
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
+_FEW_COLUMNS = 192
+
 
 @usual_promotion
 def bias_activation(
@@ -58,7 +60,8 @@ def bias_activation(
             a bias it needs 128 values.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
-            fewer than 128, or in 4096 float32 rows or more of 129 to 192.
+            fewer than 128, or in 4096 float32 rows or more of 129 to 192; and for "relu" and "relu_squared" in rows of
+            up to 192.
 
     Returns:
         y, with x's shape and dtype.
@@ -75,7 +78,7 @@ def bias_activation(
     _check(x, bias, residual)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)
     support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
-    preferred = lambda: () if is_best_by_xla(x, bias, is_plain=words is None) else ("mosaic",)  # noqa: E731
+    preferred = lambda: () if is_best_by_xla(x, bias, activation, is_plain=words is None) else ("mosaic",)  # noqa: E731
     chosen = choose("bias_activation", implementation, support, preferred=preferred)
     if chosen == "xla" or x.size == 0:
         return bias_activation_reference(
@@ -88,7 +91,7 @@ def bias_activation(
     return y.reshape(x.shape)
 
 
-def is_best_by_xla(x: jax.Array, bias: jax.Array | None, *, is_plain: bool = True) -> bool:
+def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None, *, is_plain: bool = True) -> bool:
     """Whether XLA was measured to be faster than the kernel.
 
     is_plain: without dropout, whose mask XLA computes slowly.
@@ -97,11 +100,17 @@ def is_best_by_xla(x: jax.Array, bias: jax.Array | None, *, is_plain: bool = Tru
     threads have one value at a time. On an H100, float32, µs of the kernel and of XLA: 11680x64 3.3 and 2.9, but with
     dropout 14784x64 4.8 and 5.6; 7553x136 4.0 and 2.8, 5000x192 3.5 and 2.6, with gradients 12.0 and 7.7, 10.2 and 7.4.
     In bf16 22005x128 takes 4.4 and 5.8; on an H200, float32, 6307x128 2.2 and 2.6, with gradients 6.7 and 7.7.
+    Without an exponential there is little to save: relu and a residual, 21376x128 float16 6.0 and 4.9, with gradients
+    17.1 and 12.5; 21952x192 float32 13.2 and 12.0, with gradients 34.3 and 28.8.
     """
-    if bias is None or not is_plain or x.size >= FOLD_ELEMENTS:
+    if bias is None or not is_plain:
         return False
     rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
-    return features < LANES or (x.dtype.itemsize == 4 and LANES < features <= 192 and rows >= 4096)
+    if features <= _FEW_COLUMNS and (activation or "").startswith("relu"):
+        return True
+    if x.size >= FOLD_ELEMENTS:
+        return False
+    return features < LANES or (x.dtype.itemsize == 4 and LANES < features <= _FEW_COLUMNS and rows >= 4096)
 
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:

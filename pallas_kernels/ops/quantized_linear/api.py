@@ -18,7 +18,7 @@ from pallas_kernels.ops._products.checks import (
     result_dtype,
 )
 from pallas_kernels.ops._products.norm import as_rows
-from pallas_kernels.ops.quantized_linear.config import is_preferred
+from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
 from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
@@ -69,8 +69,8 @@ def quantized_linear(
             weights once and widens them in registers. Features must be a multiple of 128 (256 with int4), outputs a
             multiple of 64. The result must have x's dtype or float32. With scales for groups, at most 64 rows.
             "xla": always runs.
-            None: "mosaic" for up to 8192 rows with at least 1024 features and outputs if it can run, else "xla". Also
-                "xla" where a gradient is taken with an activation or more than 64 rows.
+            None: "mosaic" for up to 8192 rows with at least 1024 features (512 for up to 64 rows) and outputs if it can
+                run, else "xla". Also "xla" where a gradient is taken with an activation or more than 1024 rows.
 
     Returns:
         y, (..., outputs), of `out_dtype`. x, bias and residual have gradients; the gradient of w is zero.
@@ -104,8 +104,9 @@ def quantized_linear(
         return quantized_linear_reference(x, w, **given).astype(dtype)
 
     # XLA's backward pass would compute an activation's argument, or widen the weights, once more. With gradients, 80
-    # rows of 2048 features and 1408 outputs take 36.5 µs so, by XLA alone 24.7; 1706 of 7168 and 6656 873 and 805.
-    is_slow = implementation is None and (activation is not None or rows.shape[0] > MOST_ROWS)
+    # rows of 2048 features and 1408 outputs take 36.5 µs so, by XLA alone 24.7; 1706 of 7168 and 6656 873 and 805. But
+    # 128 rows of 4096 and 4288 take 52.1 and 62.8.
+    is_slow = implementation is None and (activation is not None or rows.shape[0] > MOST_DIFFERENTIATED_ROWS)
     y = partly_by_xla(partial(_quantized_linear_mosaic, activation, dtype), reference, gradient=is_slow)(*operands)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
