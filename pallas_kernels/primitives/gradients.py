@@ -20,6 +20,8 @@ _MOST_MERGED_BYTES = 1 << 20
 """Bytes of weight gradients up to which XLA may merge their products: 0.1 MB were faster so, 6 MB slower."""
 _MOST_JOINED_BYTES = 32 << 20
 """Bytes of cotangents and weights up to which they are joined: 21 and 32 MB were faster so. XLA merges no more."""
+_MOST_JOINED_WEIGHTS = 16 << 20
+"""Bytes of weights among them: with few rows their copy takes longest. 13 MB were faster so, 29 MB slower."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 
@@ -68,8 +70,8 @@ def input_gradient(
         config = choose_config(rows, features, is_even=True)
         arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
         return gemm(cotangents, weights, config=config, **arguments)[0]
-    joined = sum(d.size + w.size for d, w in zip(cotangents, weights, strict=True))
-    if cotangents[0].dtype.itemsize * joined <= _MOST_JOINED_BYTES:
+    bytes_of = [cotangents[0].dtype.itemsize * sum(array.size for array in arrays) for arrays in (cotangents, weights)]
+    if sum(bytes_of) <= _MOST_JOINED_BYTES and bytes_of[1] <= _MOST_JOINED_WEIGHTS:
         d, w = (jnp.concatenate(arrays, axis=1) for arrays in (cotangents, weights))
         return jnp.matmul(d, w.T, preferred_element_type=dtype)
     pairs = zip(cotangents, weights, strict=True)

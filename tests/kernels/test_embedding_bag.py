@@ -66,11 +66,13 @@ def test_sums_are_float32(seed):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_none_is_xla_until_a_gpu_has_measured_the_kernel():
-    table, indices = jnp.ones((4, 128)), jnp.zeros((2, 3), jnp.int32)
+@pytest.mark.parametrize(
+    ("bags", "features", "taken"), [(2, 128, "mosaic"), (1025, 128, "xla"), (1025, 512, "mosaic"), (2, 127, "xla")]
+)
+def test_few_bags_and_long_rows_take_the_kernel(bags, features, taken):
     with recorded_choices() as choices:
-        embedding_bag(table, indices)
-    assert (choices[0].taken, choices[0].runnable) == ("xla", ("xla", "mosaic"))
+        jax.eval_shape(embedding_bag, jnp.ones((4, features)), jnp.zeros((bags, 3), jnp.int32))
+    assert choices[0].taken == taken
 
 
 @pytest.mark.parametrize(

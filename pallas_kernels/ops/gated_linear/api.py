@@ -68,8 +68,8 @@ def gated_linear(
             be multiples of 64, with at least 128 outputs, and with a norm at least 128 features.
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
-            rows with at least 4096 outputs, and for more if it is estimated to be faster. "xla" otherwise,
-            and if "mosaic" cannot run.
+            rows with at least 2688 outputs, and for more if it is estimated to be faster. "xla" otherwise, and if
+            "mosaic" cannot run.
 
     Returns:
         y, (..., outputs), of x's dtype.
