@@ -146,8 +146,8 @@ def test_show_of_drawn_calls(script, capsys):
     kept = SCRIPT.parents[1] / "notebooks/results/choice-h200.json"
     assert script.main(["--show", str(kept)]) == 0
     shown = capsys.readouterr().out
-    assert "!! forward linear_residual_norm 5512.1" in shown
-    assert "115 of 115 calls measured" in shown
+    assert "!! forward linear_residual_norm 9002.0" in shown
+    assert "246 of 246 calls measured" in shown
 
 
 def test_merge_and_show(script, tmp_path, capsys):
