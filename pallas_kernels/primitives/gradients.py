@@ -21,7 +21,7 @@ _MOST_MERGED_BYTES = 1 << 20
 _MOST_JOINED_BYTES = 32 << 20
 """Bytes of cotangents and weights up to which they are joined: 21 and 32 MB were faster so. XLA merges no more."""
 _MOST_JOINED_WEIGHTS = 16 << 20
-"""Bytes of weights among them: with few rows their copy takes longest. 13 MB were faster so, 29 MB slower."""
+"""Bytes of weights among them: with few rows their copy takes longest. 13 MB were faster so; more were not measured."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 

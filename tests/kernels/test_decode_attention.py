@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import testing
 from pallas_kernels.ops.decode_attention.api import decode_attention
@@ -106,6 +108,37 @@ def test_new_tokens_are_written_before_they_are_read(config, seed):
     got = decode_forward(query, *caches, lengths, scores=rule, page_table=page_table, new=new, config=config)
     for value, wanted in zip(got, (expected, *written), strict=True):
         np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "shard_map", "shard_map, checked"])
+@pytest.mark.usefixtures("interpreter")
+def test_new_tokens_of_several_calls(transform, seed):
+    """Each call of a map, or each device, has caches of its own."""
+    cases = [arrays(keys=64, seed=seed + i) for i in range(2)]
+    query, *caches = (jnp.stack(pair) for pair in zip(*cases, strict=True))
+    new = [normal(own, (2, 2, 1, 1, 64), jnp.bfloat16) for own in seeds_of(seed + 2, 2)]
+    lengths = jnp.array([[1, 64], [7, 0]])
+
+    def one(query, key_cache, value_cache, lengths, new_key, new_value, implementation="mosaic"):
+        given = {"new_key": new_key, "new_value": new_value, "implementation": implementation}
+        return decode_attention(query, key_cache, value_cache, lengths, **given)
+
+    run = jax.vmap(one)
+    if transform != "vmap":
+        if len(jax.devices("cpu")) < 2:
+            pytest.skip("needs two simulated CPU devices; run this folder by itself")
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+        def local(*operands):
+            return tuple(result[None] for result in one(*(operand[0] for operand in operands)))
+
+        spec = P("data")
+        run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma="checked" in transform)
+    got = jax.jit(run)(query, *caches, lengths, *new)
+    expected = jax.vmap(lambda *operands: one(*operands, implementation="xla"))(query, *caches, lengths, *new)
+    np.testing.assert_allclose(*(np.asarray(out[0], np.float32) for out in (got, expected)), atol=0.02)
+    for cache, wanted in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(wanted, np.float32))
 
 
 def test_new_tokens_lie_at_the_ends():

@@ -81,7 +81,7 @@ DECODE_ATTENTION = OpSpec(
     function=decode_attention,
     reference=decode_attention_reference,
     differentiable=(),
-    batched=("query", "key_cache", "value_cache", "lengths"),
+    batched=("query", "key_cache", "value_cache", "lengths", "new_key", "new_value"),
     arg_specs=(
         _call(2, 192, 4, 2, 64, shortest=0),
         _call(1, 136, 4, 1, 128, tokens=3, shortest=1, window=70),
