@@ -61,7 +61,8 @@ def norm_linear(
             with a scale and without given mean squares; the product's launch computes it. The result has x's dtype.
             "xla": always runs.
             None: "mosaic" if it can run, for few rows where it was measured to be faster, for more than 64 rows if it
-                is estimated to be, and for 512 rows or more where a gradient is taken through the norm; else "xla".
+                is estimated to be, and without a residual for 512 rows or more where a gradient is taken through the
+                norm; else "xla".
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -88,7 +89,7 @@ def norm_linear(
     rows = as_rows(x)
     sizes = (rows.shape[0], w.shape[1], w.shape[0])
     is_best = is_preferred(*sizes, has_activation=activation is not None)
-    has_best_gradient = norm.mean_square is None and rows.shape[0] >= FEWEST_ROWS
+    has_best_gradient = norm.mean_square is None and residual is None and rows.shape[0] >= FEWEST_ROWS
     order = ("mosaic",) if is_best or has_best_gradient else ()
     chosen = choose("norm_linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:
