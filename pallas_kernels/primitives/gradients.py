@@ -17,11 +17,11 @@ from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups
 
 _MOST_MERGED_BYTES = 1 << 20
-"""Bytes of weight gradients up to which XLA may merge their products: 0.1 MB were faster so, 6 MB slower."""
+"""The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""
 _MOST_JOINED_BYTES = 32 << 20
-"""Bytes of cotangents and weights up to which they are joined: 21 and 32 MB were faster so. XLA merges no more."""
+"""The most bytes of cotangents and weights to concatenate for one product: 21 and 32 MB were faster."""
 _MOST_JOINED_WEIGHTS = 16 << 20
-"""Bytes of weights among them: with few rows their copy takes longest. 13 MB were faster so; more were not measured."""
+"""The most bytes of weights among them: 13 MB were faster; more were not measured."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 

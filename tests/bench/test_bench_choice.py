@@ -197,17 +197,26 @@ def test_a_call_has_a_line_with_the_ratio_and_one_with_times():
     assert choice_lines(call(1.0, 1.0, 1.0, candidates=())) == [" not measured: forward rms_norm 0.3 x=8x8-bf16"]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "behind"), [(10.0, 9.0, True), (1.4, 1.0, False), (100.0, 98.0, False), (20.0, 19.4, True)]
+)
+def test_behind_is_both_3_percent_and_half_a_microsecond(ours, theirs, behind):
+    assert choice.is_behind(call(ours, ours, theirs)) == behind
+
+
 def test_the_summary_has_the_least_ratio_and_all_below_the_bar():
     kept, slow = call(10.0, 9.81, 20.0), call(10.0, 10.0, 9.0, spec="0.4")
     assert choice.is_kept(results(kept))
     assert choice_summary(results(kept)) == [
         "rms_norm forward: 1 calls, best / None at least 0.981, mean 0.981",
         "1 of 1 calls measured, 0 below 0.98, the least ratio 0.981",
+        "0 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.981",
     ]
     assert not choice.is_kept(results(kept, slow))
     assert choice_summary(results(kept, slow))[1:] == [
         *choice_lines(slow),
         "2 of 2 calls measured, 1 below 0.98, the least ratio 0.900",
+        "1 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.940",
     ]
     broken = call(1.0, 1.0, 1.0, candidates=(), problems=(Problem(candidate="None", message="no memory"),))
     assert not choice.is_kept(results(kept, broken))
@@ -216,6 +225,7 @@ def test_the_summary_has_the_least_ratio_and_all_below_the_bar():
         "      failed: None: no memory",
         "left out: linear 3: died",
         "1 of 2 calls measured, 0 below 0.98, the least ratio 0.981",
+        "0 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.981",
     ]
     assert not choice.is_kept(results(kept, left_out=("linear 3: died",)))
 

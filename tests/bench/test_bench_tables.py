@@ -148,6 +148,7 @@ def test_show_of_drawn_calls(script, capsys):
     shown = capsys.readouterr().out
     assert "!! forward linear_residual_norm 9002.0" in shown
     assert "246 of 246 calls measured" in shown
+    assert "11 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.997" in shown
 
 
 def test_merge_and_show(script, tmp_path, capsys):

@@ -205,6 +205,17 @@ def test_tiles_of_96_keys(interpreter, keys, size, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(200, 128), (384, 256)])
+def test_three_consumers(interpreter, queries, keys, seed):
+    query, key, value = operands(seed, queries=queries, keys=keys)
+    problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
+    config = ForwardConfig(warpgroups=3, own_output=True, short_masks=True, memory_registers=32, compute_registers=160)
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
+    want, want_lse = attention_reference(query, key, value, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
 @pytest.mark.parametrize(("length", "is_causal"), [(136, True), (66, True), (131, False)])
 def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, length, is_causal, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=256)

@@ -279,3 +279,14 @@ def test_wider_heads_keep_their_scale():
     assert widest.shape == (1, 16, 2, 96)
     assert not widest[..., 80:].any()
     assert widened(wide, widest) == (wide, (widest,))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "given", "warpgroups"),
+    [(4, 4096, 32, {}, 3), (8, 1024, 16, {}, 3), (1, 1024, 16, {}, 2), (4, 4096, 32, {"is_causal": True}, 2),
+     (4, 4096, 32, {"size": 128}, 2), (4, 4096, 32, {"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, "uint32")}, 2)],
+)  # fmt: skip
+def test_where_a_block_has_three_consumers(batch, length, heads, given, warpgroups):
+    with jax.sharding.use_abstract_mesh(MESH):
+        problem = described(batch=batch, queries=length, keys=length, heads=heads, key_heads=heads, **given)
+        assert default_forward(problem).warpgroups == warpgroups

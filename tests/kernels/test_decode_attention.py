@@ -113,7 +113,7 @@ def test_new_tokens_are_written_before_they_are_read(config, seed):
 @pytest.mark.parametrize("transform", ["vmap", "shard_map", "shard_map, checked"])
 @pytest.mark.usefixtures("interpreter")
 def test_new_tokens_of_several_calls(transform, seed):
-    """Each call of a map, or each device, has caches of its own."""
+    """Each mapped call or device updates its own caches."""
     cases = [arrays(keys=64, seed=seed + i) for i in range(2)]
     query, *caches = (jnp.stack(pair) for pair in zip(*cases, strict=True))
     new = [normal(own, (2, 2, 1, 1, 64), jnp.bfloat16) for own in seeds_of(seed + 2, 2)]

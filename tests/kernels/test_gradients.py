@@ -48,8 +48,10 @@ def test_the_launch_under_vmap(seed, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("most_joined", [0, 1 << 25], ids=["apart", "joined"])
 @pytest.mark.parametrize(("fewest", "rows"), [(ROWS + 1, ROWS), (8, ROWS - 1)], ids=["few rows", "rows to be padded"])
-def test_sums_by_xla(fewest, rows, seed, monkeypatch):
+def test_sums_by_xla(fewest, rows, most_joined, seed, monkeypatch):
+    monkeypatch.setattr(gradients, "_MOST_JOINED_BYTES", most_joined)
     monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", fewest)
     monkeypatch.setattr(gradients, "fills", lambda *_: True)
     monkeypatch.delattr(gradients, "gemm")
@@ -63,3 +65,15 @@ def test_products_apart_are_the_products(seed):
     x, weights = normal(seed, 16, FEATURES), [normal(seed + 1, FEATURES, 64), normal(seed + 2, FEATURES, 128)]
     for got, weight in zip(gradients.products_apart(x, weights), weights, strict=True):
         assert_close(got, wide(x) @ wide(weight))
+
+
+@pytest.mark.parametrize("most_merged", [0, 1 << 20], ids=["apart", "merged"])
+def test_weight_gradients(most_merged, seed, monkeypatch):
+    monkeypatch.setattr(gradients, "_MOST_MERGED_BYTES", most_merged)
+    x, cotangents = normal(seed + 20, ROWS, FEATURES), operands(seed, 128, 64)[0]
+    barriers = str(jax.make_jaxpr(lambda *given: gradients.weight_gradients(*given))(x, cotangents)).count(
+        "optimization_barrier"
+    )
+    assert barriers == (0 if most_merged else 2)
+    for got, d in zip(gradients.weight_gradients(x, cotangents), cotangents, strict=True):
+        assert_close(got, wide(x).T @ wide(d))

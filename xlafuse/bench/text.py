@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from xlafuse.bench.block import BASELINE, MODES, activity_words, rate
-from xlafuse.bench.choice import BAR, best, default, is_measured, ratio
+from xlafuse.bench.choice import BAR, best, default, is_behind, is_measured, ratio
 from xlafuse.bench.results import Results, ShapeResult, geometric_mean, short_spec
 from xlafuse.bench.rows import grouped, rival_names, rows, teraflops_per_second
 
@@ -129,7 +129,10 @@ def choice_summary(results: Results) -> list[str]:
             lines += [*choice_lines(result), *problem_lines(result)]
     lines += _left_out(results)
     least = f", the least ratio {min(map(ratio, measured)):.3f}" if measured else ""
-    return [*lines, f"{len(measured)} of {len(results.shapes)} calls measured, {len(below)} below {BAR}{least}"]
+    lines.append(f"{len(measured)} of {len(results.shapes)} calls measured, {len(below)} below {BAR}{least}")
+    behind = sum(map(is_behind, measured))
+    mean = f"; geometric mean of the ratios {geometric_mean([*map(ratio, measured)]):.3f}" if measured else ""
+    return [*lines, f"{behind} more than 3 % and 0.5 µs behind the fastest{mean}"]
 
 
 def _left_out(results: Results) -> list[str]:

@@ -50,7 +50,7 @@ class KeyValueCache(NamedTuple):
     value: Array
 
     def appended(self, key: Array, value: Array, filled: Array) -> KeyValueCache:
-        """Returns the cache with keys and values (B, T, kv heads, head_dim) written from position `filled` on."""
+        """Returns the cache with `key` and `value`, (B, T, kv heads, head_dim), written at position `filled`."""
         caches = zip(self, (key, value), strict=True)
         return KeyValueCache(
             *(jax.lax.dynamic_update_slice_in_dim(old, new, filled, axis=1) for old, new in caches),

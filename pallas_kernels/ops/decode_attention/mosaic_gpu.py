@@ -49,7 +49,7 @@ def decode_forward(
     new: tuple[jax.Array, jax.Array] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the attention output, like query, and the caches if the newest tokens are written into them.
+    """Returns (out,), out like query; with `new`, (out, key_cache, value_cache) with the new tokens written.
 
     query: (B, T, N, D), key_cache, value_cache: (B, S, K, D) of one 16-bit dtype, S a multiple of eight, D of 32.
     lengths: (B,) int32. page_table: (B, pages of a sequence) int32, for caches (pages, page size, K, D), the page size

@@ -16,7 +16,7 @@ from pallas_kernels.primitives.gemm.shared import shared
 
 
 class Ring(NamedTuple):
-    """Shared memory and its barriers; of keys and values, each consumer has a ring of stages.
+    """Shared memory and barriers of a block; each consumer has a ring of key and value stages.
 
     newest: keys and values of the newest tokens, on their way into the caches; None without them.
     """
@@ -67,7 +67,7 @@ def for_each_item(plan: Plan, work, carry: Any) -> Any:
 
 
 def append(item: Item, length, tiles, caches, page_table_ref, ring: Ring) -> None:
-    """Writes the newest tokens' keys and values that lie in the part, and waits until its loads will see them.
+    """Writes the part's new keys and values into the caches, and waits until loads by TMA can see them.
 
     tiles: the part's first tile, and the one behind its last.
     """
@@ -86,7 +86,7 @@ def append(item: Item, length, tiles, caches, page_table_ref, ring: Ring) -> Non
 
 
 def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, page_table_ref, ring: Ring) -> None:
-    """Runs the producer: loads queries, keys and values of every part, as early as there is room.
+    """Runs the producer: loads queries, keys and values of every part as soon as a stage is free.
 
     new_refs: keys and values of the newest tokens, which are written before the first tile that holds one is loaded.
     """
