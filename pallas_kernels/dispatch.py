@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.export import is_symbolic_dim
 
-from pallas_kernels.primitives.gradients import differentiated_as
+from pallas_kernels.primitives.gradients import differentiated_as, forward_of
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -154,16 +154,25 @@ def choose(
 
 
 def partly_by_xla(
-    kernel: Callable[..., Any], reference: Callable[..., Any], *, forward: bool = False, gradient: bool = False
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    *,
+    forward: bool = False,
+    gradient: bool = False,
+    backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns `kernel`, or a function of the same arrays that runs `reference` in part.
 
     For calls that name no implementation, where XLA was measured to be faster.
 
     forward: whether `reference` runs where no gradient is taken. gradient: whether it runs, both ways, where one is.
+    backward: the kernel's backward pass, a function of the arrays and the cotangents, if it needs nothing else. Then
+        `forward` holds for the forward pass of a gradient, too.
     """
     if forward == gradient:
         return reference if forward else kernel
+    if forward and backward is not None:
+        return forward_of(usual_promotion(reference), backward)
     together, apart = (usual_promotion(reference if is_xla else kernel) for is_xla in (forward, gradient))
     return differentiated_as(apart, together)
 

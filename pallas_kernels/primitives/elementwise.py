@@ -200,13 +200,6 @@ def load_part[Name](refs: Mapping[Name, Any], part: Part) -> dict[Name, jax.Arra
     }
 
 
-def rows_at_once(wanted: int, rows: int) -> int:
-    """Returns the largest number of rows per block, up to `wanted`, that gives all blocks the same number."""
-    while rows % wanted:
-        wanted -= 1
-    return wanted
-
-
 def access_columns(vectors: int, itemsize: int) -> int:
     """Returns how many values of `itemsize` bytes a warpgroup reads in `vectors` 16-byte accesses per thread."""
     return vectors * LANES * (ACCESS_BYTES // itemsize)

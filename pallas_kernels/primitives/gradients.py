@@ -83,3 +83,10 @@ def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -
     function = jax.custom_vjp(together)
     function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
     return function
+
+
+def forward_of(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` with another backward pass, a function of its arrays and the cotangents."""
+    with_backward = jax.custom_vjp(function)
+    with_backward.defvjp(lambda *arrays: (function(*arrays), arrays), lambda arrays, dy: backward(*arrays, dy))
+    return with_backward

@@ -110,7 +110,7 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
 
 @pytest.mark.parametrize(
     ("shape", "by_xla"),
-    [((64, 2048), False), ((65, 2048), True), ((511, 16384), True), ((512, 2048), False), ((512, 2040), True),
+    [((64, 2048), False), ((65, 2048), True), ((153, 12160), False), ((511, 2048), True), ((512, 2048), False),
      ((16383, 128), True), ((16384, 128), False), ((4096, 256), False)],
 )  # fmt: skip
 def test_sizes_at_which_the_forward_pass_alone_is_xla_s(shape, by_xla):

@@ -38,6 +38,23 @@ def test_where_xla_is_best(shape, dtype, by_xla):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_of_short_rows_the_forward_pass_is_xla_s(seed):
+    x, residual = (normal(seed + i, (5, 128), "bfloat16") for i in range(2))
+    bias = normal(seed + 2, (128,))
+
+    def loss(x, bias, residual, implementation=None):
+        y = bias_activation(x, bias, activation="silu", residual=residual, implementation=implementation)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    launches = [str(jax.make_jaxpr(f)(x, bias, residual)).count("mpmd_map[") for f in (loss, gradient)]
+    assert launches == [0, 1]
+    for got, expected in zip(*(gradient(x, bias, residual, name) for name in (None, "xla")), strict=True):
+        got, expected = (np.asarray(each, np.float32) for each in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.02, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rate", [0.25, 0.0])
 def test_dropout_is_the_same_forward_and_backward_on_every_implementation(seed, rate):
     x = 1 + jnp.abs(normal(seed, (3, 260)))

@@ -116,6 +116,7 @@ def test_all_forward_configurations_agree(seed, name):
     )
     for config in (
         ForwardConfig(piece=1),
+        ForwardConfig(reads_ahead=True),
         ForwardConfig(register_columns=128, chunk=256),
     ):
         got_y, got_total = run(config)

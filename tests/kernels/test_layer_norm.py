@@ -13,7 +13,7 @@ from draws import normal
 
 from pallas_kernels import layer_norm
 from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
+from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
@@ -92,6 +92,18 @@ def test_x_is_returned_for_the_residual_stream(seed):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "itemsize", "config"),
+    [(132, 4096, 2, ForwardConfig(reads_ahead=True)), (133, 4096, 2, ForwardConfig(piece=2)),
+     (896, 3040, 4, ForwardConfig(piece=2)), (896, 2048, 4, ForwardConfig()), (21, 13056, 2, ForwardConfig()),
+     (21, 4095, 2, ForwardConfig(piece=2))],
+)  # fmt: skip
+def test_forward_configurations(rows, features, itemsize, config):
+    """One row a multiprocessor, and wide accesses: scale and bias are read ahead where the registers hold them."""
+    got = default_forward(rows, features, itemsize, gain_bytes=2 * itemsize, centered=True, cores=132)
+    assert got == config
+
+
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_all_forward_configurations_agree(seed, has_residual):
@@ -103,6 +115,7 @@ def test_all_forward_configurations_agree(seed, has_residual):
     for config in (
         ForwardConfig(),
         ForwardConfig(piece=1),
+        ForwardConfig(reads_ahead=True),
         ForwardConfig(register_columns=128, chunk=256),
     ):
         y, got_total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)

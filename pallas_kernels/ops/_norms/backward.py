@@ -25,10 +25,10 @@ from pallas_kernels.ops._norms.backward_short import short_rows_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops._norms.operands import BackwardOperands
+from pallas_kernels.ops.bias_activation.mosaic_gpu import elementwise_kernel
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.random import array_keep_mask
 from pallas_kernels.primitives.rows import short_rows_at_once
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -71,7 +71,7 @@ def norm_backward(
         config = default_backward(norm, total, len(streams), scale, bias, has_dropout=words is not None)
     if config is None:
         return _xla_gradients(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
-    blocks = _blocks(total, config)
+    blocks = _blocks(total, config, has_sums=bool(sums))
     operands = BackwardOperands(
         norm=norm, streams=streams, scale=scale, words=words, sums=sums, blocks=blocks, config=config
     )
@@ -90,11 +90,11 @@ def norm_backward(
     )
 
 
-def _blocks(total: jax.Array, config: BackwardConfig) -> int:
+def _blocks(total: jax.Array, config: BackwardConfig, *, has_sums: bool) -> int:
     """Returns the number of blocks. Each writes its column sums, so blocks that take several rows at once take turns.
 
     At 1024 x 512 bf16 RMS norm takes 5.6 µs with its gradient in a block a multiprocessor, 6.3 in three, 7.2 in five;
-    at 16384 x 512 39.3, 28.1 and 26.2.
+    at 16384 x 512 39.3, 28.1 and 26.2. Without sums to write there are no turns, in which the last may be nearly empty.
     """
     rows, cores = total.shape[0], target_device().core_count
     if rows <= _ROWS_OF_ONE_BLOCK:
@@ -102,6 +102,8 @@ def _blocks(total: jax.Array, config: BackwardConfig) -> int:
     if config.loads != "registers":
         return min(rows, cores * config.blocks_per_core)
     steps = -(-rows // short_rows_at_once(total.shape, total.dtype.itemsize))
+    if not has_sums:
+        return steps
     return min(steps, cores * config.blocks_per_core, max(cores, steps // _STEPS))
 
 
@@ -147,9 +149,16 @@ def _xla_gradients(norm: Norm, total, dy, *, scale, bias, dtotal, words) -> Norm
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), (total, affine))
     gradient, daffine = jax.vjp(normalise, *wide)[1](dy.astype(jnp.float32))
     gradient = gradient if dtotal is None else gradient + dtotal
-    dx = None
-    if words is not None:
-        keep = array_keep_mask(words, total.shape, rate=norm.rate)
-        dx = jnp.where(keep, gradient * (1.0 / (1.0 - norm.rate)), 0).astype(total.dtype)
+    gradient = gradient.astype(total.dtype)
+    dx = None if words is None else _dropped(gradient, words, rate=norm.rate)
     dscale, dbias = (None if a is None else daffine[n].astype(a.dtype) for n, a in (("scale", scale), ("bias", bias)))
-    return NormGradients(dtotal=gradient.astype(total.dtype), dx=dx, dscale=dscale, dbias=dbias)
+    return NormGradients(dtotal=gradient, dx=dx, dscale=dscale, dbias=dbias)
+
+
+def _dropped(gradient: jax.Array, words: jax.Array, *, rate: float) -> jax.Array:
+    """Applies dropout in a kernel, since XLA computes the mask in four launches that write its words."""
+
+    def step(row, part, loaded, keep):
+        return keep(loaded["x"].astype(jnp.float32), row, part)
+
+    return elementwise_kernel("dropout_gradient", {"x": gradient, "words": words}, step, rate=rate)

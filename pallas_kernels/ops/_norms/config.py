@@ -16,6 +16,8 @@ IN_FLIGHT_BYTES = 36 * 1024
 """Bytes of x and dy to have in flight to a multiprocessor while each of its blocks reads a row."""
 LONGEST_WHOLE_ROW = 8192
 """The longest row whose backward pass fits in the registers of one warpgroup."""
+MOST_READ_AHEAD = 122 * 1024
+"""The most bytes of a row in float32, of its values as stored, and of scale and bias that registers hold together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,13 @@ class ForwardConfig:
     register_columns: the longest row held in registers as float32 (206 registers per thread at 16384 bf16 columns).
     chunk: columns in registers at a time in a longer row, which is read again from the L2 cache.
     piece: accesses of a thread for which scale and bias are in registers at the same time; 0: all of the row's.
+    reads_ahead: whether the whole scale and bias are read before the row is summed, which hides their latency.
     """
 
     register_columns: int = 16384
     chunk: int = 4096
     piece: int = 0
+    reads_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +159,19 @@ class BackwardShape:
         return min(most, budget // (self.streams * self.features * self.itemsize))
 
 
-def default_forward(features: int, itemsize: int, *, centered: bool) -> ForwardConfig:
-    """Returns the untuned configuration for rows of `features` values of `itemsize` bytes."""
-    if itemsize == 2 and centered and 2048 < features <= 8192:
+def default_forward(
+    rows: int, features: int, itemsize: int, *, gain_bytes: int, centered: bool, cores: int
+) -> ForwardConfig:
+    """Returns the untuned configuration.
+
+    gain_bytes: bytes of one value of scale and bias together. cores: the multiprocessors of the device.
+    """
+    # In narrower accesses each value of 16 bits takes a register, and long rows would spill.
+    is_wide = features * itemsize % ACCESS_BYTES == 0
+    if rows <= cores and is_wide and features * (4 + itemsize + gain_bytes) <= MOST_READ_AHEAD:
+        return ForwardConfig(reads_ahead=True)
+    if centered and 2048 < features <= 8192:
         # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
+        # At 896 x 3040 float32, 72 registers instead of 89 let all rows run at once.
         return ForwardConfig(piece=2 if features <= 4096 else 4)
     return ForwardConfig()

@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import (
     cut_row,
@@ -49,7 +49,15 @@ def norm_forward(
     x and residual: (rows, features) of one floating dtype, features >= 128. scale, bias: (features,), or None.
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
-    config = config or default_forward(x.shape[1], x.dtype.itemsize, centered=norm.centered)
+    if config is None:
+        config = default_forward(
+            x.shape[0],
+            x.shape[1],
+            x.dtype.itemsize,
+            gain_bytes=sum(array.dtype.itemsize for array in (scale, bias) if array is not None),
+            centered=norm.centered,
+            cores=target_device().core_count,
+        )
     is_whole = x.shape[1] <= config.register_columns
     rows, at_once = x.shape[0], short_rows_at_once(x.shape, x.dtype.itemsize) if is_whole else 0
     body = (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config)
@@ -88,14 +96,23 @@ def _sum_of(norm, row, refs, words, columns, segments, features):
     return total
 
 
-def _store_output(row, refs, columns, segments, value, inverse):
-    """Scales and stores one segment at a time, so that registers hold the scale and bias of one segment only."""
-    for segment, part in zip(segments, value, strict=True):
+def _load_gain(refs, columns, segments):
+    """Returns the scale and the bias, by name, if there are any."""
+    return {name: load_columns(refs[name].at[columns], segments) for name in ("scale", "bias") if name in refs}
+
+
+def _store_output(row, refs, columns, segments, value, inverse, gain=None):
+    """Scales and stores one segment at a time, so that registers hold the scale and bias of one segment only.
+
+    gain: the whole scale and bias if they have been read.
+    """
+    for i, (segment, part) in enumerate(zip(segments, value, strict=True)):
+        own = {name: each[i : i + 1] for name, each in gain.items()} if gain else _load_gain(refs, columns, (segment,))
         part *= inverse
-        if "scale" in refs:
-            part *= load_columns(refs["scale"].at[columns], (segment,))[0].astype(jnp.float32)
-        if "bias" in refs:
-            part += load_columns(refs["bias"].at[columns], (segment,))[0].astype(jnp.float32)
+        if "scale" in own:
+            part *= own["scale"][0].astype(jnp.float32)
+        if "bias" in own:
+            part += own["bias"][0].astype(jnp.float32)
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
@@ -110,12 +127,13 @@ def _whole_row(norm, x, config):
 
     def body(row, refs):
         words = mixed_words(refs["words"]) if "words" in refs else None
+        gain = _load_gain(refs, whole, segments) if config.reads_ahead else None
         value = to_float32(_sum_of(norm, row, refs, words, whole, segments, features))
         for _ in range(norm.mean_passes(x.dtype)):
             mean = row_sum(value, segments) * (1.0 / features)
             value = map_row(lambda v, mean=mean: v - mean, value)
         mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
-        _store_output(row, refs, whole, segments, value, lax.rsqrt(mean_square + norm.epsilon))
+        _store_output(row, refs, whole, segments, value, lax.rsqrt(mean_square + norm.epsilon), gain)
 
     return body
 

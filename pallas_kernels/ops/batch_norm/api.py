@@ -41,8 +41,8 @@ def batch_norm(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             One kernel for up to 64 rows, else three.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 to 511 rows, and for more
-            rows of fewer than 2**20 values together, 2**21 in fewer than 256 columns.
+            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 rows or more of fewer than
+            2**20 values together, 2**21 in fewer than 256 columns.
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
@@ -71,12 +71,11 @@ def batch_norm(
 def is_best_forward_by_xla(rows: int, columns: int) -> bool:
     """Whether XLA's forward pass was measured to be faster than the kernels' three launches.
 
-    XLA sums few rows fast, and three launches take 8 µs however small x is. µs of the kernels and of XLA: on an H100,
-    bf16, 192x2048 10.2 and 7.9, 512x2048 11.2 and 12.4, 768x128 11.3 and 8.9; on an H200, float32, 6784x128 13.3 and
-    10.6, 11257x128 17.4 and 13.8. With gradients the kernels are 1.3 to 3 times as fast from 96 rows on.
+    They take 8 µs however small x is. µs of the kernels and of XLA: on an H100, bf16, 192x2048 10.2 and 7.9, 512x2048
+    11.2 and 12.4, 768x128 11.3 and 8.9; on an H200, bf16, 256x6136 10.5 and 11.0; float32, 153x12160 11.3 and 12.5,
+    6784x128 13.3 and 10.6, 11257x128 17.4 and 13.8. With gradients the kernels are 1.1 to 3 times as fast.
     """
-    is_small = rows * columns < (2**21 if columns < 256 else 2**20)
-    return HELD_ROWS < rows < 512 or (rows >= 512 and is_small)
+    return rows > HELD_ROWS and rows * columns < (2**21 if columns < 256 else 2**20)
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:

@@ -24,7 +24,6 @@ from pallas_kernels.primitives.elementwise import (
     column_blocks,
     launch,
     load_part,
-    rows_at_once,
     rows_from,
 )
 from pallas_kernels.primitives.platform import varying_like
@@ -121,7 +120,7 @@ def sum_columns(
     first_array = next(iter(arrays.values()))
     (rows, features), dtype = first_array.shape, first_array.dtype
     itemsize, warpgroups = dtype.itemsize, config.warpgroups
-    at_once = rows_at_once(config.rows, rows)
+    at_once = next(n for n in range(config.rows, 0, -1) if rows % n == 0)
     units = rows // at_once  # a warpgroup reads one unit per step
     blocks = column_blocks(units, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
     groups = blocks.rows

@@ -61,7 +61,7 @@ def bias_activation(
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
             fewer than 128, or in 4096 float32 rows or more of 129 to 192; and for "relu" and "relu_squared" in rows of
-            up to 192; without a gradient for fewer than 2**20 values of 16 bits in rows of up to 192.
+            up to 192; forward for fewer than 2**20 values of 16 bits in rows of up to 192.
 
     Returns:
         y, with x's shape and dtype.
@@ -94,7 +94,10 @@ def bias_activation(
         del words
         return bias_activation_reference(x, bias, activation=activation, residual=residual)
 
-    return partly_by_xla(kernel, reference, forward=by_xla)(*operands).reshape(x.shape)
+    def backward(x, bias, residual, words, dy):
+        return _mosaic_bwd(activation, float(dropout_rate), (x, bias, words, residual is not None), dy)
+
+    return partly_by_xla(kernel, reference, forward=by_xla, backward=backward)(*operands).reshape(x.shape)
 
 
 def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None, *, is_plain: bool = True) -> bool:
@@ -120,10 +123,10 @@ def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None,
 
 
 def is_best_forward_by_xla(x: jax.Array, bias: jax.Array | None, *, is_plain: bool) -> bool:
-    """Whether XLA was measured to be faster where no gradient is taken; else the bias's gradient takes XLA longest.
+    """Whether XLA was measured to be faster forward, though its sums for the bias's gradient take longer.
 
-    On an H200, bf16: 4902x128 with silu 4.1 µs and by XLA 2.1, with gradients 8.3 and 7.4; 2816x192 with gelu 3.2 and
-    2.9, with gradients 7.7 and 15.6.
+    On an H200, bf16: 4902x128 with silu 4.1 µs and by XLA 2.1, the rest of the gradient 4.2 and 5.3; 2816x192 with gelu
+    3.2 and 2.9, and 4.5 and 12.7.
     """
     is_short = x.dtype.itemsize == 2 and x.size < FOLD_ELEMENTS and x.shape[-1] <= _FEW_COLUMNS
     return bias is not None and is_plain and is_short

@@ -176,7 +176,8 @@ def _split_kernels(logits, labels, *weights, terms: Terms, with_gradient: bool, 
         split.run(part, summarize)
 
     def cross_entropy_from_parts(*refs):
-        row, part = split.block_part() if with_gradient else (lax.axis_index("block"), jnp.int32(0))
+        whole_rows = (lax.axis_index("block"), jnp.int32(0))
+        row, part = split.block_part(reversed_rows=rows) if with_gradient else whole_rows
         gradient_ref: Any = refs[-1] if with_gradient else None
         *inputs, loss_ref, maximum_ref, total_ref = refs[:-1] if with_gradient else refs
         logits_ref, labels_ref, *inputs = inputs

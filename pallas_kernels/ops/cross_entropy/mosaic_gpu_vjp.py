@@ -31,7 +31,7 @@ from pallas_kernels.primitives.rows import (
     to_float32,
 )
 
-_SCALE_BLOCKS_PER_CORE = 4
+_SCALE_BLOCKS_PER_CORE = 8
 _CHUNK = 8192
 """Columns of a row for one block."""
 
@@ -66,12 +66,17 @@ class RowSplit:
         """The number of blocks that share a row."""
         return self.chunks + bool(self.rest)
 
-    def block_part(self) -> tuple[jax.Array, jax.Array]:
+    def block_part(self, *, reversed_rows: int = 0) -> tuple[jax.Array, jax.Array]:
         """Returns the row and the part of a block.
 
         The grid is (rows * parts,), because CUDA limits its second axis to 65535.
+
+        reversed_rows: the number of rows if the last ones come first, which the L2 cache still holds from the launch
+            before; else 0.
         """
         block = lax.axis_index("block")
+        if reversed_rows:
+            block = jnp.int32(reversed_rows * self.parts - 1) - block
         return lax.div(block, jnp.int32(self.parts)), lax.rem(block, jnp.int32(self.parts))
 
     def run(self, part: jax.Array, function: Callable[[Any, pl.Slice, tuple[Segment, ...]], None]) -> None:
@@ -104,7 +109,7 @@ def cross_entropy_backward(
     split = RowSplit.make(vocabulary, logits.dtype.itemsize, chunk)
 
     def cross_entropy_gradient(logits_ref, labels_ref, weights_ref, maximum_ref, total_ref, gradient_ref):
-        row, part = split.block_part()
+        row, part = split.block_part(reversed_rows=rows)
         token = terms.token(labels_ref[row], weight_of_row((weights_ref,), row))
         slope = terms.slope(maximum_ref[row], total_ref[row], token)
         write_gradient(logits_ref.at[row], gradient_ref.at[row], split, part, slope, token.label)
@@ -157,13 +162,14 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         @pl.when(factor != 1.0)
         def _():
             @pl.loop(lax.axis_index("block"), rows, step=blocks)
-            def _(row):
+            def _(i):
+                row = rows - 1 - i  # the gradient's last rows are in the L2 cache
                 if split.rest:
                     multiply(gradient_ref.at[row], split.rest)
 
                 @pl.loop(0, split.chunks)
-                def _(i):
-                    multiply(gradient_ref.at[row, pl.ds(i * split.chunk, split.chunk)], split.segments)
+                def _(part):
+                    multiply(gradient_ref.at[row, pl.ds(part * split.chunk, split.chunk)], split.segments)
 
     scale = settings.kernel(
         cross_entropy_scale,

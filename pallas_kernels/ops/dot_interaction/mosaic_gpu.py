@@ -6,6 +6,7 @@ a square G, and the tensor cores multiply G and G^T by the tile.
 
 A row of the triangle starts and ends anywhere, while the threads of a warpgroup access whole lines of 128 values. So
 rows are copied as such lines, one after the other: the next row overwrites what was too much, or a mask removes it.
+Automatic barriers would make each line wait for the one before, which only overlapping lines must.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pallas_kernels.primitives.rows import LANES, load_row, split_row, store_row
 ROWS = 64
 """Rows of a tensor-core product, and the most vectors of a sample."""
 _LINE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+_GROUP = 8
+"""Lines that are read together."""
 
 
 def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
@@ -40,7 +43,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
     triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
     form = TileForm(size=features, dtype=x.dtype, in_panels=True)
     segments = split_row(triangle.pairs, x.dtype.itemsize)
-    columns = 32 if fields <= 32 else ROWS  # of the square; Mosaic GPU stores it to lines that these divide
+    width = _width(fields)
 
     def dot_interaction(x_ref, out_ref, tile_ref, square, packed, barrier):
         sample, tile = lax.axis_index("sample"), form.tiles(tile_ref)
@@ -48,16 +51,19 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
         plgpu.barrier_wait(barrier)
 
         def multiply(products):
-            multiply_across(products, tile, tile.part(pl.ds(0, columns)))
+            multiply_across(products, tile, tile.part(pl.ds(0, width)))
             return products[...]
 
-        products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
-        store(square.at[:, pl.ds(0, columns)], products.astype(x_ref.dtype))
+        products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
+        store(square.at[:, pl.ds(0, width)], products.astype(x_ref.dtype))
+        plgpu.commit_smem()
 
-        @pl.loop(0, fields)
-        def _(row):
-            line = plgpu.load(square.at[row], layout=_LINE, optimized=False)
-            store(packed.at[pl.ds(triangle.start(row), LANES)], line)
+        @pl.loop(0, pl.cdiv(fields, _GROUP))
+        def _(group):
+            rows = [group * _GROUP + i for i in range(_GROUP)]
+            for row, line in zip(rows, [_line(square.at[row]) for row in rows], strict=True):
+                store(packed.at[pl.ds(jnp.minimum(triangle.start(row), triangle.pairs), LANES)], line)
+                plgpu.commit_smem()  # the next line overwrites the end of this one
 
         store_row(out_ref.at[sample], load_row(packed, segments), segments)
 
@@ -69,34 +75,42 @@ def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool)
     """Returns the gradient of x; see `dot_interaction_forward`. dy: (batch, pairs), of x's dtype."""
     _, fields, features = x.shape
     triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
-    form = TileForm(size=features, dtype=x.dtype, in_panels=True)
     segments = split_row(triangle.pairs, x.dtype.itemsize)
+    width = _width(fields)
+    # The number of rows to sum over must be a multiple of a panel's width.
+    swizzle = min(width * x.dtype.itemsize, plgpu.find_swizzle(features * x.dtype.itemsize * 8))
+    form = TileForm(size=features, dtype=x.dtype, in_panels=True, swizzle=swizzle)
 
     def dot_interaction_gradient(x_ref, dy_ref, dx_ref, tile_ref, square, packed, barrier):
         sample, tile = lax.axis_index("sample"), form.tiles(tile_ref)
         _load(tile, x_ref.at[sample], barrier)
         store_row(packed, load_row(dy_ref.at[sample], segments), segments)
         column = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LINE)
+        plgpu.commit_smem()
 
-        @pl.loop(0, ROWS)
-        def _(row):
-            start = jnp.minimum(triangle.start(row), triangle.pairs)
-            length = jnp.where(row < fields, triangle.length(row), 0)
-            line = plgpu.load(packed.at[pl.ds(start, LANES)], layout=_LINE, optimized=False).astype(jnp.float32)
-            store(square.at[row], jnp.where(column < length, line, 0.0).astype(square.dtype))
+        @pl.loop(0, width // _GROUP)
+        def _(group):
+            rows = [group * _GROUP + i for i in range(_GROUP)]
+            starts = [jnp.minimum(triangle.start(row), triangle.pairs) for row in rows]
+            lines = [_line(packed.at[pl.ds(start, LANES)]) for start in starts]
+            for row, line in zip(rows, lines, strict=True):
+                length = jnp.where(row < fields, triangle.length(row), 0)
+                store(square.at[row], jnp.where(column < length, line, jnp.zeros((), line.dtype)))
 
-        lower = square.at[:, pl.ds(0, ROWS)]
-        halves = (lower, lower.transpose((1, 0)))
-        gradients = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
+        plgpu.commit_smem()
+        # Rows of `lower` from `width` on are anything, and so are those of its product, which are not stored.
+        lower, upper = square.at[:, pl.ds(0, width)], square.at[pl.ds(0, width), pl.ds(0, ROWS)].transpose((1, 0))
+        gradients = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in (lower, upper)]
         plgpu.barrier_wait(barrier)
         for panel in [panel for _, panel in tile.panels()]:
 
             def multiply(products, panel=panel):
                 for half in gradients:  # a sum of both could overflow float16 on the diagonal
-                    plgpu.wgmma(products, half, panel)
+                    plgpu.wgmma(products, half, panel.at[pl.ds(0, width)])
                 return products[...]
 
             products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(panel.shape, jnp.float32))
+            plgpu.commit_smem()  # the products of all warps have read the panel
             panel[...] = products.astype(x_ref.dtype)
         plgpu.commit_smem()
         tile.send(_all_rows(dx_ref.at[sample]))
@@ -105,6 +119,15 @@ def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool)
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     dx = _launch(dot_interaction_gradient, (x, dy), out_type, form, triangle, products=2)
     return varying_like(dx, x, dy)
+
+
+def _width(fields: int) -> int:
+    """Rows and columns of the square that are used. Mosaic GPU stores columns to lines that their number divides."""
+    return 32 if fields <= 32 else ROWS
+
+
+def _line(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=_LINE, optimized=False)
 
 
 def _load(tile: RowTiles, source: Any, barrier: Any) -> None:
@@ -130,5 +153,6 @@ def _launch(body, operands, out_type, form: TileForm, triangle: Triangle, *, pro
             plgpu.SMEM((triangle.pairs + LANES,), x.dtype),
             plgpu.Barrier(num_arrivals=form.copies),
         ),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         products=product(fields, fields, features, x.dtype).times(batch * products),
     )(*operands)

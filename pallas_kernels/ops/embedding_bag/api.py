@@ -16,7 +16,7 @@ from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
 MODES = ("sum", "mean")
-_FEW_BAGS, _LONG_ROW_BYTES = range(512, 1025), 2048
+_FEW_BAGS, _LONG_ROW_BYTES = range(512, 1025), 1024
 
 
 @usual_promotion
@@ -49,7 +49,7 @@ def embedding_bag(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; 128 to 4096 features.
             "xla": always runs.
-            None: "mosaic" for 512 to 1024 bags, and for more of rows of at least 2048 bytes, if it can run; else "xla",
+            None: "mosaic" for 512 to 1024 bags, and for more of rows of at least 1024 bytes, if it can run; else "xla",
                 which is 1.1 to 2.8 times as fast.
 
     Returns:
@@ -63,8 +63,8 @@ def embedding_bag(
     (weights,) = optional_arrays("embedding_bag", weights=weights)
     _check(table, indices, weights, mode)
     indices = _as_int32(indices)
-    # On an H200, bf16: 752 bags of 256 columns take 2.0 µs and by XLA 2.6, 11632 of 1216 53.8 and 56.8, but 11944 of
-    # 128 17.9 and 11.5, and float32 16 of 1960 2.2 and 1.3.
+    # On an H200, 16 bits: 752 bags of 256 columns take 2.0 µs and by XLA 2.6, 6056 of 584 16.0 and 17.1, 11632 of 1216
+    # 53.8 and 56.8; but 25518 of 320 36.5 and 29.7, 11944 of 128 17.9 and 11.5, and float32 16 of 1960 2.2 and 1.3.
     bags = indices.size // max(1, indices.shape[-1])
     is_best = bags in _FEW_BAGS or (bags > max(_FEW_BAGS) and table.shape[1] * table.dtype.itemsize >= _LONG_ROW_BYTES)
     support = {"mosaic": partial(mosaic_unsupported, table, indices, weights), "xla": lambda: None}
