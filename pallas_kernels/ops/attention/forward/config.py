@@ -90,8 +90,12 @@ def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
 
 
 def _of_three_warpgroups(config: ForwardConfig) -> ForwardConfig:
-    """Returns the configuration with three consumer warpgroups, for heads of 64, which need few registers."""
-    return replace(config, warpgroups=3, memory_registers=32, compute_registers=160)
+    """Returns the configuration with three consumer warpgroups, for heads of 64, which need few registers.
+
+    With queries in registers it would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
+    """
+    registers = {"memory_registers": 32, "compute_registers": 160}
+    return replace(config, warpgroups=3, queries_in_registers=False, short_masks=True, **registers)
 
 
 def _has_rounds_of_three(problem: Problem) -> bool:

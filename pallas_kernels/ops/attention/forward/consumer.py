@@ -68,6 +68,10 @@ class Consumer:
         batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
         first, full_first, full_last, last = block.key_tiles(batch, tile)
+        skipped = jnp.int32(0)
+        if block.skips_tiles:
+            own_last = problem.masking.key_tiles(row, ROWS, config.columns).last
+            skipped = last - jnp.clip(own_last, first + 1, last)
         zeros = partial(jnp.full, fill_value=0.0, dtype=jnp.float32)
 
         def start_scores(index) -> jax.Array:
@@ -146,19 +150,21 @@ class Consumer:
                 plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
         maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
         total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
+        if block.skips_tiles:
+            lax.fori_loop(jnp.int32(0), skipped, lambda i, _: self._skip(before + i), None)
         # The mask may cut the first tile: its elements are compared wherever there is a mask at all.
         self._await_turn()
-        k_slot = start_scores(before)
+        k_slot = start_scores(before + skipped)
         self._pass_turn()
-        value = seen_scores(jnp.int32(0), k_slot, is_masked=True, wait_n=0)
-        weights, maximum, total, factor = softmax(value, maximum, total, jnp.int32(0))
+        value = seen_scores(skipped, k_slot, is_masked=True, wait_n=0)
+        weights, maximum, total, factor = softmax(value, maximum, total, skipped)
         carry = (maximum, total, scores.rounded(weights), factor)
 
         # Steps count from the last key tile: those before `cut` come after the full tiles.
         steps = last - first
         if block.hides_steps:
             steps += hidden_zero()
-        cut = jnp.int32(1)
+        cut = skipped + 1
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)
             carry = lax.fori_loop(jnp.int32(1), cut, partial(step, is_masked=True), carry)
@@ -182,7 +188,18 @@ class Consumer:
             return True
         if masking.right is None:
             return False
-        return not (masking.right % config.columns == 0 and config.columns % config.rows == 0)
+        rows = ROWS if self.block.skips_tiles else config.rows
+        return not (masking.right % config.columns == 0 and config.columns % rows == 0)
+
+    def _skip(self, index: jax.Array) -> None:
+        """Frees a tile of keys and values that the warpgroup's queries do not see."""
+        barriers, slot = self.block.barriers, rem_of(index, STAGES)
+        self._await_turn()
+        self._pass_turn()
+        for name in ("k", "v"):
+            # Before its tile has arrived, a slot may still be in use by other warpgroups.
+            plgpu.barrier_wait(barriers[f"{name}_full"].at[slot])
+            plgpu.barrier_arrive(barriers[f"{name}_empty"].at[slot])
 
     def _store(self, scores: Scores, head, tile, out, total, maximum, results) -> None:
         config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
