@@ -49,7 +49,7 @@ class Done:
         """The scratch type of parts with so many columns; as many bytes as the float32 sums in the same place have."""
         width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
         bytes_each = width * dtype.itemsize
-        transforms = ()
+        transforms: tuple[Any, ...] = ()
         if bytes_each > 16:  # 16 bytes are not swizzled
             transforms = (plgpu.SwizzleTransform(bytes_each),)  # pyright: ignore[reportAbstractUsage]
         room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
