@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of
+from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
@@ -194,10 +194,11 @@ def operands(seed, batch=1, queries=16, keys=16, heads=2, key_heads=1, size=64, 
     return tuple(normal(own, shape, dtype) for own, shape in zip(seeds_of(seed, 3), shapes, strict=True))
 
 
-@pytest.mark.parametrize(("keys", "size"), [(168, 64), (102, 128)])
+@pytest.mark.parametrize(("keys", "size"), [(168, 64), (102, 128), (168, 80), (168, 40)])
 def test_tiles_of_96_keys(interpreter, keys, size, seed):
-    query, key, value = operands(seed, queries=66, keys=keys, heads=1, size=size)
+    query, key, value = operands(seed, queries=66 if size != 80 else 72, keys=keys, heads=1, size=size)
     problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
+    problem, _ = widened(problem)
     config = ForwardConfig(columns=96, own_output=True, short_masks=True)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, return_residuals=True)
@@ -216,10 +217,13 @@ def test_three_consumers(interpreter, queries, keys, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
-@pytest.mark.parametrize(("length", "is_causal"), [(136, True), (66, True), (131, False)])
-def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, length, is_causal, seed):
-    query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=256)
+@pytest.mark.parametrize(
+    ("length", "is_causal", "size"), [(136, True, 256), (66, True, 256), (131, False, 256), (72, True, 200)]
+)
+def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, length, is_causal, size, seed):
+    query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=size)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
+    problem, _ = widened(problem)
     config = ForwardConfig(columns=64, own_output=True, output_parts=2, short_masks=True)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)

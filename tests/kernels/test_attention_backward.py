@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.backward.config import backward_config
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.problem import problem_of
+from pallas_kernels.ops.attention.problem import problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.random import keep_mask
 from pallas_kernels.specs import ErrorBound
@@ -44,6 +44,9 @@ FUSED = {
     "head size 64": ((1, 136, 64, 1, 1, 64), {}),
     "causal, head size 96": ((1, 136, 136, 2, 1, 96), {"is_causal": True}),
     "parts, odd tiles, head size 96": ((1, 75, 133, 4, 1, 96), {}),
+    "causal, head size 80": ((1, 136, 136, 2, 1, 80), {"is_causal": True}),
+    "parts, odd tiles, head size 80": ((1, 75, 133, 4, 1, 80), {}),
+    "head size 112": ((1, 72, 136, 1, 1, 112), {}),
     "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
     "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
 }
@@ -71,6 +74,8 @@ CASES = {
     "bias, causal, more queries": ((1, 72, 24, 2, 1, 128), {"bias": (1, 1, 72, 24), "is_causal": True}),
     "dropout, bias of keys": ((2, 8, 71, 1, 1, 96), {"bias": (71,), "dropout_rate": 0.3, "dropout_key": True}),
     "head size 256": ((1, 1, 72, 1, 1, 256), {}),
+    "head size 160": ((1, 16, 72, 1, 1, 160), {"is_causal": True}),
+    "head size 72": ((1, 72, 136, 2, 1, 72), {"is_causal": True}),
 }
 
 
@@ -143,6 +148,7 @@ def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False, **
     @jax.jit
     def gradients(operands, out, lse, dout, dlse, dynamic):
         problem, extras = problem_of(*operands[:2], **dynamic, **static)
+        problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
         *got, ddense = attention_backward(*operands, out, lse, dout, extras, problem=problem, dlse=dlse, config=config)
         assert (ddense is None) == (arguments["bias"] is None)

@@ -271,13 +271,18 @@ def test_heads_of_other_sizes_take_the_kernels_padded_with_zeros(size, length, t
     assert choice.taken == taken
 
 
-def test_wider_heads_keep_their_scale():
-    narrow = described(batch=1, queries=16, heads=2, key_heads=1, size=80)
-    array = jnp.ones((1, 16, 2, 80), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("size", "keys", "taken", "clips"),
+    [(80, 24, 80, False), (80, 25, 96, True), (72, 24, 96, True), (40, 24, 64, True), (160, 25, 160, False),
+     (75, 24, 80, False), (75, 25, 96, False)],
+)  # fmt: skip
+def test_wider_heads_keep_their_scale(size, keys, taken, clips):
+    narrow = described(batch=1, queries=16, keys=keys, heads=2, key_heads=1, size=size)
+    array = jnp.ones((1, 16, 2, size), jnp.bfloat16)
     wide, (widest,) = widened(narrow, array)
-    assert (wide.head_size, wide.scale) == (96, narrow.scale)
-    assert widest.shape == (1, 16, 2, 96)
-    assert not widest[..., 80:].any()
+    assert (wide.head_size, wide.clips, wide.scale) == (taken, clips, narrow.scale)
+    assert widest.shape == (1, 16, 2, size if clips else taken)
+    assert not widest[..., size:].any()
     assert widened(wide, widest) == (wide, (widest,))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.problem import Extras, Problem, padded
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.primitives.platform import target_device, varying_like
@@ -31,6 +31,8 @@ _DECODED_ROWS = 64
 """Queries of all heads of a group: a tile of the decoding kernel. More would read the keys again."""
 _DECODED_KEYS = 16384
 """Keys of all sequences: with more than one query, heads are transposed before and after, which costs 3 µs."""
+_DECODED_SIZES = (64, 96, 128, 192, 256)
+"""The decoding kernel's head sizes; other heads are padded."""
 _LINES = 8
 """The decoding kernel's TMA loads groups of eight keys."""
 
@@ -134,6 +136,9 @@ def few_queries_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, p
     """
     batch, queries, heads, size = query.shape
     key_heads, group = problem.key_heads, problem.group
+    wide = next(whole for whole in _DECODED_SIZES if whole >= size)
+    if wide > size:
+        return few_queries_forward(*padded(wide, query, key, value), problem=problem)[..., :size]
     rows = query
     if queries > 1:
         rows = query.reshape(batch, queries, key_heads, group, size).swapaxes(1, 2)

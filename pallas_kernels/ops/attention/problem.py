@@ -33,6 +33,7 @@ class Problem:
     dense: whether a "mask" (int8, 0 hides) or a "bias" array comes with the launch; None: neither.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
+    clips: whether heads are narrower in the arrays than `head_size`, that of tiles, which then lie in panels.
     deterministic: whether gradients have the same bits in every run; only the fused backward kernel asks.
     """
 
@@ -47,6 +48,7 @@ class Problem:
     dropout_rate: float = 0.0
     dense: str | None = None
     bounds_weights: bool = False
+    clips: bool = False
     deterministic: bool = True
 
     @property
@@ -54,6 +56,11 @@ class Problem:
         """One product of head size by visible pairs of query and key; None where their number is not static."""
         pairs = self.masking.pairs
         return None if pairs is None else product(self.batch * self.heads * pairs, 1, self.head_size, self.dtype)
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether tiles lie in panels (`row_tiles`): lengths are no multiples of eight, or tiles wider than heads."""
+        return self.clips or self.masking.queries % 8 > 0 or self.masking.keys % 8 > 0
 
     @property
     def group(self) -> int:
@@ -235,8 +242,10 @@ def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> No
             raise ValueError(f"attention: segment_ids must be (batch, length) {(batch, length)}, got {array.shape}.")
 
 
-HEAD_SIZES = (64, 96, 128, 192, 256)
+HEAD_SIZES = (64, 80, 96, 112, 128, 160, 192, 256)
 """Head sizes that kernels have tiles for."""
+_PANEL = 32
+"""Columns of the narrowest panels. Products by panels of 16 columns are five or seven a step, and spill."""
 LEAST_SIZE = 32
 """Smaller heads take XLA: more than half of a padded tile would be zeros.
 
@@ -244,16 +253,26 @@ Heads of 40 features, padded, at 8x32x12x40 bf16: 9.3 µs, XLA 13.0 (H100, forwa
 """
 
 
-def size_taken(size: int) -> int | None:
-    """The least head size of the kernels that is not below `size`; None if there is none."""
-    return next((whole for whole in HEAD_SIZES if whole >= size), None)
+def size_taken(size: int, *, in_panels: bool = False) -> int | None:
+    """The least size of the kernels' tiles, which may be in panels, that is not below `size`; None if there is none."""
+    return next((whole for whole in HEAD_SIZES if whole >= size and not (in_panels and whole % _PANEL)), None)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:
-    """Pads the heads of arrays (batch, length, heads, head size) to a size that the kernels take; keeps the scale."""
-    size = size_taken(problem.head_size)
-    assert size is not None
-    if size == problem.head_size:
+    """Widens heads to a size that the kernels take; keeps the scale.
+
+    TMA fills the further columns with zeros, and does not store them, if rows of arrays (batch, length, heads, head
+    size) have a multiple of 16 bytes. Else the arrays are padded.
+    """
+    size = problem.head_size
+    clips = size % 8 == 0
+    taken = size_taken(size, in_panels=problem.in_panels or (clips and size not in HEAD_SIZES))
+    assert taken is not None
+    if taken == size:
         return problem, arrays
-    pads = ((0, 0), (0, 0), (0, 0), (0, size - problem.head_size))
-    return replace(problem, head_size=size), tuple(jnp.pad(array, pads) for array in arrays)
+    return replace(problem, head_size=taken, clips=clips), arrays if clips else padded(taken, *arrays)
+
+
+def padded(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays with zeros behind the last axis, up to this size."""
+    return tuple(jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, size - array.shape[-1]))) for array in arrays)

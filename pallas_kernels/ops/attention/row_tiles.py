@@ -2,7 +2,8 @@
 
 Tensor cores read swizzled groups of eight rows. TMA makes such groups of an array whose length is a multiple of eight.
 From any other array it loads panels, as wide as the swizzle, row after row: in memory a panel is the same as the groups
-of a tile of that width. TMA fills rows beyond the last one with zeros, and does not store them.
+of a tile of that width. TMA fills rows beyond the last one with zeros, and does not store them; in panels also columns,
+so that a tile may be wider than the array.
 """
 
 from __future__ import annotations
@@ -16,16 +17,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.gemm.shared import shared
-
-GROUP = 8
-"""Rows of a group that tensor cores read."""
-
-
-def is_ragged(masking: Masking) -> bool:
-    """Whether the number of queries or of keys is no multiple of eight."""
-    return any(length % GROUP for length in (masking.queries, masking.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +119,12 @@ class RowTiles:
     def _columns(self, array: Any, start: int, panel: Any) -> Any:
         if not self.form.in_panels:
             return array
-        # The last panel may reach beyond the array, which JAX refuses if the start is static.
-        return array.at[:, pl.ds(jnp.full((), start, jnp.int32), panel.shape[1])]
+        return array.at[:, columns_from(start, panel.shape[1])]
+
+
+def columns_from(start: int, width: int) -> Any:
+    """Columns that may reach beyond the array, which JAX refuses if the start is static."""
+    return pl.ds(jnp.full((), start, jnp.int32), width)
 
 
 def multiply_across(sums: Any, left: RowTiles | list[jax.Array], right: RowTiles) -> None:

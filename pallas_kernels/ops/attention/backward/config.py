@@ -20,7 +20,7 @@ KEY_ROWS = 64
 """Queries of a step of the kernel of dkey and dvalue."""
 FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
-FUSED_ROWS = {64: 128, 96: 64, 128: 64}
+FUSED_ROWS = {64: 128, **dict.fromkeys((80, 96, 112, 128), 64)}
 """Queries of a step of the fused kernel, by head size: as many as there are registers for."""
 WAVES = 2
 """A section has so many times the blocks that run at once, see `block_place`."""
@@ -238,20 +238,20 @@ def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     return replace(config, keys=replace(keys, tiles=best))
 
 
-_LEAST, _MOST = 480, {64: 8192, 96: 16384, 128: 16384}
-"""Lengths for which the fused kernel serves. The longest ones, by head size, are for causal masks if gradients are
-deterministic: blocks then wait for each other, the more the longer."""
-_MANY_BLOCKS = {64: 512, 96: 256, 128: 256}
-"""Blocks with which the fused kernel, causal and without parts, was faster from `_LEAST` on, by head size."""
+_LEAST, _MOST = 480, (8192, 16384)
+"""Lengths for which the fused kernel serves. The longest ones, with heads of 64 and with larger ones, are for causal
+masks if gradients are deterministic: blocks then wait for each other, the more the longer."""
+_MANY_BLOCKS = (512, 256)
+"""Blocks with which the fused kernel, causal and without parts, was faster from `_LEAST` on; heads of 64, larger."""
 _LONG_ALONE = 1200
 """The length from which on it was faster with fewer blocks, too."""
 _STEPS_PER_TILE = {True: 2.4, False: 0.9}
 """Causal or not: steps of a multiprocessor per key tile of a lane with which the fused kernel is faster, although its
 blocks wait for each other, or add to two sums."""
-_STEPS = {64: 70, 96: 140, 128: 140}
-"""Steps of a multiprocessor times key tiles of a lane, by head size, with which it is faster without a mask: XLA runs
+_STEPS = (70, 140)
+"""Steps of a multiprocessor times key tiles of a lane, likewise, with which it is faster without a mask: XLA runs
 three kernels more, and the fewer tiles, the more of the time goes to sums."""
-_STEPS_OF_PARTS = {64: 70, 96: 300, 128: 300}
+_STEPS_OF_PARTS = (70, 300)
 """Likewise with parts, which two kernels can have, too."""
 
 
@@ -264,13 +264,13 @@ def can_fuse(problem: Problem) -> bool:
 
 def is_faster_fused(problem: Problem, parts: int) -> bool:
     """Whether there is so much work that the fused kernel is faster; parts: blocks that share a group's heads."""
-    masking, size = problem.masking, problem.head_size
+    masking, is_large = problem.masking, problem.head_size > 64
     lengths = (masking.queries, masking.keys)
     is_chain = masking.is_causal and problem.deterministic
-    if min(lengths) < _LEAST or (is_chain and max(lengths) > _MOST[size]):
+    if min(lengths) < _LEAST or (is_chain and max(lengths) > _MOST[is_large]):
         return False
     blocks = problem.batch * problem.key_heads * -(-masking.keys // FUSED_KEYS)
-    has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[size]
+    has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[is_large]
     if masking.is_causal and parts == 1 and has_many:
         return True
     keys, pairs = masking.keys, masking.queries * masking.keys
@@ -279,7 +279,7 @@ def is_faster_fused(problem: Problem, parts: int) -> bool:
         pairs = masking.queries * keys - keys * keys // 2
     tiles = -(-keys // FUSED_KEYS)
     steps = problem.batch * problem.heads * pairs / (KEY_ROWS * FUSED_KEYS * target_device().core_count)
-    least = (_STEPS if parts == 1 else _STEPS_OF_PARTS)[size]
+    least = (_STEPS if parts == 1 else _STEPS_OF_PARTS)[is_large]
     is_enough = masking.is_causal or steps * tiles >= least
     return is_enough and steps >= _STEPS_PER_TILE[masking.is_causal] * tiles
 

@@ -48,9 +48,12 @@ class Done:
     def scratch(slots: int, warpgroups: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
         """The scratch type of parts with so many columns; as many bytes as the float32 sums in the same place have."""
         width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
-        swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+        bytes_each = width * dtype.itemsize
+        transforms: tuple[Any, ...] = ()
+        if bytes_each > 16:  # 16 bytes are not swizzled
+            transforms = (plgpu.SwizzleTransform(bytes_each),)  # pyright: ignore[reportAbstractUsage]
         room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
-        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=(swizzle,))
+        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=transforms)
 
     def _panels(self, slot: Any, warpgroup: Any, columns: int) -> Iterator[tuple[Any, Any]]:
         width = self.ref.shape[-1]
@@ -148,7 +151,8 @@ class Launch:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        is_short = self.masking.is_causal and self.size < 128 and self.form.in_panels
+        has_many_copies = self.form.in_panels or self.width % 16 > 0
+        is_short = self.masking.is_causal and self.size < 128 and has_many_copies
         return MORE_FOR_PRODUCER if is_short else REGISTERS
 
     @property

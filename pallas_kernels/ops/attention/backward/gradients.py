@@ -17,7 +17,7 @@ from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
 from pallas_kernels.ops.attention.few_queries import pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
+from pallas_kernels.ops.attention.row_tiles import TileForm
 from pallas_kernels.primitives.platform import varying_like
 
 _TILE = 256
@@ -72,7 +72,7 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem,
     assert can_fuse(problem)
     masking = problem.masking
     rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
-    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(masking))
+    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     # The problem has keys of zeros up to whole tiles, so that their tile need not be masked. A causal mask hides them;
     # else weights are bounded.
     whole = replace(masking, keys=pl.cdiv(masking.keys, FUSED_KEYS) * FUSED_KEYS)
@@ -95,7 +95,7 @@ def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem:
     moves = group > 1 and packing is None
     if moves:
         query, dout, out = (pack(array, group) for array in (query, dout, out))
-    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=is_ragged(problem.masking))
+    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     by_keys, by_queries = _extras(extras, problem, config)
     rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
     inputs = Inputs(query, key, value, dout, rows, by_queries)

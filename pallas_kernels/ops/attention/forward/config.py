@@ -7,7 +7,6 @@ from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem, size_taken
-from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
@@ -79,7 +78,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
     if size == 64 and blocks <= 2 * cores:
         # With so few registers, two blocks share a multiprocessor, and all run at once.
         return replace(one, columns=64, is_persistent=False, compute_registers=128)
-    if size in (96, 128) and blocks <= _FEW_ROUNDS * cores:
+    if 64 < size <= 128 and blocks <= _FEW_ROUNDS * cores:
         return replace(one, columns=64)
     return config
 
@@ -129,14 +128,16 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
             return replace(config, columns=columns)
         if size == 64:
             return _of_three_warpgroups(config) if _has_rounds_of_three(problem) else config
+        if problem.in_panels:
+            return config  # queries in registers leave ptxas none for panels
         takes_turns = masking.keys <= _KEYS_OF_TURNS
         return replace(config, queries_in_registers=True, ping_pong=takes_turns)
-    if masking.is_causal and size in (64, 96):
+    if masking.is_causal and size <= 96:
         is_short = size == 64 and masking.keys <= _SHORT
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
-        takes_turns = not (size == 96 and is_ragged(masking) and masking.keys <= 2 * config.columns)
+        takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
         return replace(
-            config, queries_in_registers=not is_short, short_masks=size == 96 or is_short, ping_pong=takes_turns
+            config, queries_in_registers=not is_short, short_masks=size > 64 or is_short, ping_pong=takes_turns
         )
     return config
 
@@ -147,10 +148,10 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
     if _further(problem):
         return config
     config = replace(config, short_masks=True)
-    if masking.has_band and is_ragged(masking) and masking.keys <= 2 * config.columns:
+    if masking.has_band and problem.in_panels and masking.keys <= 2 * config.columns:
         # Masks and panels take too many registers in a loop over query tiles.
         return config
-    if problem.head_size == 192:
+    if problem.head_size <= 192:
         return replace(config, is_persistent=True, own_output=True)
     registers = {"memory_registers": 24, "compute_registers": 240}
     takes_turns = masking.keys < _KEYS_OF_TURNS

@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
-from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
+from pallas_kernels.ops.attention.row_tiles import columns_from, multiply_across, multiply_down
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
 
@@ -223,7 +223,7 @@ class Consumer:
             if start == 0:
                 buffers["lse"].at[warpgroup][...] = lse
             plgpu.commit_smem()
-            buffer.send(out_place if width == problem.head_size else out_place.at[:, pl.ds(start, width)])
+            buffer.send(out_place if width == problem.head_size else out_place.at[:, columns_from(start, width)])
             if start == 0:
                 plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
         if not config.own_output:

@@ -27,7 +27,7 @@ from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm, is_ragged
+from pallas_kernels.ops.attention.row_tiles import TileForm
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 
@@ -91,9 +91,9 @@ def _launch(
     lse_of_nothing: float,
 ):
     warpgroups, size, dtype = config.warpgroups, problem.head_size, problem.dtype
-    form = TileForm(size=size, dtype=dtype, in_panels=is_ragged(problem.masking))
+    form = TileForm(size=size, dtype=dtype, in_panels=problem.in_panels)
     # A product over rows takes as many of them at a time as columns are swizzled together.
-    value_form = form if config.columns % 64 == 0 else replace(form, swizzle=64)
+    value_form = form if config.columns % 64 == 0 or size % 64 else replace(form, swizzle=64)
     out_form = replace(form, size=size // config.output_parts)
     forms = {"q": form, "k": form, "v": value_form, "out": out_form}
 
@@ -141,7 +141,7 @@ def _launch(
     if config.ping_pong and warpgroups > 1:
         barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
     out_type = [
-        jax.ShapeDtypeStruct((problem.batch, problem.masking.queries, problem.heads, size), dtype),
+        jax.ShapeDtypeStruct(operands[0].shape, dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
     kernel = block_kernel(

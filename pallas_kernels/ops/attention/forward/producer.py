@@ -18,7 +18,6 @@ from pallas_kernels.ops.attention.forward.config import ROWS, STAGES, ForwardCon
 from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.row_tiles import is_ragged
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.platform import is_interpreted
 
@@ -48,7 +47,7 @@ class Block:
         config, masking = self.config, self.problem.masking
         has_large_heads = self.problem.head_size > 128 and config.is_persistent
         has_two = -(-masking.keys // config.columns) == 2
-        is_tight = is_ragged(masking) or config.warpgroups > 2
+        is_tight = self.problem.in_panels or config.warpgroups > 2
         return (is_tight and has_two) or (has_large_heads and (has_two or not masking.has_band))
 
     @property
