@@ -206,13 +206,16 @@ def test_tiles_of_96_keys(interpreter, keys, size, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(200, 128), (384, 256)])
-def test_three_consumers(interpreter, queries, keys, seed):
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_causal"), [(200, 128, False), (384, 256, False), (500, 500, True), (420, 200, True)]
+)
+def test_three_consumers(interpreter, queries, keys, is_causal, seed):
+    """With a causal mask, a consumer skips the block's key tiles that its own queries do not see."""
     query, key, value = operands(seed, queries=queries, keys=keys)
-    problem, extras = problem_of(query, key, is_causal=False, **NOTHING)
+    problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
     config = ForwardConfig(warpgroups=3, own_output=True, short_masks=True, memory_registers=32, compute_registers=160)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
-    want, want_lse = attention_reference(query, key, value, return_residuals=True)
+    want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 

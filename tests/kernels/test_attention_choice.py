@@ -288,7 +288,7 @@ def test_wider_heads_keep_their_scale(size, keys, taken, clips):
 
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "given", "warpgroups"),
-    [(4, 4096, 32, {}, 3), (8, 1024, 16, {}, 3), (1, 1024, 16, {}, 2), (4, 4096, 32, {"is_causal": True}, 2),
+    [(4, 4096, 32, {}, 3), (8, 1024, 16, {}, 3), (1, 1024, 16, {}, 2), (4, 4096, 32, {"is_causal": True}, 3),
      (4, 4096, 32, {"size": 128}, 2), (4, 4096, 32, {"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, "uint32")}, 2)],
 )  # fmt: skip
 def test_where_a_block_has_three_consumers(batch, length, heads, given, warpgroups):

@@ -6,7 +6,7 @@ a square G, and the tensor cores multiply G and G^T by the tile.
 
 A row of the triangle starts and ends anywhere, while the threads of a warpgroup access whole lines of 128 values. So
 rows are copied as such lines, one after the other: the next row overwrites what was too much, or a mask removes it.
-Automatic barriers would make each line wait for the one before, which only overlapping lines must.
+In the gradient, where lines do not overlap, none waits for the one before as automatic barriers would have it.
 """
 
 from __future__ import annotations
@@ -56,19 +56,16 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
 
         products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
         store(square.at[:, pl.ds(0, width)], products.astype(x_ref.dtype))
-        plgpu.commit_smem()
 
-        @pl.loop(0, pl.cdiv(fields, _GROUP))
-        def _(group):
-            rows = [group * _GROUP + i for i in range(_GROUP)]
-            for row, line in zip(rows, [_line(square.at[row]) for row in rows], strict=True):
-                store(packed.at[pl.ds(jnp.minimum(triangle.start(row), triangle.pairs), LANES)], line)
-                plgpu.commit_smem()  # the next line overwrites the end of this one
+        @pl.loop(0, fields)
+        def _(row):
+            store(packed.at[pl.ds(triangle.start(row), LANES)], _line(square.at[row]))
 
         store_row(out_ref.at[sample], load_row(packed, segments), segments)
 
     out_type = jax.ShapeDtypeStruct((batch, triangle.pairs), x.dtype)
-    return varying_like(_launch(dot_interaction, (x,), out_type, form, triangle), x)
+    out = _launch(dot_interaction, (x,), out_type, form, triangle, products=1, automatic_barriers=True)
+    return varying_like(out, x)
 
 
 def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool) -> jax.Array:
@@ -117,7 +114,7 @@ def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    dx = _launch(dot_interaction_gradient, (x, dy), out_type, form, triangle, products=2)
+    dx = _launch(dot_interaction_gradient, (x, dy), out_type, form, triangle, products=2, automatic_barriers=False)
     return varying_like(dx, x, dy)
 
 
@@ -139,7 +136,9 @@ def _all_rows(vectors: Any) -> Any:
     return vectors.at[pl.ds(jnp.full((), 0, jnp.int32), ROWS)]
 
 
-def _launch(body, operands, out_type, form: TileForm, triangle: Triangle, *, products: int = 1) -> jax.Array:
+def _launch(
+    body, operands, out_type, form: TileForm, triangle: Triangle, *, products: int, automatic_barriers: bool
+) -> jax.Array:
     x = operands[0]
     batch, fields, features = x.shape
     return settings.kernel(
@@ -153,6 +152,6 @@ def _launch(body, operands, out_type, form: TileForm, triangle: Triangle, *, pro
             plgpu.SMEM((triangle.pairs + LANES,), x.dtype),
             plgpu.Barrier(num_arrivals=form.copies),
         ),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not automatic_barriers),
         products=product(fields, fields, features, x.dtype).times(batch * products),
     )(*operands)

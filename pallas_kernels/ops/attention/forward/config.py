@@ -134,6 +134,8 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
         return replace(config, queries_in_registers=True, ping_pong=takes_turns)
     if masking.is_causal and size <= 96:
         is_short = size == 64 and masking.keys <= _SHORT
+        if size == 64 and not is_short and _has_rounds_of_three(problem):
+            return _of_three_warpgroups(config)
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
         takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
         return replace(
