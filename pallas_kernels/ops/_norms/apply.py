@@ -19,8 +19,6 @@ from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_un
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
-_LONG_ROW, _FEW_ROWS = 12288, 64
-
 
 def check_arguments(
     operation: str, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None
@@ -93,18 +91,7 @@ def dispatch_norm(
         return kernel(*arrays)
     # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
     has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
-    forward = is_best_forward_by_xla(x)
-    return partly_by_xla(kernel, reference, forward=forward, gradient=has_no_kernel)(*varying_alike(arrays))
-
-
-def is_best_forward_by_xla(x: jax.Array) -> bool:
-    """Whether XLA was measured to be faster where no gradient is taken: few long rows, which one warpgroup each reads.
-
-    On an H200, µs of the kernel and of XLA: layer_norm 21x13056 bf16 2.9 and 2.2, with a float32 residual 8x12800 4.3
-    and 4.0, rms_norm 64x15544 float16 3.4 and 3.3, with dropout 14x14248 5.9 and 4.5; but 64x11648 with a residual 3.8
-    and 4.7, 120x10240 2.3 and 3.5.
-    """
-    return x.shape[-1] > _LONG_ROW and math.prod(x.shape[:-1]) <= _FEW_ROWS
+    return partly_by_xla(kernel, reference, gradient=has_no_kernel)(*varying_alike(arrays))
 
 
 def apply_norm(

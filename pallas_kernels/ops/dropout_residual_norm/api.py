@@ -6,12 +6,11 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, is_best_forward_by_xla, mosaic_unsupported
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays
-from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -53,8 +52,7 @@ def dropout_residual_norm(
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla"; also "xla", if not differentiated, for up to 64 rows of more than
-                12288 values.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         (y, total), both with x's shape and dtype.
@@ -74,21 +72,14 @@ def dropout_residual_norm(
     epsilon = added_number("dropout_residual_norm", "epsilon", epsilon)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
-
-    def reference(x, scale, bias, residual, words):
+    if chosen == "xla" or x.size == 0:
         return dropout_residual_norm_reference(
             x, scale, bias, residual=residual, rate=rate, key=words, norm=norm, epsilon=epsilon
         )
-
-    def kernel(x, scale, bias, residual, words):
-        settings = Norm(name=norm, epsilon=epsilon, rate=float(rate))
-        return apply_norm(settings, x, scale=scale, bias=bias, residual=residual, words=words)
-
-    operands = (x, scale, bias, residual, words)
-    if chosen == "xla" or x.size == 0:
-        return reference(*operands)
-    by_xla = implementation is None and is_best_forward_by_xla(x)
-    return partly_by_xla(kernel, reference, forward=by_xla)(*varying_alike(operands))
+    settings = Norm(name=norm, epsilon=epsilon, rate=float(rate))
+    y, total = apply_norm(settings, x, scale=scale, bias=bias, residual=residual, words=words)
+    assert total is not None
+    return y, total
 
 
 def _check(norm: str, bias: jax.Array | None) -> None:
