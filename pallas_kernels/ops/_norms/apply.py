@@ -91,7 +91,10 @@ def dispatch_norm(
         return kernel(*arrays)
     # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
     has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
-    return partly_by_xla(kernel, reference, gradient=has_no_kernel)(*varying_alike(arrays))
+    # Without sums over rows, on an H200, µs of the kernels and of XLA with the forward pass: 27328x128 10.3 and 9.3,
+    # 8192x256 6.9 and 6.2, 2000x512 4.6 and 4.4.
+    is_short = norm.centered and x.shape[-1] <= 512 and scale is bias is residual is None
+    return partly_by_xla(kernel, reference, gradient=has_no_kernel or is_short)(*varying_alike(arrays))
 
 
 def apply_norm(

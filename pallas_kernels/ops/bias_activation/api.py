@@ -97,7 +97,9 @@ def bias_activation(
     def backward(x, bias, residual, words, dy):
         return _mosaic_bwd(activation, float(dropout_rate), (x, bias, words, residual is not None), dy)
 
-    return partly_by_xla(kernel, reference, forward=by_xla, backward=backward)(*operands).reshape(x.shape)
+    # With a gradient, on an H200, µs of the kernels and with XLA's forward pass: 4902x128 8.0, 6.8; 2816x192 7.1, 7.7.
+    own = backward if x.shape[-1] <= LANES else None
+    return partly_by_xla(kernel, reference, forward=by_xla, backward=own)(*operands).reshape(x.shape)
 
 
 def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None, *, is_plain: bool = True) -> bool:
