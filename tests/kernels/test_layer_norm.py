@@ -99,7 +99,7 @@ def test_x_is_returned_for_the_residual_stream(seed):
      (21, 4095, 2, ForwardConfig(piece=2))],
 )  # fmt: skip
 def test_forward_configurations(rows, features, itemsize, config):
-    """Fewer rows than half the multiprocessors, and wide accesses: scale and bias are read ahead where the registers hold them."""
+    """With rows for at most half the multiprocessors, and wide accesses, scale and bias are read ahead if they fit."""
     got = default_forward(rows, features, itemsize, gain_bytes=2 * itemsize, centered=True, cores=132)
     assert got == config
 
