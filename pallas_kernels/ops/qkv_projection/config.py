@@ -35,7 +35,7 @@ def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None
 
 
 def preferred(
-    x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool, has_head_norms: bool = False
+    x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool, has_head_norms: bool
 ) -> Sequence[str]:
     """Returns the implementations to try if the caller requests none: the measured best, else by a rule.
 
