@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import (
     check_bias,
     check_operands,
@@ -60,7 +60,7 @@ def lora_linear(
             at most 64 it is one kernel, whose blocks wait for each other by semaphores that another launch clears
             before it; otherwise it is XLA's product x @ a and one kernel.
             "xla": always runs.
-            None: "mosaic" if it can run and is estimated to be faster, forward or with a gradient; else "xla".
+            None: "mosaic" for 2048 rows or more if it can run, else "xla".
 
     Returns:
         y, (..., outputs), of x's dtype.
@@ -78,22 +78,16 @@ def lora_linear(
     alpha = finite_number("lora_linear", "alpha", alpha)
     rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
-    sizes = (rows.shape[0], w.shape[1], w.shape[0], rank)
     chosen = choose(
         "lora_linear",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(*sizes, is_differentiated=True) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else (),
     )
     if chosen == "xla" or x.size == 0 or w.size == 0 or rank == 0:
         return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
     operands = varying_alike((rows, w, a, b, bias))
-
-    def reference(x, w, a, b, bias):
-        return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
-
-    by_xla = implementation is None and not is_preferred(*sizes)
-    y = partly_by_xla(partial(_lora_mosaic, alpha), reference, forward=by_xla)(*operands)
+    y: jax.Array = _lora_mosaic(alpha, *operands)  # pyright: ignore
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
