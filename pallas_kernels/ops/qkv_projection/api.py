@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm import (
-    as_rows,
-    check_norm,
-    has_faster_gradient,
-    norm_unsupported,
-    prologue,
-    row_norm,
-)
+from pallas_kernels.ops._products.norm import as_rows, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     Config,
@@ -89,8 +81,7 @@ def qkv_projection(
             rope must not be interleaved.
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" if it can
-            run: for up to 16 rows, for more if it is estimated to be faster, and after a norm for 512 rows or more
-            where a gradient is taken; else "xla".
+            run, else "xla".
 
     Returns:
         (q, k, v), of x's dtype: (..., outputs) each, or (..., heads, head_size) with `head_size`.
@@ -113,10 +104,7 @@ def qkv_projection(
         "xla": lambda: None,
     }
     rows = as_rows(x)
-    has_head_norms = not (q_norm is None and k_norm is None)
-    kind = {"head_size": head_size, "is_rotated": rope is not None, "has_head_norms": has_head_norms}
-    best = partial(preferred, x, weights, **kind)
-    order = lambda: best() or (("mosaic",) if has_faster_gradient(norm, rows.shape[0]) else ())  # noqa: E731
+    order = partial(preferred, x, weights, head_size=head_size, is_rotated=rope is not None)
     chosen = choose("qkv_projection", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or any(w.size == 0 for w in weights):
         return qkv_projection_reference(
@@ -125,14 +113,6 @@ def qkv_projection(
     positions = None if rope is None else row_positions(rope, x).astype(jnp.int32)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
     rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))
-
-    def reference(x, norm, weights, biases, head_scales, positions):
-        given = {"bias": None if biases[0] is None else biases, "head_size": head_size, "norm": norm}
-        given["rope"] = None if rope is None else replace(rope, positions=positions)
-        for name, head_norm, scale in zip(("q_norm", "k_norm"), (q_norm, k_norm), head_scales, strict=True):
-            given[name] = None if head_norm is None else replace(head_norm, scale=scale)
-        return tuple(y.reshape(y.shape[0], -1) for y in qkv_projection_reference(x, *weights, **given))
-
     form = HeadForm(
         size=head_size,
         theta=None if rope is None else float(rope.theta),
@@ -140,8 +120,7 @@ def qkv_projection(
     )
     config = chosen_config(rows, weights, form)
     project = _with_fused_norm if can_fuse_norm_of(config, norm, rows, form) else _with_norm_before
-    by_xla = implementation is None and not best()
-    results = partly_by_xla(partial(project, form, config), reference, forward=by_xla)(rows, norm, *rest)
+    results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v

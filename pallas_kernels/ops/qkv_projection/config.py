@@ -11,7 +11,7 @@ import jax
 from pallas_kernels import tuning
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig, MmaConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
-from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig, ProductCost
+from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig
 from pallas_kernels.primitives.platform import target_device
 
 MOST_FEW_ROWS = 16
@@ -34,44 +34,14 @@ def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None
     }
 
 
-def preferred(
-    x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool, has_head_norms: bool
-) -> Sequence[str]:
-    """Returns the implementations to try if the caller requests none: the measured best, else by a rule.
-
-    On an H200, 16 rows of 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.44 times as fast as XLA.
-    """
-    rows, widths = prod(x.shape[:-1]), [w.shape[1] for w in weights]
-    form = {"head_size": head_size, "is_rotated": is_rotated, "has_head_norms": has_head_norms}
-    ours, xla = estimate(rows, widths, x.shape[-1], **form)
-    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
-    is_best = rows <= MOST_FEW_ROWS or ours < xla
-    return tuning.implementations("qkv_projection", known, untuned=("mosaic",) if is_best else ())
-
-
-def estimate(
-    rows: int, widths: Sequence[int], features: int, *, head_size: int | None, is_rotated: bool, has_head_norms: bool
-) -> tuple[float, float]:
-    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds, without the norm of x.
+def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> Sequence[str]:
+    """Returns the implementations to try if the caller requests none: the measured best, else the kernel.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
-    1.60 at 512. 1024 features, 8 and 2 heads of 128: 1.59 times at 64. Where the kernel's results have to be copied,
-    XLA is faster: 27654 rows, 128 features and three times 128 outputs take 38.9 µs, by XLA 35.3.
+    1.60 at 512, 1.44 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
     """
-    config = gemm_config(rows, widths, head_size=head_size)
-    written, angles = 2 * rows * sum(widths), 4 * rows * (head_size or 0) * is_rotated
-    cost = ProductCost(
-        rows=rows,
-        outputs=sum(-(-width // config.tile_n) * config.tile_n for width in widths),
-        features=features,
-        written_bytes=written,
-        results=len(widths),
-        launches=1 + is_rotated,
-        # Bias, norm and rotation of the heads are a pass each; the angles are read for query and for key.
-        passes=len(widths) + is_rotated + 2 * has_head_norms,
-        pass_bytes=2 * (written * (1 + is_rotated + has_head_norms) + angles),
-    )
-    return cost.estimate(config)
+    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
+    return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
 
 
 def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
