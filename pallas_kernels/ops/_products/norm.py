@@ -68,17 +68,6 @@ def norm_unsupported(norm: Norm | None, x: jax.Array) -> str | None:
     return apply.mosaic_unsupported(x, norm.scale, norm.bias)
 
 
-FEWEST_DIFFERENTIATED_ROWS = 512
-"""The fewest rows for which the norm's backward kernel was measured to outweigh a slower product. With gradients, 640
-rows of 896 features and outputs take 29.9 µs, by XLA 34.2; 4096 of 1280 and 1152 107.7 and 143.1; query, key and value
-of 519 rows, 1024 features and outputs 69.5 and 75.4 (H200)."""
-
-
-def has_faster_gradient(norm: Norm | None, rows: int) -> bool:
-    """Whether a product after the norm is faster by the kernels where a gradient is taken, even if not forward."""
-    return norm is not None and norm.mean_square is None and rows >= FEWEST_DIFFERENTIATED_ROWS
-
-
 def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns the rows to multiply by the weights, and factors (rows,) for the product's rows, or None. Differentiable.
 

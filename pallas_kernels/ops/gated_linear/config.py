@@ -68,15 +68,7 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
 def estimate(rows: int, outputs: int, features: int) -> tuple[float, float]:
     """Returns the estimated times of the kernel of many rows and of XLA, in microseconds."""
     written = 2 * rows * outputs
-    cost = ProductCost(
-        rows=rows,
-        outputs=outputs,
-        features=features,
-        accumulators=2,
-        written_bytes=written,
-        passes=1,
-        pass_bytes=3 * written,
-    )
+    cost = ProductCost(rows=rows, outputs=outputs, features=features, accumulators=2, written_bytes=written)
     return cost.estimate(_many_rows(rows, outputs))
 
 

@@ -103,29 +103,16 @@ def is_preferred(
 
 
 def estimate(
-    rows: int,
-    outputs: int,
-    features: int,
-    *,
-    has_activation: bool,
-    residual_bytes: int = 0,
-    out_bytes: int = 2,
-    scales_rows: bool = False,
+    rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
 ) -> tuple[float, float]:
-    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds.
-
-    scales_rows: whether the kernel multiplies rows, for which XLA has another pass over x. Others as above.
-    """
-    product = rows * outputs
-    read, written = product * residual_bytes, product * out_bytes
+    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds; arguments as above."""
     cost = ProductCost(
         rows=rows,
         outputs=outputs,
         features=features,
-        read_bytes=read,
-        written_bytes=written,
-        passes=has_activation + scales_rows,
-        pass_bytes=read + (2 * product + written) * has_activation + 4 * rows * features * scales_rows,
+        read_bytes=rows * outputs * residual_bytes,
+        written_bytes=rows * outputs * out_bytes,
+        is_fused=not has_activation,
     )
     return cost.estimate(choose_config(rows, outputs, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True))
 

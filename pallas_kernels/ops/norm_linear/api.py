@@ -16,19 +16,11 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.norm import (
-    as_rows,
-    can_fuse_norm,
-    check_norm,
-    has_faster_gradient,
-    norm_unsupported,
-    prologue,
-    row_norm,
-)
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.config import Config, problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
-from pallas_kernels.ops.norm_linear.config import is_preferred, normed_config
+from pallas_kernels.ops.norm_linear.config import FEWEST_ROWS, is_preferred, normed_config
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.platform import varying_alike
@@ -96,9 +88,8 @@ def norm_linear(
     }
     rows = as_rows(x)
     sizes = (rows.shape[0], w.shape[1], w.shape[0])
-    scales_rows = norm.mean_square is not None and norm.scale is None
-    is_best = is_preferred(*sizes, has_activation=activation is not None, scales_rows=scales_rows)
-    has_best_gradient = residual is None and has_faster_gradient(norm, rows.shape[0])
+    is_best = is_preferred(*sizes, has_activation=activation is not None)
+    has_best_gradient = norm.mean_square is None and residual is None and rows.shape[0] >= FEWEST_ROWS
     order = ("mosaic",) if is_best or has_best_gradient else ()
     chosen = choose("norm_linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pallas_kernels.primitives.gemm.operands import has_whole_groups
 from pallas_kernels.primitives.platform import target_device
 
 SHARED_BYTES = 227 * 1024
@@ -103,12 +102,12 @@ NARROW = GemmConfig(tile_n=128, stages=6)
 EVEN = GemmConfig(cluster=2, even_waves=True, reverses=True)
 """For many rows: it reads a third less from memory with 4096 features, and a sixth less with 14336."""
 _WIDE_TILE = 256
-_WIDE_RATE, _NARROW_RATE, _XLA_RATE = 850e6, 750e6, 750e6
+_WIDE_RATE, _NARROW_RATE, _XLA_RATE = 800e6, 660e6, 735e6
 """Operations per microsecond: the kernel's tiles of 256 columns or a single wave, its narrower tiles, and XLA."""
-_OPERAND_BYTES, _EPILOGUE_BYTES, _PRODUCT_BYTES, _PASS_BYTES = 4.2e6, 3.2e6, 3.4e6, 3.5e6
-"""Bytes per microsecond: the kernel's operands and epilogue, XLA's products, and an elementwise pass."""
-_START_US, _LAUNCH_US = 0.8, 1.6
-"""Microseconds of a call, and those that each of its launches adds."""
+_EPILOGUE_BYTES, _PRODUCT_BYTES, _PASS_BYTES = 1.7e6, 3.2e6, 3.5e6
+"""Bytes per microsecond: the kernel's epilogue, operands and XLA's products, and an elementwise pass."""
+_LAUNCH_US = 1.5
+"""Microseconds that a launch adds."""
 WORTH = 0.8
 """The share of the multiprocessors' time that tiles must fill; below, XLA's tilings are faster."""
 
@@ -146,17 +145,13 @@ def fills(m: int, n: int, *, accumulators: int = 1) -> bool:
 class ProductCost:
     """Estimates of a (rows, outputs) product's time on Hopper, to choose between the kernel and XLA.
 
-    A tile takes the kernel as long as its products or operands, then as long as its epilogue, during which it does not
-    multiply. Where TMA cannot load the last rows, launches before it pad x and the residual, and others after it copy
-    the results. XLA's product takes as long as its operations or bytes, whatever its tiles. The rates are a fit to 60
-    calls on an H200; `scripts/check_product_costs.py` compares the estimates with what was measured.
+    The kernel takes as long as its waves of tiles, or as its bytes. XLA's product takes as long as its operations or
+    bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates were set
+    by hand from calls on an H200; `scripts/check_product_costs.py` compares the estimates with what was measured.
 
     accumulators: the number of products, each with `outputs` columns.
-    read_bytes, written_bytes: of what is read beside the operands, and of the results.
-    results: the number of results.
-    launches: the kernel's launches, without padding.
-    passes: XLA's launches besides the products. Without any, XLA's product writes the result.
-    pass_bytes: what those launches move, and what XLA's product reads besides the operands.
+    read_bytes, written_bytes: of what is read beside the operands, and of the result.
+    is_fused: whether XLA's product writes the result.
     """
 
     rows: int
@@ -166,37 +161,34 @@ class ProductCost:
     itemsize: int = 2
     read_bytes: int = 0
     written_bytes: int
-    results: int = 1
-    launches: int = 1
-    passes: int = 0
-    pass_bytes: int = 0
+    is_fused: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all products."""
+        return 2.0 * self.rows * self.outputs * self.accumulators * self.features
 
     def estimate(self, config: GemmConfig) -> tuple[float, float]:
         """Returns the estimated times of the kernel and of XLA, in microseconds."""
         return self._kernel_us(config), self._xla_us
 
     def _kernel_us(self, config: GemmConfig) -> float:
-        cores, units = target_device().core_count, _units(config, self.rows, self.outputs * self.accumulators)
-        waves = -(-units // cores)
+        columns, cores = self.outputs * self.accumulators, target_device().core_count
+        waves = -(-_units(config, self.rows, columns) // cores)
         computed = waves * cores * config.tile_m * sum(config.strip)
         rate = _WIDE_RATE if config.tile_n >= _WIDE_TILE or waves == 1 else _NARROW_RATE
-        product_us = max(2.0 * computed * self.features / rate, self._operand_bytes / _OPERAND_BYTES)
-        stored = self.read_bytes + self.written_bytes
-        launches, copied = self.launches, 0
-        if not has_whole_groups(self.rows):
-            launches += 1 + (self.read_bytes > 0) + self.results
-            copied = 2 * (self.itemsize * self.rows * self.features + stored)
-        epilogue_us = stored / _EPILOGUE_BYTES * waves * cores / max(units, 1)
-        return _START_US + launches * _LAUNCH_US + product_us + epilogue_us + copied / _PASS_BYTES
+        epilogue = (self.read_bytes + self.written_bytes) / _EPILOGUE_BYTES
+        return _LAUNCH_US + max(2.0 * computed * self.features / rate, self._operand_bytes / _PRODUCT_BYTES + epilogue)
 
     @property
     def _xla_us(self) -> float:
-        columns = self.outputs * self.accumulators
-        written = self.itemsize * self.rows * columns if self.passes else self.written_bytes
+        product = self.itemsize * self.rows * self.outputs * self.accumulators
+        written = self.written_bytes + self.read_bytes if self.is_fused else product
         operands = self._operand_bytes + (self.accumulators - 1) * self.itemsize * self.rows * self.features
-        product_us = max(2.0 * self.rows * columns * self.features / _XLA_RATE, (operands + written) / _PRODUCT_BYTES)
-        launches = self.accumulators + self.passes
-        return _START_US + launches * _LAUNCH_US + product_us + self.pass_bytes / _PASS_BYTES
+        pass_bytes = 0 if self.is_fused else product + self.read_bytes + self.written_bytes
+        launches = self.accumulators + (not self.is_fused)
+        product_us = max(self.flops / _XLA_RATE, (operands + written) / _PRODUCT_BYTES)
+        return launches * _LAUNCH_US + product_us + pass_bytes / _PASS_BYTES
 
     @property
     def _operand_bytes(self) -> int:
