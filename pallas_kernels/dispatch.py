@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.export import is_symbolic_dim
 
-from pallas_kernels.primitives.gradients import differentiated_as, forward_of
+from pallas_kernels.primitives.gradients import differentiated_as, with_backward
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -172,7 +172,7 @@ def partly_by_xla(
     if forward == gradient:
         return reference if forward else kernel
     if forward and backward is not None:
-        return forward_of(usual_promotion(reference), backward)
+        return with_backward(usual_promotion(reference), backward)
     together, apart = (usual_promotion(reference if is_xla else kernel) for is_xla in (forward, gradient))
     return differentiated_as(apart, together)
 

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.random import keep_mask, mixed_words
 from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
@@ -236,3 +238,60 @@ def elementwise_unsupported(rows: int, features: int) -> str | None:
     if features > MAX_ELEMENTS:
         return f"rows have {features} values, the kernels count at most {MAX_ELEMENTS}"
     return None
+
+
+Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]
+"""Applies dropout to a part of a row: takes its values, the row and the part."""
+
+
+def elementwise_kernel(
+    name: str, operands: Mapping[str, jax.Array], step: Callable[..., jax.Array], *, rate: float
+) -> jax.Array:
+    """Launches `step` over all parts of `operands["x"]`; returns its results in x's shape and dtype.
+
+    step: takes the row, the part, each operand's values in it, and the dropout function (None: no dropout).
+    """
+    x = operands["x"]
+    rows, features = x.shape
+    itemsize = x.dtype.itemsize
+    config = default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
+    blocks = Blocks(
+        rows=rows,
+        features=features,
+        columns=access_columns(config.vectors, itemsize),
+        itemsize=itemsize,
+        stride=features if rows > 1 else None,
+        at_once=config.rows,
+    )
+
+    def make_work(refs, y_ref):
+        keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+        bias_ref = {"bias": refs.pop("bias")} if "bias" in refs else {}
+
+        def work(first, part):
+            bias = load_part(bias_ref, part)
+            row_refs = {name: rows_from(ref, first, blocks.at_once) for name, ref in refs.items()}
+            loaded = [
+                load_part({name: rows[i] for name, rows in row_refs.items()}, part) for i in range(blocks.at_once)
+            ]
+            for i, (values, y_row) in enumerate(zip(loaded, rows_from(y_ref, first, blocks.at_once), strict=True)):
+                y = step(first + i, part, {**values, **bias}, keep)
+                store(y_row.at[part.columns], y.astype(y_ref.dtype))
+
+        return work
+
+    return launch(name, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), blocks, make_work)
+
+
+def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
+    """Returns the function that applies dropout to a part of a row, or None without dropout."""
+    if words_ref is None:
+        return None
+    words = mixed_words(words_ref)
+
+    def keep(value, row, part):
+        column = part.segment_columns() + part.columns.start
+        mask = keep_mask(words, row, column, features=features, rate=rate)
+        return jnp.where(mask, value * (1.0 / (1.0 - rate)), jnp.float32(0))
+
+    return keep

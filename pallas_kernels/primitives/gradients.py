@@ -85,8 +85,8 @@ def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -
     return function
 
 
-def forward_of(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` with another backward pass, a function of its arrays and the cotangents."""
-    with_backward = jax.custom_vjp(function)
-    with_backward.defvjp(lambda *arrays: (function(*arrays), arrays), lambda arrays, dy: backward(*arrays, dy))
-    return with_backward
+def with_backward(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` with the backward pass `backward`, which takes the arrays and the cotangents."""
+    differentiable = jax.custom_vjp(function)
+    differentiable.defvjp(lambda *arrays: (function(*arrays), arrays), lambda arrays, dy: backward(*arrays, dy))
+    return differentiable

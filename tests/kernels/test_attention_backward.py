@@ -46,7 +46,7 @@ FUSED = {
     "parts, odd tiles, head size 96": ((1, 75, 133, 4, 1, 96), {}),
     "causal, head size 80": ((1, 136, 136, 2, 1, 80), {"is_causal": True}),
     "parts, odd tiles, head size 80": ((1, 75, 133, 4, 1, 80), {}),
-    "head size 112": ((1, 72, 136, 1, 1, 112), {}),
+    "clipped, head size 112": ((1, 72, 136, 1, 1, 112), {}),
     "causal, parts, head size 64": ((1, 131, 131, 2, 1, 64), {"is_causal": True}),
     "causal, two odd tiles": ((1, 133, 133, 1, 1, 128), {"is_causal": True}),
 }

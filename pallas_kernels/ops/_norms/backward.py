@@ -25,9 +25,9 @@ from pallas_kernels.ops._norms.backward_short import short_rows_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops._norms.operands import BackwardOperands
-from pallas_kernels.ops.bias_activation.mosaic_gpu import elementwise_kernel
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.primitives.elementwise import elementwise_kernel
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import short_rows_at_once
 from pallas_kernels.primitives.settings import usual_promotion

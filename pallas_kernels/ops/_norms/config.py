@@ -162,7 +162,7 @@ class BackwardShape:
 def default_forward(
     rows: int, features: int, itemsize: int, *, gain_bytes: int, centered: bool, cores: int
 ) -> ForwardConfig:
-    """Returns the untuned configuration.
+    """Chooses how the forward kernel reads a row.
 
     gain_bytes: bytes of one value of scale and bias together. cores: the multiprocessors of the device.
     """

@@ -102,7 +102,7 @@ def _load_gain(refs, columns, segments):
 
 
 def _store_output(row, refs, columns, segments, value, inverse, gain=None):
-    """Scales and stores one segment at a time, so that registers hold the scale and bias of one segment only.
+    """Scales and stores a segment at a time, so that registers hold the scale and bias of only one.
 
     gain: the whole scale and bias if they have been read.
     """

@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
 from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries, packed_forward, packs_forward
-from pallas_kernels.ops.attention.forward.config import is_mostly_padding, preferred
+from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
@@ -29,8 +29,7 @@ from pallas_kernels.ops.attention.problem import (
 )
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
-from pallas_kernels.primitives.gradients import differentiated_as
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
@@ -92,7 +91,7 @@ def attention(
         return_residuals: whether to return the scores' log-sum-exp, too.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
-            head sizes up to 256. Tiles have 64, 80, 96, 112, 128, 160, 192 or 256 features, with zeros beyond a smaller
+            head sizes up to 256. Tiles have 64, 80, 96, 128, 160, 192 or 256 features, with zeros beyond a smaller
             head; arrays are padded only if the head size is no multiple of 8. Without a gradient, a few queries that
             see all keys run in `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded
             for each query head, as in cuDNN, before the sum over the heads of a group.
@@ -101,8 +100,7 @@ def attention(
             needed 11 % less time with a causal mask and 3 % less without.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for heads
-            of fewer than 32 features. If not differentiated, "cudnn" for padded heads and up to 512 keys. For NVIDIA's
-            other GPUs, pass ("mosaic", "cudnn", "xla").
+            of fewer than 32 features. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
         out, with query's shape and dtype. With `return_residuals`, the pair (out, lse): lse (batch, heads, queries)
@@ -144,22 +142,13 @@ def attention(
     chosen = choose("attention", implementation, support, preferred=partial(preferred, problem))
     if chosen == "xla":
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
-    cudnn = partial(cudnn_attention, is_causal=is_causal, scale=options["scale"], window=window)
     if chosen == "cudnn":
-        return cudnn(query, key, value, bias=bias)
-
-    def kernel(query, key, value, extras, _):
-        return _padded(problem, return_residuals, query, key, value, extras)
-
-    def forward(query, key, value, _, bias):
-        return cudnn(query, key, value, bias=bias)
-
-    if implementation is None and is_mostly_padding(problem) and support["cudnn"]() is None:
-        return differentiated_as(kernel, forward)(*varying_alike((query, key, value, extras, bias)))
-    return kernel(query, key, value, extras, bias)
+        scale = options["scale"]
+        return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
+    return _widened(problem, return_residuals, query, key, value, extras)
 
 
-def _padded(
+def _widened(
     problem: Problem, return_residuals: bool, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     size = problem.head_size

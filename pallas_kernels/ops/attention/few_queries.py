@@ -32,7 +32,7 @@ _DECODED_ROWS = 64
 _DECODED_KEYS = 16384
 """Keys of all sequences: with more than one query, heads are transposed before and after, which costs 3 µs."""
 _DECODED_SIZES = (64, 96, 128, 192, 256)
-"""The decoding kernel's head sizes; other heads are padded."""
+"""Head sizes that the decoding kernel takes. Other heads are padded with zeros."""
 _LINES = 8
 """The decoding kernel's TMA loads groups of eight keys."""
 

@@ -123,7 +123,7 @@ class RowTiles:
 
 
 def columns_from(start: int, width: int) -> Any:
-    """Columns that may reach beyond the array, which JAX refuses if the start is static."""
+    """A slice of columns that may run past the end of the array, which JAX refuses if its start is static."""
     return pl.ds(jnp.full((), start, jnp.int32), width)
 
 

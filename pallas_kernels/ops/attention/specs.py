@@ -215,6 +215,9 @@ ATTENTION = OpSpec(
         # Heads that are no tile's size.
         _call(1, 640, 640, 4, 2, 80, is_causal=True, tags="gpu"),
         _call(2, 300, 300, 4, 4, 72, tags="gpu"),
+        _call(8, 512, 512, 16, 16, 72, tags="gpu"),
+        _call(2, 1024, 1024, 4, 4, 112, is_causal=True, tags="gpu"),
+        _call(2, 512, 512, 4, 2, 160, is_causal=True, tags="gpu"),
         # One round or a little more: how many queries and keys a block has.
         _call(1, 512, 512, 16, 16, 128, tags="gpu"),  # one warpgroup computes, on 128 multiprocessors
         _call(1, 300, 300, 32, 8, 64, is_causal=True, tags="gpu"),  # two blocks a multiprocessor
@@ -232,6 +235,7 @@ ATTENTION = OpSpec(
         *(_call(4, 2048, 2048, 32, 32, 128, is_atomic=x, tags="bench") for x in (False, True)),
         _call(4, 4096, 4096, 32, 8, 64, tags="bench"),
         _call(4, 4096, 4096, 32, 8, 64, is_causal=True, tags="bench"),
+        *calls(_call, (8, 2048, 2048, 16, 16, 80), (4, 2048, 2048, 16, 16, 112), tags="bench"),
         _call(4, 4096, 4096, 16, 4, 256, tags="bench"),
         _call(4, 4096, 4096, 16, 4, 256, is_causal=True, tags="bench"),
         _call(1, 16384, 16384, 32, 8, 128, is_causal=True, window=(1023, 0), tags="bench"),

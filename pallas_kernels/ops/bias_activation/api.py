@@ -61,7 +61,7 @@ def bias_activation(
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
             fewer than 128, or in 4096 float32 rows or more of 129 to 192; and for "relu" and "relu_squared" in rows of
-            up to 192; forward for fewer than 2**20 values of 16 bits in rows of up to 192.
+            up to 192; forward for fewer than 2**20 values of 16 bits in rows of up to 192 (128 with a gradient).
 
     Returns:
         y, with x's shape and dtype.

@@ -18,15 +18,20 @@ from jax import lax
 
 from pallas_kernels.ops.bias_activation.mosaic_gpu import (
     add_bias,
-    elementwise_kernel,
     fold,
-    make_keep,
     present,
 )
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.elementwise import COMPILER_PARAMS, Part, column_blocks, load_part
+from pallas_kernels.primitives.elementwise import (
+    COMPILER_PARAMS,
+    Part,
+    column_blocks,
+    elementwise_kernel,
+    load_part,
+    make_keep,
+)
 from pallas_kernels.primitives.platform import varying_like
 
 

@@ -31,7 +31,7 @@ ROWS = 64
 """Rows of a tensor-core product, and the most vectors of a sample."""
 _LINE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 _GROUP = 8
-"""Lines that are read together."""
+"""Lines that are loaded together, before the first is stored."""
 
 
 def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:

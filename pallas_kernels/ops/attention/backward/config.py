@@ -20,7 +20,7 @@ KEY_ROWS = 64
 """Queries of a step of the kernel of dkey and dvalue."""
 FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
-FUSED_ROWS = {64: 128, **dict.fromkeys((80, 96, 112, 128), 64)}
+FUSED_ROWS = {64: 128, **dict.fromkeys((80, 96, 128), 64)}
 """Queries of a step of the fused kernel, by head size: as many as there are registers for."""
 WAVES = 2
 """A section has so many times the blocks that run at once, see `block_place`."""
@@ -239,20 +239,22 @@ def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
 
 
 _LEAST, _MOST = 480, (8192, 16384)
-"""Lengths for which the fused kernel serves. The longest ones, with heads of 64 and with larger ones, are for causal
-masks if gradients are deterministic: blocks then wait for each other, the more the longer."""
+"""The shortest sequence for the fused kernel, and the longest with heads of 64 and with larger ones.
+
+Only causal masks with deterministic gradients have a longest: blocks then wait for each other, the more the longer."""
 _MANY_BLOCKS = (512, 256)
-"""Blocks with which the fused kernel, causal and without parts, was faster from `_LEAST` on; heads of 64, larger."""
+"""With so many blocks the fused kernel, causal and without parts, was faster from `_LEAST` on; heads of 64, larger."""
 _LONG_ALONE = 1200
 """The length from which on it was faster with fewer blocks, too."""
 _STEPS_PER_TILE = {True: 2.4, False: 0.9}
 """Causal or not: steps of a multiprocessor per key tile of a lane with which the fused kernel is faster, although its
 blocks wait for each other, or add to two sums."""
 _STEPS = (70, 140)
-"""Steps of a multiprocessor times key tiles of a lane, likewise, with which it is faster without a mask: XLA runs
-three kernels more, and the fewer tiles, the more of the time goes to sums."""
+"""Least steps of a multiprocessor times key tiles of a lane with which it is faster without a mask; 64, larger heads.
+
+XLA runs three kernels more, and the fewer tiles, the more of the time goes to sums."""
 _STEPS_OF_PARTS = (70, 300)
-"""Likewise with parts, which two kernels can have, too."""
+"""The same with parts, which two kernels can have, too."""
 
 
 def can_fuse(problem: Problem) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pallas_kernels import tuning
-from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem, size_taken
+from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
@@ -232,15 +232,6 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     elif problem.masking.has_band and not problem.masking.has_segments:
         candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates
-
-
-def is_mostly_padding(problem: Problem) -> bool:
-    """Whether copies to and from padded heads take a large part of the time; cuDNN reads all heads as they are.
-
-    Up to some 800 keys the copies cost more than the kernel gains. On an H100, µs of the kernel and of cuDNN:
-    3x6106x16x72 with 155 keys 139 and 91, 8x32x12x40 9.3 and 4.8.
-    """
-    return size_taken(problem.head_size) != problem.head_size and problem.masking.keys <= _SHORT
 
 
 def preferred(problem: Problem) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Block:
 
     @property
     def skips_tiles(self) -> bool:
-        """Whether a consumer skips the block's last key tiles where its own queries see none of them.
+        """Whether each consumer skips the block's last key tiles that its own queries do not see.
 
         With 192 queries a block and 128 keys a tile, a causal mask hides a tile from every other consumer on average:
         64 of the 128 hidden keys that each query would be multiplied by. The mask then cuts one tile of a consumer, not
