@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.config import choose_config, fills
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups
+from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups, padded_rows
 
 _MOST_MERGED_BYTES = 1 << 20
 """The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""
@@ -22,6 +22,8 @@ _MOST_JOINED_BYTES = 32 << 20
 """The most bytes of cotangents and weights to concatenate for one product: 21 and 32 MB were faster."""
 _MOST_JOINED_WEIGHTS = 16 << 20
 """The most bytes of weights among them: 13 MB were faster; more were not measured."""
+_SPLIT_ROWS = 64
+"""To a multiple of this number of rows they are padded, so that XLA need not pad again to split the sum over them."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 
@@ -43,6 +45,8 @@ def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax
     rows. Small gradients XLA may merge: 13716 rows, 128 features and three times 128 outputs take 20 µs less.
     """
     outputs = sum(d.shape[1] for d in cotangents)
+    if not has_whole_groups(x.shape[0]):  # or XLA pads x once for each product
+        x, *cotangents = (padded_rows(array, _SPLIT_ROWS) for array in (x, *cotangents))
     if x.dtype.itemsize * x.shape[1] * outputs <= _MOST_MERGED_BYTES:
         return tuple(x.T @ d for d in cotangents)
     return tuple(own.T @ d for own, d in _with_own(x, cotangents))
@@ -60,13 +64,13 @@ def input_gradient(
     d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. dtype: the
     result's, if another. The layer's own kernel has run, so that Mosaic GPU's kernels take these sizes.
 
-    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md), unless the
-    cotangents would have to be copied for it. Small operands are joined for one product of XLA: 4353 rows, 128 features
-    and 512 outputs take 7 µs less, 128 rows, 1024 features and 3072 outputs 2 µs.
+    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md). Small
+    operands are joined for one product of XLA: 4353 rows, 128 features and 512 outputs take 7 µs less, 128 rows, 1024
+    features and 3072 outputs 2 µs.
     """
     rows, features = cotangents[0].shape[0], weights[0].shape[0]
     is_large = rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and fills(rows, features)
-    if is_large and has_whole_groups(rows):
+    if is_large:
         config = choose_config(rows, features, is_even=True)
         arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
         return gemm(cotangents, weights, config=config, **arguments)[0]

@@ -2,7 +2,7 @@
 whose entries are in the same places.
 
 The interpreter gives each member memory of its own, and refuses to read by one what was written by another. Our kernels
-have one array under two layouts that put its elements in the same places (`row_tiles` of attention). It also takes two
+have one array under two layouts that put its elements in the same places (`primitives/row_tiles.py`). It also takes two
 uses of a union's members for uses of the same memory, wherever in the members they are. Members of other types
 (`fused_launch.Done`) begin at the same place in each entry along their first two axes: uses of two entries are none
 of the same memory.

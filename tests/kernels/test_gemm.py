@@ -34,8 +34,10 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_every_cut_gives_the_product(name, seed):
+@pytest.mark.parametrize("fewer", [0, 3], ids=["groups of eight rows", "any rows"])
+def test_every_cut_gives_the_product(name, fewer, seed):
     config, (m, n, k) = CUTS[name]
+    m = max(1, m - fewer)
     a, b = normal(seed, m, k), normal(seed + 1, k, n)
     (got,) = gemm([a], [b], config=config)
     assert_close(got, wide(a) @ wide(b))
@@ -83,7 +85,7 @@ def test_sum_of_two_products(seed):
 
 
 def test_operands_after_one_another_along_the_depth(seed):
-    a, b, c, d = (normal(seed + i, *shape) for i, shape in enumerate([(72, 96), (96, 128), (72, 64), (64, 128)]))
+    a, b, c, d = (normal(seed + i, *shape) for i, shape in enumerate([(75, 96), (96, 128), (75, 64), (64, 128)]))
     (got,) = gemm([a, c], [b, d], is_along_depth=True, config=GemmConfig(tile_n=128))
     assert_close(got, wide(a) @ wide(b) + wide(c) @ wide(d))
 
@@ -96,7 +98,7 @@ def test_products_side_by_side(seed):
 
 
 def test_tiles_of_two_widths_with_all_that_follows_a_product(seed):
-    a, b, c, residual = (normal(seed + i, *s) for i, s in enumerate([(72, 128), (128, 256), (128, 256), (72, 256)]))
+    a, b, c, residual = (normal(seed + i, *s) for i, s in enumerate([(77, 128), (128, 256), (128, 256), (77, 256)]))
     bias = normal(seed + 4, 256)
     config = GemmConfig(tile_n=192, passes=(192, 64))
     got, squares = gemm([a], [b], bias=bias, residual=residual, row_squares=True, config=config)
@@ -122,8 +124,9 @@ def rotated(y, angles, size):
     ],
     ids=["tiles of two heads", "clusters"],
 )
-def test_right_operands_beside_each_other(config, size, seed):
-    m, k = 72, 128
+@pytest.mark.parametrize("m", [72, 75])
+def test_right_operands_beside_each_other(m, config, size, seed):
+    k = 128
     x, weights = normal(seed, m, k), [normal(seed + i, k, n) for i, n in enumerate((256, 128, 192), 1)]
     angles = (normal(seed + 4, m, size // 2, dtype=jnp.float32), normal(seed + 5, m, size // 2, dtype=jnp.float32))
     bias, gain, scale = normal(seed + 6, 128), normal(seed + 7, size), normal(seed + 8, m, dtype=jnp.float32)

@@ -19,12 +19,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm, multiply_across
 from pallas_kernels.ops.dot_interaction.triangle import Triangle
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, multiply_across
 from pallas_kernels.primitives.rows import LANES, load_row, split_row, store_row
 
 ROWS = 64

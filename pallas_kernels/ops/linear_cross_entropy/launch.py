@@ -74,7 +74,7 @@ def product_kernel(
 
     def roles(a_ref, b_ref, extra_refs, *refs):
         outputs, (ring_refs, buffers, arrived) = refs[: len(out_type)], refs[len(out_type) :]
-        ring = Ring(problem=problem, **ring_refs)
+        ring = Ring.of(problem, ring_refs)
 
         def multiply(warpgroup):
             own = buffers[0].at[warpgroup] if buffers else None

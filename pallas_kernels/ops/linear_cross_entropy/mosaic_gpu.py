@@ -89,7 +89,12 @@ def logits_statistics(
         if kept_rows:
             kept = outputs[-1].at[pl.ds(0, kept_rows)]
             store = Store.of_one_result(
-                pieces, extras={}, output=kept, buffer=buffer, arrived=arrived, warpgroup=warpgroup
+                pieces,
+                extras={},
+                output=kept,
+                buffer=pieces.tiles(buffer, dtype),
+                arrived=arrived,
+                warpgroup=warpgroup,
             )
         return StatisticsStore(
             rows=rows,

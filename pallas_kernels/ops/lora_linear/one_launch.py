@@ -23,12 +23,12 @@ from pallas_kernels.ops.lora_linear.work_split import WorkSplit
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.launch import launcher
-from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.pipeline import Ring, drain, for_each_of_strip, release_last, ring_types, run_steps
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.row_tiles import RowTiles
 
 
 def lora_linear_in_one_launch(
@@ -74,8 +74,6 @@ def lora_linear_in_one_launch(
 
 
 def _launch(x, w, a, b, bias, *, alpha, config):
-    asked = x.shape[0]
-    x = whole_groups(x)
     (rows, features), outputs, dtype = x.shape, w.shape[1], x.dtype
     cut = config.fitted(itemsize=dtype.itemsize, operands=(1, 1), products=1, stored_bytes=dtype.itemsize)
     problem = Problem(
@@ -96,7 +94,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
     loop = _Loop(problem=problem, split=split, pieces=pieces, alpha=float(alpha))
 
     def roles(x_ref, w_ref, a_ref, b_ref, extra_refs, y_ref, low_ref, ring_refs, buffers, emptied, met, arrived):
-        ring = Ring(problem=problem, **ring_refs)
+        ring, buffers = Ring.of(problem, ring_refs), pieces.tiles(buffers, dtype)
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR((split.rows,)))
 
         def multiply(warpgroup):
@@ -104,7 +102,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
                 pieces,
                 extras=extra_refs,
                 output=y_ref,
-                buffer=buffers.at[warpgroup],
+                buffer=buffers.at(warpgroup),
                 arrived=arrived,
                 warpgroup=warpgroup,
             )
@@ -121,7 +119,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         blocks=split.blocks,
         scratch_types=(
             ring_types(problem, 1, 1),
-            shared((cut.warpgroups, pieces.slots, pieces.rows, pieces.columns), dtype),
+            pieces.scratch(dtype, cut.warpgroups),
             plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=slots),
             plgpu.Barrier(num_arrivals=cut.warpgroups),
             plgpu.Barrier(num_barriers=slots),
@@ -129,7 +127,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         products=product(rows, outputs, features + rank, dtype) + product(rows, rank, features, dtype),
     )
     extras = {} if bias is None else {"bias": padded_vector(bias, strip)}
-    return kernel(x, w, a, b, extras)[0][:asked]
+    return kernel(x, w, a, b, extras)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +183,7 @@ class _Loop:
         slot = lax.rem(step, self.slots)
         return slot, (lax.div(slot, self.pieces.slots), lax.rem(slot, self.pieces.slots))
 
-    def produce(self, x_ref, w_ref, a_ref, b_ref, low_ref, ready, ring: Ring, buffers: Any, emptied: Any) -> None:
+    def produce(self, x_ref, w_ref, a_ref, b_ref, low_ref, ready, ring: Ring, buffers: RowTiles, emptied: Any) -> None:
         """Loads every step's operands as soon as a stage is free."""
         config = self.problem.config
         depth = config.tile_k
@@ -196,7 +194,7 @@ class _Loop:
             return stage, ring.full.at[stage]
 
         def load_left(ref, row, start, stage, full):
-            plgpu.copy_gmem_to_smem(ref.at[pl.ds(row, config.tile_m), pl.ds(start, depth)], ring.a[0].at[stage], full)
+            ring.a[0].at(stage).load_async(ref.at[pl.ds(row, config.tile_m), pl.ds(start, depth)], full)
 
         def low(row, tiles):
             def step(i, _):
@@ -207,8 +205,7 @@ class _Loop:
                 pl.when(before >= self.slots)(lambda: plgpu.barrier_wait(emptied.at[slot]))
                 # A slice, so that columns after a's last are loaded as zeros.
                 columns = pl.ds(lax.mul(i, 0), self.pieces.columns)
-                rows = a_ref.at[pl.ds(i * depth, depth), columns]
-                plgpu.copy_gmem_to_smem(rows, buffers.at[place], full)
+                buffers.at(*place).load_async(a_ref.at[pl.ds(i * depth, depth), columns], full)
 
             lax.fori_loop(0, self.own_steps, step, None)
 
@@ -245,7 +242,7 @@ class _Loop:
         low_ref: Any,
         ready: Any,
         ring: Ring,
-        buffers: Any,
+        buffers: RowTiles,
         emptied: Any,
         met: Any,
         store: Store,
@@ -262,7 +259,7 @@ class _Loop:
             done_with: called with every step that is done."""
 
             def issue(i, stage):
-                plgpu.wgmma(accumulator, ring.a[0].at[stage, own], right_of(i, stage))
+                plgpu.wgmma(accumulator, ring.a[0].at(stage, rows=own).only_panel, right_of(i, stage))
 
             run_steps(ring, issue, steps, before, done_with=done_with)
             value = accumulator[...]
@@ -280,7 +277,7 @@ class _Loop:
             def multiply(accumulator):
                 value = multiplied(
                     accumulator,
-                    lambda i, _: buffers.at[self.slot(before + i)[1]],
+                    lambda i, _: buffers.at(*self.slot(before + i)[1]).only_panel,
                     self.own_steps,
                     before,
                     lambda done: release(done, (done >= 0) & (done < self.own_steps - kept)),
@@ -289,10 +286,10 @@ class _Loop:
                 # The other warpgroup's products may still be reading the buffer.
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
-                buffer = buffers.at[warpgroup, 0]
-                buffer[...] = value
+                buffer = buffers.at(warpgroup, 0)
+                buffer.store(value)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, low_ref.at[pl.ds(row + first_row, rows)])
+                buffer.send(low_ref.at[pl.ds(row + first_row, rows)])
                 # Wait until the stores are complete, not only until the buffer has been read.
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(ready.at[lax.div(row, config.tile_m)], memory_scope="gpu")

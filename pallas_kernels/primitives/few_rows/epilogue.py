@@ -24,6 +24,7 @@ from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.packing import unit
+from pallas_kernels.primitives.row_tiles import RowTiles
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
 
@@ -32,7 +33,7 @@ def _store(
     outputs: Sequence[Any],
     values: Sequence[Sequence[jax.Array]],
     columns: Sequence[jax.Array],
-    buffers: Sequence[Any],
+    buffers: Sequence[RowTiles],
     slots: Sequence[int],
 ) -> None:
     """Stores each group's results by TMA: `GROUP` columns from each of `columns` on.
@@ -42,13 +43,13 @@ def _store(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for slot, results in zip(slots, values, strict=True):
         for value, buffer in zip(results, buffers, strict=True):
-            store_transposed(value, buffer.at[slot])
+            store_transposed(value, buffer.at(slot).only_panel)
     plgpu.commit_smem()
     for slot, column in zip(slots, columns, strict=True):
         places = _places(problem, outputs, column)
         for buffer, (output, start, is_own) in zip([*buffers] * (len(places) // len(buffers)), places, strict=True):
             place = output.at[pl.ds(0 * start, problem.tokens), pl.ds(start, GROUP)]
-            copy = partial(plgpu.copy_smem_to_gmem, buffer.at[slot], place)
+            copy = partial(buffer.at(slot).send, place)
             copy() if is_own is None else pl.when(is_own)(copy)
 
 
@@ -70,7 +71,7 @@ _EARLY_TOKENS = 32
 def epilogue_types(problem: Problem) -> dict[str, Any]:
     """Returns the scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
-    results = [plgpu.SMEM((groups, problem.tokens, GROUP), dtype) for dtype in problem.out_dtypes]
+    results = [problem.result_form(dtype).scratch(groups, problem.tokens) for dtype in problem.out_dtypes]
     types: dict[str, Any] = {"results": results}
     if others:
         shape = (bundles, others, GROUP, problem.tokens)
@@ -78,7 +79,7 @@ def epilogue_types(problem: Problem) -> dict[str, Any]:
         types["arrived"] = plgpu.Barrier(num_arrivals=others * problem.parts, num_barriers=bundles)
         types["taken"] = plgpu.Barrier(num_barriers=bundles)
     if problem.residual_dtype is not None:
-        types["residual"] = plgpu.SMEM((groups, problem.tokens, GROUP), problem.residual_dtype)
+        types["residual"] = problem.result_form(problem.residual_dtype).scratch(groups, problem.tokens)
         types["loaded"] = plgpu.Barrier(num_barriers=groups)
     return types
 
@@ -136,11 +137,11 @@ class Finish:
     rank: jax.Array
     warpgroup: jax.Array
     squares: Any = None
-    results: Sequence[Any] = ()
+    results: Sequence[RowTiles] = ()
     arriving: Sequence[Any] = ()
     arrived: Any = None
     taken: Any = None
-    residual: Any = None
+    residual: RowTiles | None = None
     loaded: Any = None
     rotation: Rotation | None = None
     norm: RowNorm | None = None
@@ -274,7 +275,7 @@ class Finish:
         residual = None
         if self.residual is not None:
             plgpu.barrier_wait(self.loaded.at[slot])
-            residual = load_transposed(self.residual.at[slot])
+            residual = load_transposed(self.residual.at(slot).only_panel)
         return self.epilogue.apply(
             products,
             scale=scale,
@@ -288,9 +289,10 @@ class Finish:
         return self.rotation.load(self.extras, group, self.problem.tokens)
 
     def _load_residual(self, group: int, column: jax.Array) -> None:
+        assert self.residual is not None
         slot = group // self.problem.config.splits
         place = (pl.ds(0 * column, self.problem.tokens), pl.ds(column + group * GROUP, GROUP))
-        plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], self.residual.at[slot], self.loaded.at[slot])
+        self.residual.at(slot).load_async(self.extras["residual"].at[place], self.loaded.at[slot])
 
     def _scale(self) -> jax.Array | None:
         if "scale" not in self.extras:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -104,9 +105,10 @@ def few_rows_product(
             cut=cut,
             name=name,
         )
-    x = whole_groups(x)
-    residual = None if residual is None else whole_groups(residual)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if out_dtype.itemsize > 2:  # a panel of 64 columns would be wider than TMA's swizzle
+        x = whole_groups(x)
+        residual = None if residual is None else whole_groups(residual)
     products = 1 if is_concatenated else len(weights)
     count = epilogue.outputs(products)
     bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
@@ -171,6 +173,7 @@ def _launch(
 
     def body(x_ref, w_refs, extra_refs, *refs):
         outputs, (ring, finishing, norming) = refs[: len(out_type)], refs[len(out_type) :]
+        ring = {**ring, "x": problem.x_form.tiles(ring["x"])}
         first_tile = lax.axis_index("block")
         rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else jnp.int32(0)
@@ -193,7 +196,7 @@ def _launch(
             def load_x():
                 place = (pl.ds(0 * column, problem.tokens), pl.ds(step * config.depth, config.depth))
                 arrived = ring["full" if norm is None else "x_full"].at[stage]
-                plgpu.copy_gmem_to_smem(x_ref.at[place], ring["x"].at[stage], arrived)
+                ring["x"].at(stage).load_async(x_ref.at[place], arrived)
 
             # With a norm, x is loaded before the weights: the norm scales x while the weights are still on their way.
             if norm is not None:
@@ -217,7 +220,7 @@ def _launch(
             warpgroup=warpgroup,
             rotation=rotation,
             norm=norm,
-            **finishing,
+            **_tiles(problem, finishing),
         )
 
         def steps(before, work, carry):
@@ -230,10 +233,10 @@ def _launch(
                 scales = None if norm is None else norm.scales(problem, norming, step_of(i) - rank * problem.steps)
                 if norm is not None:
                     plgpu.barrier_wait(ring["x_full"].at[stage])
-                    squares = scaled(problem, ring["x"].at[stage], scales, squares)
+                    squares = scaled(problem, ring["x"].at(stage), scales, squares)
                 plgpu.barrier_wait(ring["full"].at[stage])
                 carry = work(stage, carry)
-                plgpu.wgmma_wait(in_flight * problem.products * problem.groups)
+                plgpu.wgmma_wait(in_flight * problem.products * problem.groups * problem.x_form.copies)
                 done = number - in_flight
 
                 is_wanted = done + config.stages < total
@@ -289,6 +292,15 @@ def _launch(
         products=product(x.shape[0], sum(problem.widths), x.shape[1], x.dtype).times(problem.products),
     )
     return kernel(x, weights, extras)
+
+
+def _tiles(problem: Problem, finishing: dict[str, Any]) -> dict[str, Any]:
+    """Returns `finishing`, of `epilogue_types`, with the tiles of its references to results and to a residual."""
+    pairs = zip(problem.out_dtypes, finishing["results"], strict=True)
+    tiles: dict[str, Any] = {"results": [problem.result_form(dtype).tiles(ref) for dtype, ref in pairs]}
+    if problem.residual_dtype is not None:
+        tiles["residual"] = problem.result_form(problem.residual_dtype).tiles(finishing["residual"])
+    return {**finishing, **tiles}
 
 
 def _fetch_rows(problem: Problem, x_ref, block: jax.Array, blocks: int) -> None:

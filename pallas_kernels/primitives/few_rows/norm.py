@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.operands import padded_vector
+from pallas_kernels.primitives.row_tiles import RowTiles
 
 _MOST_LINES = 256
 """The most lines of 64 columns that TMA loads at once."""
@@ -91,14 +92,13 @@ def no_squares(problem: Problem) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((GROUP, problem.tokens), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def scaled(problem: Problem, x: Any, scales: list[jax.Array] | None, squares: jax.Array) -> jax.Array:
+def scaled(problem: Problem, x: RowTiles, scales: list[jax.Array] | None, squares: jax.Array) -> jax.Array:
     """Multiplies a step's x (tokens, depth) by its scales in place, and adds its squares to `squares`.
 
     A write waits for all threads of the warpgroup. So all values are read before the first write, and squared after the
     last one, when the tensor cores may already read x.
     """
-    places = [pl.ds(start, GROUP) for start in range(0, problem.config.depth, GROUP)]
-    refs = [x.at[slice(None), place].transpose((1, 0)) for place in places]
+    refs = [panel.transpose((1, 0)) for _, panel in x.panels(GROUP)]
     values = [plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs]
     if scales is not None:
         # A product of two 16-bit values of one dtype is rounded once, with the same result as by way of float32.

@@ -11,7 +11,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, has_whole_groups
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
+from pallas_kernels.primitives.row_tiles import TileForm
 
 _ROWS = 8
 """The tensor cores take groups of eight columns of the right operand, which are rows of x here."""
@@ -68,6 +70,20 @@ class Problem:
     def tokens(self) -> int:
         """The number of rows, rounded up to whole groups."""
         return -(-self.rows // _ROWS) * _ROWS
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether tiles of x and of the results lie in panels (`row_tiles`), as the rows are no multiple of 8."""
+        return not has_whole_groups(self.rows)
+
+    @property
+    def x_form(self) -> TileForm:
+        """The layout of x's tiles in shared memory."""
+        return TileForm(size=self.config.depth, dtype=self.dtype, in_panels=self.in_panels, swizzle=SWIZZLE_BYTES)
+
+    def result_form(self, dtype: jnp.dtype) -> TileForm:
+        """The layout of a group's results, or of its residual, in shared memory."""
+        return TileForm(size=GROUP, dtype=dtype, in_panels=self.in_panels)
 
     @property
     def tiles(self) -> int:
@@ -156,7 +172,7 @@ class Problem:
     @property
     def copies(self) -> int:
         """The number of TMA copies that load a step's operands."""
-        return self.products * (2 if self.is_grouped else 1) + 1
+        return self.products * (2 if self.is_grouped else 1) + self.x_form.copies
 
     @property
     def stage_bytes(self) -> int:

@@ -20,10 +20,8 @@ from jax import lax
 
 from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.packing import load_packed, unit, widened_packed
 
-_SWIZZLE = 128
 _PART = 64
 """The depth of a part, which is widened while the tensor cores multiply the part before."""
 
@@ -38,11 +36,13 @@ def ring_types(problem: Problem) -> dict[str, Any]:
     stages = config.warpgroups * config.stages
     types: dict[str, Any] = {
         "w": [integer_tiles((stages, *tile), problem.weight_dtype) for _ in range(problem.products)],
-        "x": shared((stages, problem.tokens, config.depth), problem.dtype, swizzle=_SWIZZLE),
-        "full": plgpu.Barrier(num_arrivals=problem.copies - problem.is_normed, num_barriers=stages),
+        "x": problem.x_form.scratch(stages, problem.tokens),
     }
+    copies = problem.copies
     if problem.is_normed:
-        types["x_full"] = plgpu.Barrier(num_barriers=stages)
+        types["x_full"] = plgpu.Barrier(num_arrivals=problem.x_form.copies, num_barriers=stages)
+        copies -= problem.x_form.copies
+    types["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     if problem.is_grouped:
         shape = (stages, problem.groups_a_step, config.columns)
         types["scales"] = [plgpu.SMEM(shape, jnp.float32) for _ in range(problem.products)]
@@ -83,35 +83,38 @@ def load_weights(
 
 def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulators: Sequence[Any]) -> None:
     """Adds a step's products to the accumulators of 64 columns each: those of the first weights, then of the next."""
-    accumulators, x = list(accumulators), ring["x"].at[stage]
+    accumulators, x = list(accumulators), ring["x"].at(stage)
     for buffer in ring["w"]:
         for group in range(problem.groups):
             columns, accumulator = pl.ds(group * GROUP, GROUP), accumulators.pop(0)
             if not problem.is_quantized:
-                plgpu.wgmma(accumulator, buffer.at[stage, slice(None), columns].transpose((1, 0)), x.transpose((1, 0)))
+                for start, rows in x.panels():
+                    own = buffer.at[stage, pl.ds(start, rows.shape[1]), columns]
+                    plgpu.wgmma(accumulator, own.transpose((1, 0)), rows.transpose((1, 0)))
                 continue
             integers = _integers(problem, buffer.at[stage, columns])
-            size = _PART if problem.config.in_parts else problem.config.depth
-            for start in range(0, problem.config.depth, size):
-                right = x.at[:, pl.ds(start, size)].transpose((1, 0))
-                plgpu.wgmma(accumulator, _left(problem, integers[:, start : start + size]), right)
+            for start, rows in x.panels(_PART if problem.config.in_parts else None):
+                left = _left(problem, integers[:, start : start + rows.shape[1]])
+                plgpu.wgmma(accumulator, left, rows.transpose((1, 0)))
 
 
 def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the sums plus a step's products times their scales, in the order of `multiply_whole`."""
     sums = list(sums)
-    size = problem.config.depth // problem.groups_a_step
+    panels = list(ring["x"].at(stage).panels(problem.config.depth // problem.groups_a_step))
+    count = len(panels) // problem.groups_a_step
     shape = (GROUP, problem.tokens)
     for i in range(len(sums)):
         product, group = divmod(i, problem.groups)
         columns = pl.ds(group * GROUP, GROUP)
         integers = _integers(problem, ring["w"][product].at[stage, columns])
         for part in range(problem.groups_a_step):
-            right = ring["x"].at[stage, slice(None), pl.ds(part * size, size)].transpose((1, 0))
-            left = _left(problem, integers[:, part * size : (part + 1) * size])
+            own = panels[part * count : (part + 1) * count]
+            lefts = [_left(problem, integers[:, start : start + rows.shape[1]]) for start, rows in own]
 
-            def one(accumulator, left=left, right=right):
-                plgpu.wgmma(accumulator, left, right)
+            def one(accumulator, lefts=lefts, own=own):
+                for left, (_, rows) in zip(lefts, own, strict=True):
+                    plgpu.wgmma(accumulator, left, rows.transpose((1, 0)))
                 return accumulator[...]
 
             value = pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +49,8 @@ class _Consumer:
 
         def multiply(*accumulators):
             issue = partial(self._issue, columns, accumulators)
-            run_steps(self.ring, issue, self.problem.steps, before, products=len(self.problem.products))
+            products = len(self.problem.products) * self.problem.a_form.copies
+            run_steps(self.ring, issue, self.problem.steps, before, products=products)
             values = [accumulator[...] for accumulator in accumulators]
             release_last(self.ring, self.problem.steps, before)
             self._store(stores, values, row, column)
@@ -60,19 +61,23 @@ class _Consumer:
 
     def _issue(self, columns: int, accumulators: Sequence[Any], _, stage: jax.Array) -> None:
         for left, right, accumulator in self.problem.products:
-            plgpu.wgmma(accumulators[accumulator], *self._operands(columns, stage, left, right))
+            for a, b in self._operands(columns, stage, left, right):
+                plgpu.wgmma(accumulators[accumulator], a, b)
 
-    def _operands(self, columns: int, stage: jax.Array, left: int, right: int) -> tuple[Any, Any]:
-        """Returns the warpgroup's rows of a left tile and the tile's columns of a right tile in this stage."""
-        problem = self.problem
-        a, b = self.ring.a[left].at[stage], self.ring.b[right].at[stage]
-        rows = pl.ds(self.first_row, problem.config.warpgroup_rows)
-        a = a.at[ordered(rows, slice(None), problem.transpose_a)]
+    def _operands(self, columns: int, stage: jax.Array, left: int, right: int) -> Iterator[tuple[Any, Any]]:
+        """Yields the warpgroup's rows of a left tile's panels, and the tile's columns of a right tile's, in a stage."""
+        problem, tile, b = self.problem, self.ring.a[left].at(stage), self.ring.b[right].at[stage]
         if columns != problem.columns:
             b = b.at[ordered(slice(None), pl.ds(0, columns), problem.transpose_b)]
-        a = a.transpose((1, 0)) if problem.transpose_a else a
-        b = b.transpose((1, 0)) if problem.transpose_b else b
-        return a, b
+        rows = pl.ds(self.first_row, problem.config.warpgroup_rows)
+        for start, panel in tile.panels():
+            a = panel.at[ordered(rows, slice(None), problem.transpose_a)]
+            depth = ordered(pl.ds(start, panel.shape[1]), slice(None), problem.transpose_b)
+            own = b.at[depth] if problem.in_panels else b
+            yield (
+                a.transpose((1, 0)) if problem.transpose_a else a,
+                own.transpose((1, 0)) if problem.transpose_b else own,
+            )
 
     def _store(self, stores: Sequence[Store], values: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
         if self.problem.config.passes:

@@ -26,10 +26,9 @@ from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
 from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, Heads
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem, Product
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
 
@@ -85,10 +84,8 @@ def gemm(
     epilogue = epilogue or Epilogue()
     if beside and (len(a) > 1 or len(beside) != len(b) or bias is not None or residual is not None):
         raise ValueError("gemm: right operands beside each other take one left one, no common bias and no residual.")
-    rows = a[0].shape[1 if transpose_a else 0]
-    a = [whole_groups(array) for array in a]
+    a = [whole_groups(array) if transpose_a else array for array in a]
     b = [array if transpose_b else whole_groups(array) for array in b]
-    residual = None if residual is None else whole_groups(residual)
     dtype = a[0].dtype
     accumulators = 1 + max(product[2] for product in products)
     dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
@@ -128,9 +125,9 @@ def gemm(
         operands=operands,
     )
     outputs, squares = launch(a, b, extras)
-    results = [output[:rows] for output in outputs]
+    results = list(outputs)
     if squares is not None:
-        results.append(_over_lines(squares[:, :rows]))
+        results.append(_over_lines(squares[:, :m]))
     return tuple(varying_like(result, *a, *b, *jax.tree.leaves(extras)) for result in results)
 
 
@@ -171,7 +168,7 @@ class _Launch:
             out_type=[*self._results, *self._squares],
             scratch_types=(
                 ring_types(self.problem, *self.operands),
-                [shared((config.warpgroups, pieces.slots, pieces.rows, pieces.columns), d) for d in self.dtypes],
+                [pieces.scratch(d, config.warpgroups) for d in self.dtypes],
                 plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
             ),
         )
@@ -189,12 +186,15 @@ class _Launch:
 
     @property
     def _pieces(self) -> Pieces:
-        return Pieces.of(self.problem, most_columns=min((h.widest_piece for h in self.heads if h), default=None))
+        most = [heads.widest_piece for heads in self.heads if heads]
+        if self.problem.in_panels:  # a piece is one panel
+            most.append(SWIZZLE_BYTES // max(dtype.itemsize for dtype in self.dtypes))
+        return Pieces.of(self.problem, most_columns=min(most, default=None))
 
     def _roles(self, a_refs, b_refs, extra_refs, *refs) -> Roles:
         """Returns the producer's and the consumers' roles. refs: outputs, and the scratch of `__call__`."""
         *outputs, ring_refs, buffers, arrived = refs
-        ring = Ring(problem=self.problem, **ring_refs)
+        ring = Ring.of(self.problem, ring_refs)
 
         def multiply(warpgroup):
             consume(self.problem, ring, self._stores(warpgroup, extra_refs, outputs, buffers, arrived), warpgroup)
@@ -213,7 +213,7 @@ class _Launch:
                 epilogue=self.epilogue,
                 extras=part_refs,
                 outputs=outputs[i * count : (i + 1) * count],
-                buffers=[buffer.at[warpgroup] for buffer in buffers],
+                buffers=[pieces.tiles(buffer, d).at(warpgroup) for buffer, d in zip(buffers, self.dtypes, strict=True)],
                 arrived=arrived,
                 first_barrier=warpgroup * pieces.slots,
                 heads=heads,

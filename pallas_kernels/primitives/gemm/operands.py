@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = ("bfloat16", "float16")
-COLUMNS = 64
-"""16-bit values in TMA's swizzle of 128 bytes; rows in memory must be multiples of this."""
+SWIZZLE_BYTES = 128
+"""TMA's widest swizzle."""
+COLUMNS = SWIZZLE_BYTES // 2
+"""16-bit values in it; rows in memory must be multiples of this."""
 FEWEST_OUTPUTS = 128
 """The fewest outputs that the row kernels of the backward pass take."""
 _ROWS = 8

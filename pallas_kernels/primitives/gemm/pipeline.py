@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.row_tiles import RowTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,15 @@ class Ring:
     """
 
     problem: Problem
-    a: Sequence[Any]
+    a: Sequence[RowTiles]
     b: Sequence[Any]
     full: Any
     empty: Any
+
+    @classmethod
+    def of(cls, problem: Problem, refs: Mapping[str, Any]) -> Ring:
+        """Returns the ring of references to the scratch of `ring_types`."""
+        return cls(problem=problem, **{**refs, "a": [problem.a_form.tiles(ref) for ref in refs["a"]]})
 
 
 def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
@@ -40,9 +46,9 @@ def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
     if config.cluster > 1:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     return {
-        "a": [shared((config.stages, *problem.a_block), problem.dtype, swizzle=problem.swizzle) for _ in range(lefts)],
+        "a": [problem.a_form.scratch(config.stages, problem.a_block[0]) for _ in range(lefts)],
         "b": [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
-        "full": plgpu.Barrier(num_arrivals=lefts + rights, num_barriers=config.stages),
+        "full": plgpu.Barrier(num_arrivals=lefts * problem.a_form.copies + rights, num_barriers=config.stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
     }
 
@@ -155,8 +161,8 @@ class _Producer:
         rows = problem.config.tile_m if whole else problem.loaded_rows
         index = ordered(pl.ds(row, rows), depth, problem.transpose_a)
         for ref, buffer in zip(refs, ring.a, strict=True):
-            place = buffer.at[stage] if whole else buffer.at[stage, pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(ref.at[index], place, ring.full.at[stage])
+            place = buffer.at(stage) if whole else buffer.at(stage, rows=pl.ds(0, rows))
+            place.load_async(ref.at[index], ring.full.at[stage])
 
     def _load_right(self, refs: Sequence[Any], column: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
         problem, ring = self.problem, self.ring

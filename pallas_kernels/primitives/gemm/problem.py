@@ -14,6 +14,8 @@ from jax import lax
 
 from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.operands import has_whole_groups
+from pallas_kernels.primitives.row_tiles import TileForm
 
 Product = tuple[int, int, int]
 """The indices of the left operand, the right operand and the accumulator."""
@@ -73,6 +75,16 @@ class Problem:
         The other rows of the buffer are not written. They affect only rows of the result that are not stored.
         """
         return min(self.config.tile_m, -(-self.m // 8) * 8)
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether tiles of left operands and of the result lie in panels (`row_tiles`), as m is no multiple of 8."""
+        return not (self.transpose_a or has_whole_groups(self.m))
+
+    @property
+    def a_form(self) -> TileForm:
+        """The layout of a left operand's tiles."""
+        return TileForm(size=self.a_block[1], dtype=self.dtype, in_panels=self.in_panels, swizzle=self.swizzle)
 
     @property
     def b_block(self) -> tuple[int, int]:

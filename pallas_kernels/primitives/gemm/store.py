@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, head_factors, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +29,14 @@ class Pieces:
     """The pieces in which a warpgroup stores its part of a tile.
 
     rows: rows of the part. width: columns of each accumulator. columns: columns of a piece. slots: buffers of each
-    result.
+    result. in_panels: as `Problem.in_panels`.
     """
 
     rows: int
     width: int
     columns: int
     slots: int
+    in_panels: bool
 
     @classmethod
     def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
@@ -43,13 +45,28 @@ class Pieces:
         width = problem.columns
         columns = min(config.store_columns, width, most_columns or width)
         return cls(
-            rows=config.warpgroup_rows, width=width, columns=columns, slots=min(config.store_slots, width // columns)
+            rows=config.warpgroup_rows,
+            width=width,
+            columns=columns,
+            slots=min(config.store_slots, width // columns),
+            in_panels=problem.in_panels,
         )
 
     @property
     def count(self) -> int:
         """The number of pieces of a tile."""
         return self.width // self.columns
+
+    def scratch(self, dtype: jnp.dtype, warpgroups: int) -> Any:
+        """The scratch type of the buffers of one result of this dtype."""
+        return self._form(dtype).scratch(warpgroups, self.slots, self.rows)
+
+    def tiles(self, scratch: Any, dtype: jnp.dtype) -> RowTiles:
+        """The buffers of a reference to `scratch`, by warpgroup and slot."""
+        return self._form(dtype).tiles(scratch)
+
+    def _form(self, dtype: jnp.dtype) -> TileForm:
+        return TileForm(size=self.columns, dtype=dtype, in_panels=self.in_panels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +75,7 @@ class Store:
 
     extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, head_scale
         (a vector), cosine and sine (rows, half of a head's columns).
-    buffers: (slots, rows, columns) in shared memory, for each result.
+    buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
     arrived: barriers for the residual's pieces, of all warpgroups.
     first_barrier: this warpgroup's first barrier among them.
     heads: the norm and rotation of heads, or None. Only with a single result, without activation and residual.
@@ -71,7 +88,7 @@ class Store:
     epilogue: Epilogue
     extras: Mapping[str, Any]
     outputs: Sequence[Any]
-    buffers: Sequence[Any]
+    buffers: Sequence[RowTiles]
     arrived: Any
     first_barrier: jax.Array
     heads: Heads | None = None
@@ -80,7 +97,14 @@ class Store:
 
     @classmethod
     def of_one_result(
-        cls, pieces: Pieces, *, extras: Mapping[str, Any], output: Any, buffer: Any, arrived: Any, warpgroup: jax.Array
+        cls,
+        pieces: Pieces,
+        *,
+        extras: Mapping[str, Any],
+        output: Any,
+        buffer: RowTiles,
+        arrived: Any,
+        warpgroup: jax.Array,
     ) -> Store:
         """Returns the store of a product with one result and no epilogue but the extras. buffer: this warpgroup's."""
         return cls(
@@ -114,18 +138,19 @@ class Store:
             residual = None
             if "residual" in self.extras:
                 plgpu.barrier_wait(self.arrived.at[self.first_barrier + slot])
-                residual = plgpu.load(self.buffers[0].at[slot], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                (residual,) = self.buffers[0].at(slot).load()
+                residual = residual.astype(jnp.float32)
             else:
                 plgpu.wait_smem_to_gmem((pieces.slots - 1) * len(self.outputs), wait_read_only=True)
-            results = [r.astype(b.dtype) for r, b in zip(results_of(start, residual), self.buffers, strict=True)]
-            for result, buffer in zip(results, self.buffers, strict=True):
-                buffer[slot] = result
+            buffers = [buffer.at(slot) for buffer in self.buffers]
+            results = [r.astype(b.form.dtype) for r, b in zip(results_of(start, residual), buffers, strict=True)]
+            for result, buffer in zip(results, buffers, strict=True):
+                buffer.store(result)
             if self.squares is not None:
                 squares.append(jnp.sum(jnp.square(results[0].astype(jnp.float32)), axis=1))
             plgpu.commit_smem()
-            for buffer, output in zip(self.buffers, self.outputs, strict=True):
-                place = output.at[pl.ds(row, pieces.rows), pl.ds(column + start, pieces.columns)]
-                plgpu.copy_smem_to_gmem(buffer.at[slot], place)
+            for buffer, output in zip(buffers, self.outputs, strict=True):
+                buffer.send(output.at[pl.ds(row, pieces.rows), pl.ds(column + start, pieces.columns)])
             if "residual" in self.extras and i + pieces.slots < pieces.count:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._load_residual(i + pieces.slots, row, column)
@@ -192,11 +217,8 @@ class Store:
     def _load_residual(self, piece: int, row: jax.Array, column: jax.Array) -> None:
         slot = piece % self.pieces.slots
         columns = pl.ds(column + piece * self.pieces.columns, self.pieces.columns)
-        plgpu.copy_gmem_to_smem(
-            self.extras["residual"].at[pl.ds(row, self.pieces.rows), columns],
-            self.buffers[0].at[slot],
-            self.arrived.at[self.first_barrier + slot],
-        )
+        place = self.extras["residual"].at[pl.ds(row, self.pieces.rows), columns]
+        self.buffers[0].at(slot).load_async(place, self.arrived.at[self.first_barrier + slot])
 
     def _columns_vector(self, name: str, column: jax.Array | int) -> jax.Array | None:
         if name not in self.extras:

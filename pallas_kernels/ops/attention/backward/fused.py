@@ -39,7 +39,7 @@ from pallas_kernels.ops.attention.backward.fused_roles import consume, consume_f
 from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm
+from pallas_kernels.primitives.row_tiles import TileForm
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -15,8 +15,8 @@ from jax import lax
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, WARPGROUP_ROWS, WARPGROUPS, columns_at_once
 from pallas_kernels.ops.attention.backward.fused_launch import FINISHED_TILES, PART, SHARES, STAGES, Block
 from pallas_kernels.ops.attention.backward.tiles import Tile, not_invariant
-from pallas_kernels.ops.attention.row_tiles import multiply_across, multiply_down
 from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.row_tiles import multiply_across, multiply_down
 
 
 def produce(block: Block) -> None:

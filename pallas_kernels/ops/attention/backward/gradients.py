@@ -17,8 +17,8 @@ from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
 from pallas_kernels.ops.attention.few_queries import pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_tiles import TileForm
 
 _TILE = 256
 """A multiple of every other tile's length."""

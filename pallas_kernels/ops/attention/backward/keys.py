@@ -45,11 +45,11 @@ from pallas_kernels.ops.attention.backward.tiles import (
 from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm, multiply_across, multiply_down
 from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
 _SLOTS = 2
 """Key tiles in shared memory at once, where a block takes more than one."""

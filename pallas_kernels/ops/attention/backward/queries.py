@@ -40,11 +40,11 @@ from pallas_kernels.ops.attention.backward.tiles import (
 from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
-from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm, multiply_across, multiply_down
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, multiply_across, multiply_down
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one value a query."""

@@ -16,8 +16,8 @@ from pallas_kernels.ops.attention.backward.config import columns_at_once
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.ops.attention.row_tiles import RowTiles, TileForm
 from pallas_kernels.ops.attention.scores import capped, load_dense
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
 
 class Inputs(NamedTuple):

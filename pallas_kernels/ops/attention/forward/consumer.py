@@ -18,9 +18,9 @@ from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
-from pallas_kernels.ops.attention.row_tiles import columns_from, multiply_across, multiply_down
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.row_tiles import columns_from, multiply_across, multiply_down
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
-from pallas_kernels.ops.attention.row_tiles import TileForm
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.row_tiles import TileForm
 
 
 def attention_forward(

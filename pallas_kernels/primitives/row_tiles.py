@@ -1,6 +1,6 @@
-"""Tiles of a head's rows in shared memory, as TMA copies them and tensor cores read them.
+"""Tiles of an array's rows in shared memory, as TMA copies them and tensor cores read them.
 
-Tensor cores read swizzled groups of eight rows. TMA makes such groups of an array whose length is a multiple of eight.
+Tensor cores read swizzled groups of eight rows. TMA makes such groups of an array whose rows are a multiple of eight.
 From any other array it loads panels, as wide as the swizzle, row after row: in memory a panel is the same as the groups
 of a tile of that width. TMA fills rows beyond the last one with zeros, and does not store them; in panels also columns,
 so that a tile may be wider than the array.
@@ -81,12 +81,19 @@ class RowTiles:
             return replace(self, rows=rows)
         return replace(self, rows=pl.ds(self.rows.start + rows.start, rows.size))
 
+    @property
+    def only_panel(self) -> Any:
+        """The reference to a tile of a single panel."""
+        ((_, panel),) = self.panels()
+        return panel
+
     def panels(self, width: int | None = None) -> Iterator[tuple[int, Any]]:
-        """Yields the first column of, and the reference to, each panel, or each `width` columns."""
+        """Yields the first column of, and the reference to, each panel, or each `width` columns if it is wider."""
         for start, panel in self._panels(self.read):
             size = panel.shape[1]
-            for first in range(0, size, width or size):
-                yield start + first, panel if width in (None, size) else panel.at[:, pl.ds(first, width)]
+            own = min(width or size, size)
+            for first in range(0, size, own):
+                yield start + first, panel if own == size else panel.at[:, pl.ds(first, own)]
 
     def load_async(self, source: Any, barrier: Any) -> None:
         """Starts TMA copies from a reference to (rows, size) in device memory."""
