@@ -95,10 +95,10 @@ class RowTiles:
             for first in range(0, size, own):
                 yield start + first, panel if own == size else panel.at[:, pl.ds(first, own)]
 
-    def load_async(self, source: Any, barrier: Any) -> None:
-        """Starts TMA copies from a reference to (rows, size) in device memory."""
+    def load_async(self, source: Any, barrier: Any, axes: str | None = None) -> None:
+        """Starts TMA copies from a reference to (rows, size) in device memory, for all blocks along cluster `axes`."""
         for start, panel in self._panels(self.landed):
-            plgpu.copy_gmem_to_smem(self._columns(source, start, panel), panel, barrier)
+            plgpu.copy_gmem_to_smem(self._columns(source, start, panel), panel, barrier, collective_axes=axes)
 
     def send(self, target: Any) -> None:
         """Starts TMA copies to a reference to (rows, size) in device memory."""

@@ -61,7 +61,8 @@ def bias_activation(
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Without dropout, also "xla" for fewer than 2**20 values in rows of
             fewer than 128, or in 4096 float32 rows or more of 129 to 192; and for "relu" and "relu_squared" in rows of
-            up to 192; forward for fewer than 2**20 values of 16 bits in rows of up to 192 (128 with a gradient).
+            up to 192; forward for fewer than 2**20 values of 16 bits in rows of up to 192 (128 with a gradient), and
+            for "silu" in rows of fewer than 128 if they have fewer than 2**21 values or are float32.
 
     Returns:
         y, with x's shape and dtype.
@@ -88,7 +89,7 @@ def bias_activation(
     rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
     operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
     kernel = partial(_bias_activation_mosaic, activation, float(dropout_rate))
-    by_xla = implementation is None and is_best_forward_by_xla(x, bias, is_plain=words is None)
+    by_xla = implementation is None and is_best_forward_by_xla(x, bias, activation, is_plain=words is None)
 
     def reference(x, bias, residual, words):
         del words
@@ -124,14 +125,21 @@ def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None,
     return features < LANES or (x.dtype.itemsize == 4 and LANES < features <= _FEW_COLUMNS and rows >= 4096)
 
 
-def is_best_forward_by_xla(x: jax.Array, bias: jax.Array | None, *, is_plain: bool) -> bool:
+def is_best_forward_by_xla(
+    x: jax.Array, bias: jax.Array | None, activation: str | None, *, is_plain: bool = True
+) -> bool:
     """Whether XLA was measured to be faster forward, though its sums for the bias's gradient take longer.
 
     On an H200, bf16: 4902x128 with silu 4.1 µs and by XLA 2.1, the rest of the gradient 4.2 and 5.3; 2816x192 with gelu
-    3.2 and 2.9, and 4.5 and 12.7.
+    3.2 and 2.9, and 4.5 and 12.7. Folded rows with silu: 13000x120 4.0 and 3.1, 32768x64 3.4 and 3.7; float32,
+    40000x120 8.1 and 7.3.
     """
-    is_short = x.dtype.itemsize == 2 and x.size < FOLD_ELEMENTS and x.shape[-1] <= _FEW_COLUMNS
-    return bias is not None and is_plain and is_short
+    if bias is None or not is_plain:
+        return False
+    is_wide = x.dtype.itemsize == 4
+    if x.shape[-1] < LANES and activation == "silu":
+        return is_wide or x.size < 2 * FOLD_ELEMENTS
+    return not is_wide and x.size < FOLD_ELEMENTS and x.shape[-1] <= _FEW_COLUMNS
 
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:

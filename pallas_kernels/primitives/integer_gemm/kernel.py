@@ -20,8 +20,7 @@ from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.launch import in_one_warp
 from pallas_kernels.primitives.gemm.operands import whole_groups
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
+from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce, ring_types
 from pallas_kernels.primitives.integer_gemm.problem import Problem
@@ -60,9 +59,10 @@ def integer_gemm(
         name: the kernel's name, for traces.
     """
     rows = x.shape[0]
-    x = whole_groups(x)
-    residual = None if residual is None else whole_groups(residual)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if out_dtype.itemsize > 2:  # a panel of 64 columns would be wider than TMA's swizzle
+        x = whole_groups(x)
+        residual = None if residual is None else whole_groups(residual)
     bits = jnp.iinfo(values.dtype).bits
     config = (config or IntegerGemmConfig()).fitted(
         weight_bits=bits, itemsize=x.dtype.itemsize, out_itemsize=out_dtype.itemsize
@@ -83,11 +83,11 @@ def integer_gemm(
 
 
 def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
-    config, warpgroups = problem.config, problem.config.warpgroups
+    config, warpgroups, result_form = problem.config, problem.config.warpgroups, problem.result_form(out_dtype)
 
     def body(x_ref, w_ref, extra_refs, out_ref, ring_refs, buffers, loaded):
         warpgroup = lax.axis_index("warpgroup")
-        ring = Ring(problem=problem, **ring_refs)
+        ring = Ring(problem=problem, **{**ring_refs, "x": problem.x_form.tiles(ring_refs["x"])})
 
         @pl.when(warpgroup == warpgroups)
         def _():
@@ -105,7 +105,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: 
                 epilogue=epilogue,
                 extras=extra_refs,
                 out=out_ref,
-                buffer=buffers.at[warpgroup],
+                buffer=result_form.tiles(buffers).at(warpgroup),
                 loaded=loaded,
                 warpgroup=warpgroup,
             )
@@ -122,7 +122,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: 
         thread_name="warpgroup",
         scratch_types=(
             ring_types(problem, values.dtype),
-            shared((warpgroups, config.store_slots, config.store_rows, GROUP), out_dtype),
+            result_form.scratch(warpgroups, config.store_slots, config.store_rows),
             plgpu.Barrier(num_barriers=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),

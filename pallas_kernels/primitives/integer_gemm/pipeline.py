@@ -14,11 +14,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.few_rows.weights import integer_tiles, load_integers
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.integer_gemm.config import GROUP
 from pallas_kernels.primitives.integer_gemm.packing import load_packed
 from pallas_kernels.primitives.integer_gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
+from pallas_kernels.primitives.row_tiles import RowTiles
 
 _PART = 64
 """The depth of a part, which is widened while the tensor cores multiply the part before."""
@@ -34,7 +34,7 @@ class Ring:
 
     problem: Problem
     w: Any
-    x: Any
+    x: RowTiles
     full: Any
     empty: Any
 
@@ -57,8 +57,8 @@ def ring_types(problem: Problem, integers: DTypeLike) -> dict[str, Any]:
     barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if config.cluster > 1 else plgpu.Barrier
     return {
         "w": integer_tiles((stages, config.columns, config.depth), jnp.dtype(integers)),
-        "x": shared((stages, config.rows, config.depth), problem.dtype, swizzle=128),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "x": problem.x_form.scratch(stages, config.rows),
+        "full": plgpu.Barrier(num_arrivals=1 + problem.x_form.copies, num_barriers=stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=stages),
     }
 
@@ -74,9 +74,8 @@ def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
             depth = pl.ds(i * config.depth, config.depth)
             full = ring.full.at[stage]
             plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring.w.at[stage], full)
-            place = ring.x.at[stage, pl.ds(0, rows)]
             axes = "cluster" if config.cluster > 1 else None
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), depth], place, full, collective_axes=axes)
+            ring.x.at(stage, rows=pl.ds(0, rows)).load_async(x_ref.at[pl.ds(row, rows), depth], full, axes)
 
         lax.fori_loop(0, problem.steps, step, None)
 
@@ -136,9 +135,11 @@ class _Products:
         return load_packed(ref) if problem.is_packed else load_integers(ref, problem.bits)
 
     def _multiply(self, accumulator: Any, values: jax.Array, step: Any, start: int = 0) -> None:
-        depth = pl.ds(start, values.shape[1])
-        right = self.ring.x.at[self.ring.stage(self.before + step), pl.ds(0, self.rows), depth].transpose((1, 0))
-        plgpu.wgmma(accumulator, self.ring.problem.left(values), right)
+        tile, depth = self.ring.x.at(self.ring.stage(self.before + step), rows=pl.ds(0, self.rows)), values.shape[1]
+        for first, panel in tile.panels(depth):
+            if start <= first < start + depth:
+                left = self.ring.problem.left(values[:, first - start : first - start + panel.shape[1]])
+                plgpu.wgmma(accumulator, left, panel.transpose((1, 0)))
 
     def _release(self, step: Any) -> None:
         plgpu.commit_smem()  # orders the reads before TMA overwrites the stage

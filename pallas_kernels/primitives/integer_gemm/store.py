@@ -17,6 +17,7 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.config import GROUP
 from pallas_kernels.primitives.integer_gemm.packing import unit
 from pallas_kernels.primitives.integer_gemm.problem import Problem
+from pallas_kernels.primitives.row_tiles import RowTiles
 from pallas_kernels.primitives.transposed import load_transposed, store_transposed
 
 
@@ -28,7 +29,7 @@ class Store:
     epilogue: Epilogue
     extras: Mapping[str, Any]
     out: Any
-    buffer: Any
+    buffer: RowTiles
     loaded: Any
     warpgroup: jax.Array
 
@@ -58,15 +59,15 @@ class Store:
         scale = scale / unit(self.problem.dtype) if self.problem.is_packed else scale
         for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
             shape = (GROUP, min(config.store_rows, product.shape[1] - start))
-            buffer = self.buffer.at[piece % config.store_slots, pl.ds(0, shape[1])]
+            buffer = self.buffer.at(piece % config.store_slots, rows=pl.ds(0, shape[1]))
             place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
             plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
                 arrived = self.loaded.at[self.warpgroup]
-                plgpu.copy_gmem_to_smem(self.extras["residual"].at[place], buffer, arrived)
+                buffer.load_async(self.extras["residual"].at[place], arrived)
                 plgpu.barrier_wait(arrived)
-                residual = load_transposed(buffer)
+                residual = load_transposed(buffer.only_panel)
             (value,) = self.epilogue.apply(
                 [product[:, start : start + shape[1]] * lax.broadcast_in_dim(scale, shape, (0,))],
                 scale=None,
@@ -74,6 +75,6 @@ class Store:
                 residual=residual,
                 dtype=self.out.dtype,
             )
-            store_transposed(value, buffer)
+            store_transposed(value, buffer.only_panel)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[place])
+            buffer.send(self.out.at[place])
