@@ -27,7 +27,6 @@ from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.operands import whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import is_interpreted, target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
@@ -103,7 +102,8 @@ def mma_product(
             interpreted(end, x_ref, w_refs, extra_refs, outs)
             return
         warpgroup = lax.axis_index("warpgroup")
-        load = partial(_produce, cut, ends, x_ref, w_refs, extra_refs, ring)
+        ring = {**ring, "x": share.x_form.tiles(ring["x"])}
+        load = partial(_produce, cut, share, ends, x_ref, w_refs, extra_refs, ring)
         varies = any(not jax.typeof(getattr(ref, "ref", ref)).manual_axis_type.empty for ref in (x_ref, *w_refs))
 
         @pl.when(warpgroup == cut.warpgroups)
@@ -133,7 +133,7 @@ def mma_product(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         products=product(rows, sum(widths), features, x.dtype),
     )
-    results = kernel(whole_groups(x), list(weights), extras)
+    results = kernel(x, list(weights), extras)
     return tuple(varying_like(result, x, *weights, *extras.values()) for result in results)
 
 
@@ -142,8 +142,8 @@ def _ring_types(cut: MmaConfig, share: Share, features: int) -> dict[str, Any]:
     stages = cut.stages
     types: dict[str, Any] = {
         "w": shared((stages, cut.depth, cut.columns), share.dtype, swizzle=128),
-        "x": shared((stages, TOKENS * share.token_tiles, cut.depth), share.dtype, swizzle=128),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "x": share.x_form.scratch(stages, TOKENS * share.token_tiles),
+        "full": plgpu.Barrier(num_arrivals=1 + share.x_form.copies, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=stages),
     }
     if share.is_scaled:
@@ -153,6 +153,7 @@ def _ring_types(cut: MmaConfig, share: Share, features: int) -> dict[str, Any]:
 
 def _produce(
     cut: MmaConfig,
+    share: Share,
     ends: Sequence[int],
     x: Any,
     weights: Sequence[Any],
@@ -160,13 +161,13 @@ def _produce(
     ring: Mapping[str, Any],
 ) -> None:
     """Loads every step as soon as a stage is free. x comes first, since it is in the L2 cache."""
-    block, tokens = lax.axis_index("block"), ring["x"].shape[1]
+    block, tokens = lax.axis_index("block"), TOKENS * share.token_tiles
 
     def step(i, _):
         stage = lax.rem(i, cut.stages)
         pl.when(i >= cut.stages)(lambda: plgpu.barrier_wait(ring["empty"].at[stage]))
         depth, full = pl.ds(i * cut.depth, cut.depth), ring["full"].at[stage]
-        plgpu.copy_gmem_to_smem(x.at[pl.ds(0 * i, tokens), depth], ring["x"].at[stage], full)
+        ring["x"].at(stage).load_async(x.at[pl.ds(0 * i, tokens), depth], full)
         for ref, first, end in zip(weights, (0, *ends[:-1]), ends, strict=True):
             place = ref.at[depth, pl.ds((block - first) * cut.columns, cut.columns)]
             send = partial(plgpu.copy_gmem_to_smem, place, ring["w"].at[stage], full)
@@ -194,7 +195,7 @@ def _compute(
     def step(i, carry):
         stage = lax.rem(i, cut.stages)
         plgpu.barrier_wait(ring["full"].at[stage])
-        words = share.load(ring["w"].at[stage], ring["x"].at[stage], ring.get("scale"), i)
+        words = share.load(ring["w"].at[stage], ring["x"].read.at[stage], ring.get("scale"), i)
         plgpu.barrier_arrive(ring["empty"].at[stage])
         return share.multiply(carry, words)
 

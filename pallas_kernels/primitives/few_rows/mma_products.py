@@ -18,8 +18,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.inline_ptx import Word, constant, in_shared_memory, inlined, instruct, word_type
 from pallas_kernels.primitives.integer_gemm.mma_kernel import multiplied
+from pallas_kernels.primitives.row_tiles import TileForm
 
 TOKENS = 8
 """Rows of x in a tile of the tensor cores."""
@@ -58,6 +60,11 @@ class Share:
         return -(-self.rows // TOKENS)
 
     @property
+    def x_form(self) -> TileForm:
+        """The layout of a step's x in shared memory: panels, as there may be any number of rows; one group is alike."""
+        return TileForm(size=self.depth, dtype=self.dtype, in_panels=self.token_tiles > 1, swizzle=SWIZZLE_BYTES)
+
+    @property
     def column_tiles(self) -> int:
         """The number of tensor-core tiles along the columns."""
         return self.columns // 16
@@ -89,7 +96,7 @@ class Share:
     def load(self, weights: Any, x: Any, scale: Any, step: jax.Array) -> jax.Array:
         """Loads the words of each lane in a step, from shared memory.
 
-        weights: (depth, columns). x: (rows in whole groups, depth). scale: the whole vector in lines of 64.
+        weights: (depth, columns). x: a tile of `x_form`. scale: the whole vector in lines of 64.
         """
         more = [scale] if self.is_scaled else []
 
@@ -126,13 +133,12 @@ class Share:
 
     def _x(self, ref: Any, first: Word, line: Word, matrix: Word) -> list[Any]:
         """Loads two words for each tile along the depth and every 8 rows."""
-        across = self.depth // 64
         found = []
         for tile in range(self.tiles):
             depth = first + DEPTH * tile
-            place = depth // 64 * (_TILE_BYTES // 4) + line * _LINE_WORDS
+            place = depth // 64 * (self.token_tiles * _TILE_BYTES // 4) + line * _LINE_WORDS
             if self.token_tiles > 1:
-                place = place + matrix // 2 * (across * _TILE_BYTES // 4)
+                place = place + matrix // 2 * (_TILE_BYTES // 4)
             chunk = (depth % 64 // 8 + matrix % 2) ^ line
             found += _load_matrices(in_shared_memory(ref, place + chunk * _CHUNK_WORDS), 0, 2 * self.token_tiles)
         return found
