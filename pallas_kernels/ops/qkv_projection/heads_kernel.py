@@ -1,0 +1,263 @@
+"""The kernel of `heads`: what one block does.
+
+A tile is several rows of one head, so that a launch takes any number of heads, and a tile's angles serve all heads of
+its rows. A warp has whole rows of the tile, and each thread both members of its pairs, so that the sums over a head are
+shuffles. Blocks are persistent. Each has a few neighbouring heads and keeps the sums over its rows in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops.rope.angles import cosine_and_sine
+from pallas_kernels.ops.rope.pairs import HeadTile, Members
+from pallas_kernels.primitives.compat import store
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES
+
+Refs = dict[str, Any]
+Sums = dict[str, list[Members]]
+"""Sums over rows, by kind: of "scale" over all heads of a block, of "bias" for each head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The static facts of one array: see `heads.HeadArray`. index: its place in the launch. heads: their number."""
+
+    index: int
+    heads: int
+    epsilon: float | None
+    is_rotated: bool
+    has_scale: bool
+    has_bias: bool
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the launch changes the heads; else it only sums them."""
+        return self.is_rotated or self.epsilon is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The static facts of a launch.
+
+    size: columns of a head. rows: at least those of a tile. at_once: heads of a strip, which divides each part's.
+    groups: of rows, with a block for each strip.
+    """
+
+    size: int
+    rows: int
+    dtype: Any
+    is_backward: bool
+    parts: tuple[Part, ...]
+    at_once: int
+    groups: int
+
+    @property
+    def tile(self) -> HeadTile:
+        """The tile of each member of a head's pairs; its lines are rows."""
+        return row_tile(self.size, self.dtype)
+
+    @property
+    def strips(self) -> int:
+        """The number of strips of all parts."""
+        return sum(part.heads for part in self.parts) // self.at_once
+
+    def strips_of(self, part: Part) -> range:
+        """The strips of a part."""
+        first = sum(other.heads for other in self.parts[: part.index])
+        return range(first // self.at_once, (first + part.heads) // self.at_once)
+
+    @property
+    def sum_lines(self) -> dict[tuple[int, str], range]:
+        """The lines of a group's sums, by part and kind: "bias" has one for each head, "scale" one for each strip."""
+        lines: dict[tuple[int, str], range] = {}
+        end = 0
+        for part in self.parts if self.is_backward else ():
+            counts = {"bias": part.heads * part.has_bias, "scale": part.heads // self.at_once * part.has_scale}
+            for kind, count in counts.items():
+                if count:
+                    lines[part.index, kind] = range(end, end + count)
+                    end += count
+        return lines
+
+
+def row_tile(size: int, dtype: Any) -> HeadTile:
+    """Returns the tile that a warpgroup reads in one access of each thread: 32, 16 or 8 rows for sizes 64 to 256."""
+    vector = ACCESS_BYTES // jnp.dtype(dtype).itemsize
+    return HeadTile(heads=LANES * vector // (size // 2), half=size // 2, vector=vector)
+
+
+def run_block(plan: Plan, refs: Refs) -> None:
+    """Computes a group's rows of one strip."""
+    block = lax.axis_index("block")
+    group, strip = lax.div(block, plan.strips), lax.rem(block, plan.strips)
+    for part in plan.parts:
+        strips = plan.strips_of(part)
+        run = _Strip(plan=plan, part=part, refs=refs, group=group, strip=strip - strips.start).run
+        pl.when((strip >= strips.start) & (strip < strips.stop))(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Strip:
+    """The work of one block: the rows of a group, of the heads of a part's `strip`-th strip."""
+
+    plan: Plan
+    part: Part
+    refs: Refs
+    group: jax.Array
+    strip: jax.Array
+
+    def run(self) -> None:
+        plan, part, tile = self.plan, self.part, self.plan.tile
+        heads = [self.strip * plan.at_once + j for j in range(plan.at_once)]
+        sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
+        gain = self._gain() if part.has_scale else None
+        angles_of = self._angles() if part.is_rotated else None
+
+        def step(i, sums: Sums) -> Sums:
+            start = (i * plan.groups + self.group) * tile.heads
+            rows = pl.ds(jnp.minimum(start, plan.rows - tile.heads), tile.heads)
+            loaded = [[_load(source.at[rows, head], tile) for source in sources] for head in heads]
+            angles = None if angles_of is None else angles_of(rows)
+            for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
+                compute = self._gradient if plan.is_backward else self._result
+                result, scale_terms = compute([_to_float32(value) for value in values], gain, angles)
+                if part.has_result:
+                    rounded = tuple(value.astype(plan.dtype) for value in result)
+                    for member, value in enumerate(rounded):
+                        store(self.refs[self._name("result")].at[rows, head, member], value)
+                    result = _to_float32(rounded)
+                terms = {"scale": (0, scale_terms), "bias": (j, result)}
+                sums = self._add(sums, terms, rows, start)
+            return sums
+
+        units = pl.cdiv(plan.rows, tile.heads)
+        trips = (units - self.group + plan.groups - 1) // plan.groups
+        counts = {kind: 1 if kind == "scale" else plan.at_once for i, kind in plan.sum_lines if i == part.index}
+        zero = plgpu.layout_cast(jnp.zeros((tile.heads, tile.half), jnp.float32), tile.layout)
+        sums = lax.fori_loop(0, trips, step, {kind: [(zero, zero)] * count for kind, count in counts.items()})
+        for kind, values in sums.items():
+            first = plan.sum_lines[part.index, kind].start + self.strip * counts[kind]
+            for j, value in enumerate(values):
+                self._write_sum(first + j, value)
+
+    def _name(self, kind: str) -> str:
+        return f"{kind} {self.part.index}"
+
+    def _gain(self) -> Members:
+        ref, tile = self.refs[self._name("scale")], self.plan.tile
+        first, second = (_over_rows(ref.at[member], tile).astype(jnp.float32) for member in range(2))
+        return first, second
+
+    def _angles(self) -> Callable[[pl.Slice], Members]:
+        """Returns the function that computes cosines and sines of rows, for the opposite rotation if backward."""
+        tile, is_backward = self.plan.tile, self.plan.is_backward
+        whole, fraction = (_over_rows(self.refs[name], tile) for name in ("whole", "fraction"))
+
+        def angles_of(rows: pl.Slice) -> Members:
+            positions = plgpu.load(self.refs["positions"].at[rows], layout=tile.layout.reduce(1), optimized=False)
+            cosine, sine = cosine_and_sine(_over_columns(positions, tile), whole, fraction)
+            return cosine, -sine if is_backward else sine
+
+        return angles_of
+
+    def _result(self, values: list[Members], gain: Members | None, angles: Members | None) -> tuple[Members, None]:
+        """Returns the normalised and rotated heads."""
+        (product,) = values
+        if self.part.epsilon is not None:
+            product = _scaled(_times(product, self._factor(product)), gain)
+        return _rotated(product, angles), None
+
+    def _gradient(
+        self, values: list[Members], gain: Members | None, angles: Members | None
+    ) -> tuple[Members, Members | None]:
+        """Returns the gradient of the products, and the summands for that of the scale."""
+        cotangent = _rotated(values[0], angles)
+        if self.part.epsilon is None:
+            return cotangent, None
+        inverse = self._factor(values[1])
+        normed = _times(values[1], inverse)
+        weighted = _scaled(cotangent, gain)
+        slope = self._mean(normed, weighted)
+        first, second = ((w - n * slope) * inverse for w, n in zip(weighted, normed, strict=True))
+        return (first, second), (cotangent[0] * normed[0], cotangent[1] * normed[1])
+
+    def _factor(self, product: Members) -> jax.Array:
+        """Returns 1 / sqrt(mean(product**2) + epsilon) of each head, over its columns."""
+        return lax.rsqrt(self._mean(product, product) + self.part.epsilon)
+
+    def _mean(self, a: Members, b: Members) -> jax.Array:
+        """Returns the mean of a * b over each head, over its columns."""
+        tile = self.plan.tile
+        total = jnp.sum(a[0] * b[0] + a[1] * b[1], axis=1)
+        return _over_columns(total * (1.0 / self.plan.size), tile)
+
+    def _add(self, sums: Sums, terms: dict[str, Any], rows: pl.Slice, start: jax.Array) -> Sums:
+        """Adds the summands of rows from `start` on; the last tile may begin early, in the one before."""
+        added = dict(sums)
+        tile = self.plan.tile
+        for kind in sums:
+            place, values = terms[kind]
+            if self.plan.rows % tile.heads:
+                row = plgpu.broadcasted_iota(jnp.int32, (tile.heads, tile.half), 0, layout=tile.layout) + rows.start
+                values = tuple(jnp.where(row >= start, value, jnp.float32(0)) for value in values)
+            total = (sums[kind][place][0] + values[0], sums[kind][place][1] + values[1])
+            added[kind] = [*sums[kind][:place], total, *sums[kind][place + 1 :]]
+        return added
+
+    def _write_sum(self, line: jax.Array, value: Members) -> None:
+        """Adds the rows of a tile, and writes the sums over a group's rows."""
+        lines, tile = self.refs["lines"], self.plan.tile
+        for member in range(2):
+            lines[member] = value[member]
+        plgpu.commit_smem()
+        for member in range(2):
+            row_values = [
+                plgpu.load(lines.at[member, row], layout=tile.layout.reduce(0), optimized=False)
+                for row in range(tile.heads)
+            ]
+            store(self.refs["sums"].at[self.group, line, member], sum(row_values[1:], start=row_values[0]))
+        plgpu.commit_smem()  # the next sums take the same place
+
+
+def _load(ref: Any, tile: HeadTile) -> Members:
+    first, second = (plgpu.load(ref.at[:, member], layout=tile.layout, optimized=False) for member in range(2))
+    return first, second
+
+
+def _to_float32(members: Members) -> Members:
+    return members[0].astype(jnp.float32), members[1].astype(jnp.float32)
+
+
+def _over_rows(ref: Any, tile: HeadTile) -> jax.Array:
+    """Reads one value a column, the same for all rows of a tile."""
+    values = plgpu.load(ref, layout=tile.layout.reduce(0), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.heads, tile.half), (1,)), tile.layout)
+
+
+def _over_columns(values: jax.Array, tile: HeadTile) -> jax.Array:
+    """Repeats one value a row over the columns of a tile."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.heads, tile.half), (0,)), tile.layout)
+
+
+def _times(members: Members, factor: jax.Array) -> Members:
+    return members[0] * factor, members[1] * factor
+
+
+def _scaled(members: Members, gain: Members | None) -> Members:
+    return members if gain is None else (members[0] * gain[0], members[1] * gain[1])
+
+
+def _rotated(members: Members, angles: Members | None) -> Members:
+    if angles is None:
+        return members
+    (first, second), (cosine, sine) = members, angles
+    return first * cosine - second * sine, second * cosine + first * sine
