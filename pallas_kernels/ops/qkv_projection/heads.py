@@ -27,10 +27,23 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device, varying_like
 
-HEADS_AT_ONCE = 2
-"""Neighbouring heads of a block, which share their rows' angles, if all numbers of heads are even."""
-BLOCKS_PER_CORE = 4
-"""Persistent blocks of a streaming multiprocessor."""
+MANY_BLOCKS = 16
+"""Blocks for each streaming multiprocessor that fill it more than once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """How a launch splits its work.
+
+    vector: values of an access, 8 or 4. at_once: neighbouring heads of a block, which share their rows' angles; fewer
+    if the numbers of heads are no multiples, or blocks are few. blocks_per_core: the most blocks for each streaming
+    multiprocessor if they sum over rows: as many as it holds. trips: the most tiles that other blocks take in turn.
+    """
+
+    vector: int = 4
+    at_once: int = 2
+    blocks_per_core: int = 4
+    trips: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +88,15 @@ def launch_heads(
     size: int,
     theta: float | None,
     is_backward: bool,
+    config: HeadsConfig | None = None,
 ) -> tuple[HeadResult, ...]:
     """Normalises and rotates heads of `size` columns, 64, 128 or 256, or computes the gradient of that.
 
     positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies.
     """
     busy = [each for each in heads if each.has_work]
-    results = iter(_launched(busy, positions, size=size, theta=theta, is_backward=is_backward))
+    config = config or HeadsConfig()
+    results = iter(_launched(busy, positions, size=size, theta=theta, is_backward=is_backward, config=config))
     return tuple(next(results) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
@@ -92,9 +107,10 @@ def _launched(
     size: int,
     theta: float | None,
     is_backward: bool,
+    config: HeadsConfig,
 ) -> tuple[HeadResult, ...]:
     rows, half = heads[0].array.shape[0], size // 2
-    plan = _plan(heads, size=size, is_backward=is_backward)
+    plan = _plan(heads, size=size, is_backward=is_backward, config=config)
 
     def view(array: jax.Array, fill: float) -> jax.Array:
         padding = ((0, plan.rows - rows), (0, 0))
@@ -149,7 +165,7 @@ def _launched(
     return tuple(result(part, each.array) for part, each in zip(plan.parts, heads, strict=True))
 
 
-def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool) -> Plan:
+def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: HeadsConfig) -> Plan:
     (rows, _), dtype = heads[0].array.shape, heads[0].array.dtype
     parts = tuple(
         Part(
@@ -162,16 +178,23 @@ def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool) -> Plan:
         )
         for i, each in enumerate(heads)
     )
-    lines, cores = row_tile(size, dtype).heads, target_device().core_count
-    units, count = -(-rows // lines), sum(part.heads for part in parts)
-    is_even = all(part.heads % HEADS_AT_ONCE == 0 for part in parts)
-    at_once = HEADS_AT_ONCE if is_even and units * count >= HEADS_AT_ONCE * cores else 1
+    tile, cores = row_tile(size, config.vector), target_device().core_count
+    units, count = -(-rows // tile.heads), sum(part.heads for part in parts)
+    at_once = config.at_once
+    while at_once > 1 and (units * count < at_once * cores or any(part.heads % at_once for part in parts)):
+        at_once //= 2
+    strips = count // at_once
+    if is_backward and any(part.has_scale or part.has_bias for part in parts):
+        groups = max(1, min(units, cores * config.blocks_per_core // strips))
+    else:
+        groups = -(-units // max(1, min(config.trips, units * strips // (cores * MANY_BLOCKS))))
     return Plan(
         size=size,
-        rows=max(rows, lines),
+        rows=max(rows, tile.heads),
         dtype=dtype,
+        tile=tile,
         is_backward=is_backward,
         parts=parts,
         at_once=at_once,
-        groups=max(1, min(units, cores * BLOCKS_PER_CORE * at_once // count)),
+        groups=groups,
     )

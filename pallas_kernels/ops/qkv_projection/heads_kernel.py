@@ -7,7 +7,6 @@ shuffles. Blocks are persistent. Each has a few neighbouring heads and keeps the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax import lax
 from pallas_kernels.ops.rope.angles import cosine_and_sine
 from pallas_kernels.ops.rope.pairs import HeadTile, Members
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES
+from pallas_kernels.primitives.rows import LANES
 
 Refs = dict[str, Any]
 Sums = dict[str, list[Members]]
@@ -48,22 +47,18 @@ class Part:
 class Plan:
     """The static facts of a launch.
 
-    size: columns of a head. rows: at least those of a tile. at_once: heads of a strip, which divides each part's.
-    groups: of rows, with a block for each strip.
+    size: columns of a head. rows: at least those of a tile. tile: of each member of a head's pairs; its lines are rows.
+    at_once: heads of a strip, which divides each part's. groups: of rows, with a block for each strip.
     """
 
     size: int
     rows: int
     dtype: Any
+    tile: HeadTile
     is_backward: bool
     parts: tuple[Part, ...]
     at_once: int
     groups: int
-
-    @property
-    def tile(self) -> HeadTile:
-        """The tile of each member of a head's pairs; its lines are rows."""
-        return row_tile(self.size, self.dtype)
 
     @property
     def strips(self) -> int:
@@ -89,9 +84,8 @@ class Plan:
         return lines
 
 
-def row_tile(size: int, dtype: Any) -> HeadTile:
-    """Returns the tile that a warpgroup reads in one access of each thread: 32, 16 or 8 rows for sizes 64 to 256."""
-    vector = ACCESS_BYTES // jnp.dtype(dtype).itemsize
+def row_tile(size: int, vector: int) -> HeadTile:
+    """Returns the tile that a warpgroup reads in one access of `vector` values of each thread."""
     return HeadTile(heads=LANES * vector // (size // 2), half=size // 2, vector=vector)
 
 
@@ -119,14 +113,13 @@ class _Strip:
         plan, part, tile = self.plan, self.part, self.plan.tile
         heads = [self.strip * plan.at_once + j for j in range(plan.at_once)]
         sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
-        gain = self._gain() if part.has_scale else None
-        angles_of = self._angles() if part.is_rotated else None
 
         def step(i, sums: Sums) -> Sums:
             start = (i * plan.groups + self.group) * tile.heads
             rows = pl.ds(jnp.minimum(start, plan.rows - tile.heads), tile.heads)
             loaded = [[_load(source.at[rows, head], tile) for source in sources] for head in heads]
-            angles = None if angles_of is None else angles_of(rows)
+            angles = self._angles(rows) if part.is_rotated else None
+            gain = self._gain() if part.has_scale else None
             for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
                 compute = self._gradient if plan.is_backward else self._result
                 result, scale_terms = compute([_to_float32(value) for value in values], gain, angles)
@@ -157,17 +150,16 @@ class _Strip:
         first, second = (_over_rows(ref.at[member], tile).astype(jnp.float32) for member in range(2))
         return first, second
 
-    def _angles(self) -> Callable[[pl.Slice], Members]:
-        """Returns the function that computes cosines and sines of rows, for the opposite rotation if backward."""
-        tile, is_backward = self.plan.tile, self.plan.is_backward
+    def _angles(self, rows: pl.Slice) -> Members:
+        """Computes cosines and sines of the rows' angles, for the opposite rotation if backward.
+
+        Like the scale, the frequencies are read for each tile, from the L1 cache: they would take 32 registers.
+        """
+        tile = self.plan.tile
         whole, fraction = (_over_rows(self.refs[name], tile) for name in ("whole", "fraction"))
-
-        def angles_of(rows: pl.Slice) -> Members:
-            positions = plgpu.load(self.refs["positions"].at[rows], layout=tile.layout.reduce(1), optimized=False)
-            cosine, sine = cosine_and_sine(_over_columns(positions, tile), whole, fraction)
-            return cosine, -sine if is_backward else sine
-
-        return angles_of
+        positions = plgpu.load(self.refs["positions"].at[rows], layout=tile.layout.reduce(1), optimized=False)
+        cosine, sine = cosine_and_sine(_over_columns(positions, tile), whole, fraction)
+        return cosine, -sine if self.plan.is_backward else sine
 
     def _result(self, values: list[Members], gain: Members | None, angles: Members | None) -> tuple[Members, None]:
         """Returns the normalised and rotated heads."""
