@@ -15,6 +15,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine
 from pallas_kernels.ops.rope.pairs import HeadTile, Members
@@ -122,12 +123,12 @@ class _Strip:
             gain = self._gain() if part.has_scale else None
             for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
                 compute = self._gradient if plan.is_backward else self._result
-                result, scale_terms = compute([_to_float32(value) for value in values], gain, angles)
+                result, scale_terms = compute([_cast(value, jnp.float32) for value in values], gain, angles)
                 if part.has_result:
-                    rounded = tuple(value.astype(plan.dtype) for value in result)
+                    rounded = _cast(result, plan.dtype)
                     for member, value in enumerate(rounded):
                         store(self.refs[self._name("result")].at[rows, head, member], value)
-                    result = _to_float32(rounded)
+                    result = _cast(rounded, jnp.float32)
                 terms = {"scale": (0, scale_terms), "bias": (j, result)}
                 sums = self._add(sums, terms, rows, start)
             return sums
@@ -165,7 +166,7 @@ class _Strip:
         """Returns the normalised and rotated heads."""
         (product,) = values
         if self.part.epsilon is not None:
-            product = _scaled(_times(product, self._factor(product)), gain)
+            product = _scaled(_times(product, self._factor(product, self.part.epsilon)), gain)
         return _rotated(product, angles), None
 
     def _gradient(
@@ -175,16 +176,16 @@ class _Strip:
         cotangent = _rotated(values[0], angles)
         if self.part.epsilon is None:
             return cotangent, None
-        inverse = self._factor(values[1])
+        inverse = self._factor(values[1], self.part.epsilon)
         normed = _times(values[1], inverse)
         weighted = _scaled(cotangent, gain)
         slope = self._mean(normed, weighted)
         first, second = ((w - n * slope) * inverse for w, n in zip(weighted, normed, strict=True))
         return (first, second), (cotangent[0] * normed[0], cotangent[1] * normed[1])
 
-    def _factor(self, product: Members) -> jax.Array:
+    def _factor(self, product: Members, epsilon: float) -> jax.Array:
         """Returns 1 / sqrt(mean(product**2) + epsilon) of each head, over its columns."""
-        return lax.rsqrt(self._mean(product, product) + self.part.epsilon)
+        return lax.rsqrt(self._mean(product, product) + epsilon)
 
     def _mean(self, a: Members, b: Members) -> jax.Array:
         """Returns the mean of a * b over each head, over its columns."""
@@ -225,8 +226,8 @@ def _load(ref: Any, tile: HeadTile) -> Members:
     return first, second
 
 
-def _to_float32(members: Members) -> Members:
-    return members[0].astype(jnp.float32), members[1].astype(jnp.float32)
+def _cast(members: Members, dtype: DTypeLike) -> Members:
+    return members[0].astype(dtype), members[1].astype(dtype)
 
 
 def _over_rows(ref: Any, tile: HeadTile) -> jax.Array:

@@ -88,7 +88,10 @@ def _through_heads(
 ) -> tuple[Arrays, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of the products with biases, of the biases and of the head norms' scales."""
     if form.size is None or form.of_query_and_key == (None, None):
-        sums = (None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32) for d, b in zip(cotangents, biases, strict=True))
+        sums = (
+            None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
+            for d, b in zip(cotangents, biases, strict=True)
+        )
         return tuple(cotangents), _as(biases, sums), (None, None)
     heads = [
         HeadArray(
