@@ -27,21 +27,21 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device, varying_like
 
-MANY_BLOCKS = 16
-"""Blocks for each streaming multiprocessor that fill it more than once."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
     """How a launch splits its work.
 
-    vector: values of an access, 8 or 4. at_once: neighbouring heads of a block, which share their rows' angles; fewer
-    if the numbers of heads are no multiples, or blocks are few. blocks_per_core: the most blocks for each streaming
-    multiprocessor if they sum over rows: as many as it holds. trips: the most tiles that other blocks take in turn.
+    vector: values of an access, 8 or 4. at_once: neighbouring heads that a block reads together. strip: all its
+    neighbouring heads, which share their rows' angles; without sums for biases, which would take too many registers.
+    Both are smaller if the numbers of heads are no multiples, or blocks are few.
+    blocks_per_core: the most blocks for each streaming multiprocessor if they sum over rows: as many as it holds.
+    trips: the most tiles that other blocks take in turn.
     """
 
     vector: int = 4
     at_once: int = 2
+    strip: int = 8
     blocks_per_core: int = 4
     trips: int = 4
 
@@ -178,16 +178,19 @@ def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: H
         )
         for i, each in enumerate(heads)
     )
-    tile, cores = row_tile(size, config.vector), target_device().core_count
+    tile = row_tile(size, config.vector)
     units, count = -(-rows // tile.heads), sum(part.heads for part in parts)
-    at_once = config.at_once
-    while at_once > 1 and (units * count < at_once * cores or any(part.heads % at_once for part in parts)):
-        at_once //= 2
-    strips = count // at_once
-    if is_backward and any(part.has_scale or part.has_bias for part in parts):
-        groups = max(1, min(units, cores * config.blocks_per_core // strips))
+    has_biases = is_backward and any(part.has_bias for part in parts)
+    has_sums = has_biases or (is_backward and any(part.has_scale for part in parts))
+    blocks = target_device().core_count * config.blocks_per_core
+    strip = config.at_once if has_biases else config.strip
+    while strip > 1 and (units * count < 2 * strip * blocks or any(part.heads % strip for part in parts)):
+        strip //= 2
+    strips = count // strip
+    if has_sums:
+        groups = max(1, min(units, blocks // strips))
     else:
-        groups = -(-units // max(1, min(config.trips, units * strips // (cores * MANY_BLOCKS))))
+        groups = -(-units // max(1, min(config.trips, units * strips // (4 * blocks))))
     return Plan(
         size=size,
         rows=max(rows, tile.heads),
@@ -195,6 +198,7 @@ def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: H
         tile=tile,
         is_backward=is_backward,
         parts=parts,
-        at_once=at_once,
+        strip=strip,
+        at_once=min(config.at_once, strip),
         groups=groups,
     )

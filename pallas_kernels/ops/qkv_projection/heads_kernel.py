@@ -2,7 +2,8 @@
 
 A tile is several rows of one head, so that a launch takes any number of heads, and a tile's angles serve all heads of
 its rows. A warp has whole rows of the tile, and each thread both members of its pairs, so that the sums over a head are
-shuffles. Blocks are persistent. Each has a few neighbouring heads and keeps the sums over its rows in registers.
+shuffles. Blocks are persistent. Each has a strip of neighbouring heads, computes the angles of a tile's rows once for
+all of them, and keeps the sums over its rows in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pallas_kernels.primitives.rows import LANES
 
 Refs = dict[str, Any]
 Sums = dict[str, list[Members]]
-"""Sums over rows, by kind: of "scale" over all heads of a block, of "bias" for each head."""
+"""Sums over rows, by kind: of "scale" over all heads of a strip, of "bias" for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Plan:
     """The static facts of a launch.
 
     size: columns of a head. rows: at least those of a tile. tile: of each member of a head's pairs; its lines are rows.
-    at_once: heads of a strip, which divides each part's. groups: of rows, with a block for each strip.
+    strip: heads of a strip, which divides each part's. at_once: those that are read together; all of a strip with sums
+    for biases. groups: of rows, with a block for each strip.
     """
 
     size: int
@@ -58,18 +60,19 @@ class Plan:
     tile: HeadTile
     is_backward: bool
     parts: tuple[Part, ...]
+    strip: int
     at_once: int
     groups: int
 
     @property
     def strips(self) -> int:
         """The number of strips of all parts."""
-        return sum(part.heads for part in self.parts) // self.at_once
+        return sum(part.heads for part in self.parts) // self.strip
 
     def strips_of(self, part: Part) -> range:
         """The strips of a part."""
         first = sum(other.heads for other in self.parts[: part.index])
-        return range(first // self.at_once, (first + part.heads) // self.at_once)
+        return range(first // self.strip, (first + part.heads) // self.strip)
 
     @property
     def sum_lines(self) -> dict[tuple[int, str], range]:
@@ -77,7 +80,7 @@ class Plan:
         lines: dict[tuple[int, str], range] = {}
         end = 0
         for part in self.parts if self.is_backward else ():
-            counts = {"bias": part.heads * part.has_bias, "scale": part.heads // self.at_once * part.has_scale}
+            counts = {"bias": part.heads * part.has_bias, "scale": part.heads // self.strip * part.has_scale}
             for kind, count in counts.items():
                 if count:
                     lines[part.index, kind] = range(end, end + count)
@@ -112,36 +115,44 @@ class _Strip:
 
     def run(self) -> None:
         plan, part, tile = self.plan, self.part, self.plan.tile
-        heads = [self.strip * plan.at_once + j for j in range(plan.at_once)]
-        sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
 
         def step(i, sums: Sums) -> Sums:
             start = (i * plan.groups + self.group) * tile.heads
             rows = pl.ds(jnp.minimum(start, plan.rows - tile.heads), tile.heads)
-            loaded = [[_load(source.at[rows, head], tile) for source in sources] for head in heads]
             angles = self._angles(rows) if part.is_rotated else None
-            gain = self._gain() if part.has_scale else None
-            for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
-                compute = self._gradient if plan.is_backward else self._result
-                result, scale_terms = compute([_cast(value, jnp.float32) for value in values], gain, angles)
-                if part.has_result:
-                    rounded = _cast(result, plan.dtype)
-                    for member, value in enumerate(rounded):
-                        store(self.refs[self._name("result")].at[rows, head, member], value)
-                    result = _cast(rounded, jnp.float32)
-                terms = {"scale": (0, scale_terms), "bias": (j, result)}
-                sums = self._add(sums, terms, rows, start)
-            return sums
+
+            def heads_step(k, sums: Sums) -> Sums:
+                first = self.strip * plan.strip + k * plan.at_once
+                return self._heads([first + j for j in range(plan.at_once)], rows, start, angles, sums)
+
+            return lax.fori_loop(0, plan.strip // plan.at_once, heads_step, sums)
 
         units = pl.cdiv(plan.rows, tile.heads)
         trips = (units - self.group + plan.groups - 1) // plan.groups
-        counts = {kind: 1 if kind == "scale" else plan.at_once for i, kind in plan.sum_lines if i == part.index}
+        counts = {kind: 1 if kind == "scale" else plan.strip for i, kind in plan.sum_lines if i == part.index}
         zero = plgpu.layout_cast(jnp.zeros((tile.heads, tile.half), jnp.float32), tile.layout)
         sums = lax.fori_loop(0, trips, step, {kind: [(zero, zero)] * count for kind, count in counts.items()})
         for kind, values in sums.items():
             first = plan.sum_lines[part.index, kind].start + self.strip * counts[kind]
             for j, value in enumerate(values):
                 self._write_sum(first + j, value)
+
+    def _heads(self, heads: list[Any], rows: pl.Slice, start: Any, angles: Members | None, sums: Sums) -> Sums:
+        """Writes the results of a few heads, and returns the sums with them added."""
+        plan, tile = self.plan, self.plan.tile
+        sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
+        loaded = [[_load(source.at[rows, head], tile) for source in sources] for head in heads]
+        gain = self._gain() if self.part.has_scale else None
+        for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
+            compute = self._gradient if plan.is_backward else self._result
+            result, scale_terms = compute([_cast(value, jnp.float32) for value in values], gain, angles)
+            if self.part.has_result:
+                rounded = _cast(result, plan.dtype)
+                for member, value in enumerate(rounded):
+                    store(self.refs[self._name("result")].at[rows, head, member], value)
+                result = _cast(rounded, jnp.float32)
+            sums = self._add(sums, {"scale": (0, scale_terms), "bias": (j, result)}, rows, start)
+        return sums
 
     def _name(self, kind: str) -> str:
         return f"{kind} {self.part.index}"
@@ -166,7 +177,8 @@ class _Strip:
         """Returns the normalised and rotated heads."""
         (product,) = values
         if self.part.epsilon is not None:
-            product = _scaled(_times(product, self._factor(product, self.part.epsilon)), gain)
+            inverse = _over_columns(self._inverse(product, self.part.epsilon), self.plan.tile)
+            product = _scaled(_times(product, inverse), gain)
         return _rotated(product, angles), None
 
     def _gradient(
@@ -176,22 +188,21 @@ class _Strip:
         cotangent = _rotated(values[0], angles)
         if self.part.epsilon is None:
             return cotangent, None
-        inverse = self._factor(values[1], self.part.epsilon)
-        normed = _times(values[1], inverse)
-        weighted = _scaled(cotangent, gain)
-        slope = self._mean(normed, weighted)
-        first, second = ((w - n * slope) * inverse for w, n in zip(weighted, normed, strict=True))
-        return (first, second), (cotangent[0] * normed[0], cotangent[1] * normed[1])
+        product = values[1]
+        inverse = self._inverse(product, self.part.epsilon)
+        over_norm = _times(cotangent, _over_columns(inverse, self.plan.tile))
+        weighted = _scaled(over_norm, gain)
+        slope = _over_columns(inverse * inverse * self._mean(weighted, product), self.plan.tile)
+        first, second = (w - p * slope for w, p in zip(weighted, product, strict=True))
+        return (first, second), (over_norm[0] * product[0], over_norm[1] * product[1])
 
-    def _factor(self, product: Members, epsilon: float) -> jax.Array:
-        """Returns 1 / sqrt(mean(product**2) + epsilon) of each head, over its columns."""
+    def _inverse(self, product: Members, epsilon: float) -> jax.Array:
+        """Returns 1 / sqrt(mean(product**2) + epsilon) of each row's head."""
         return lax.rsqrt(self._mean(product, product) + epsilon)
 
     def _mean(self, a: Members, b: Members) -> jax.Array:
-        """Returns the mean of a * b over each head, over its columns."""
-        tile = self.plan.tile
-        total = jnp.sum(a[0] * b[0] + a[1] * b[1], axis=1)
-        return _over_columns(total * (1.0 / self.plan.size), tile)
+        """Returns the mean of a * b over each row's head."""
+        return jnp.sum(a[0] * b[0] + a[1] * b[1], axis=1) * (1.0 / self.plan.size)
 
     def _add(self, sums: Sums, terms: dict[str, Any], rows: pl.Slice, start: jax.Array) -> Sums:
         """Adds the summands of rows from `start` on; the last tile may begin early, in the one before."""
