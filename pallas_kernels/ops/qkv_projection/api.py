@@ -20,7 +20,7 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     chosen_config,
     qkv_projection_forward,
 )
-from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward, qkv_projection_differentiated
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward, qkv_projection_with_products
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
@@ -264,8 +264,11 @@ def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights
 
 
 @usual_promotion
-def _mosaic_fwd(form, config, x, row_scale, weights, biases, head_scales, positions):
-    results, products = qkv_projection_differentiated(
+def _mosaic_fwd(form, config, *operands):
+    if form.epsilons == (None, None):
+        return _qkv_projection_mosaic(form, config, *operands), (operands, (None, None))
+    x, row_scale, weights, biases, head_scales, positions = operands
+    results, products = qkv_projection_with_products(
         x,
         weights,
         form=form,
@@ -275,12 +278,12 @@ def _mosaic_fwd(form, config, x, row_scale, weights, biases, head_scales, positi
         positions=positions,
         config=config,
     )
-    return results, (x, row_scale, weights, biases, head_scales, positions, products)
+    return results, (operands, products)
 
 
 @usual_promotion
 def _mosaic_bwd(form, config, saved, cotangents):
-    x, row_scale, weights, biases, head_scales, positions, products = saved
+    (x, row_scale, weights, biases, head_scales, positions), products = saved
     dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(
         x,
         weights,

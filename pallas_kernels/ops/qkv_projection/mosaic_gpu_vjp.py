@@ -21,7 +21,7 @@ Arrays = tuple[jax.Array, ...]
 OptionalArrays = Sequence[jax.Array | None]
 
 
-def qkv_projection_differentiated(
+def qkv_projection_with_products(
     x: jax.Array,
     weights: Sequence[jax.Array],
     *,
@@ -34,13 +34,8 @@ def qkv_projection_differentiated(
 ) -> tuple[Arrays, OptionalArrays]:
     """Returns query, key and value, and the products of query and key with biases, each None without a head norm.
 
-    Arguments as for `qkv_projection_forward`.
+    Arguments as for `qkv_projection_forward`; the `form` has a head norm.
     """
-    if form.epsilons == (None, None):
-        results = qkv_projection_forward(
-            x, weights, form=form, row_scale=row_scale, biases=biases, positions=positions, config=config
-        )
-        return results, (None, None)
     assert form.size is not None
     *projected, value = qkv_projection_forward(
         x, weights, form=HeadForm(size=form.size), row_scale=row_scale, biases=biases, config=config
@@ -68,7 +63,7 @@ def qkv_projection_backward(
     """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
 
     Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that
-    `qkv_projection_differentiated` returned.
+    `qkv_projection_with_products` returned.
     """
     dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, positions)
     scaled = scaled_rows(x, row_scale)
