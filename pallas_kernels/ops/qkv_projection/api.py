@@ -20,7 +20,7 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     chosen_config,
     qkv_projection_forward,
 )
-from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward, qkv_projection_with_products
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
@@ -61,9 +61,9 @@ def qkv_projection(
     scale to x's dtype instead of n. "xla" rounds n, the products with their biases and the normalised heads to x's
     dtype.
 
-    The backward pass needs x and the weights. It is one launch that rotates back, XLA's products for the weights, and,
-    where many rows keep the GPU busy, one launch for x. It computes the products of query and key again if their heads
-    are normalised.
+    The backward pass needs x, the weights and, if heads are normalised, the products of query and key; a differentiated
+    call then rounds these to x's dtype before it normalises and rotates them in a second launch. The backward pass is
+    one launch for the heads, XLA's products for the weights, and, where many rows keep the GPU busy, one launch for x.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
@@ -263,18 +263,33 @@ def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights
     )
 
 
+@usual_promotion
 def _mosaic_fwd(form, config, *operands):
-    return _qkv_projection_mosaic(form, config, *operands), operands
+    if form.epsilons == (None, None):
+        return _qkv_projection_mosaic(form, config, *operands), (operands, (None, None))
+    x, row_scale, weights, biases, head_scales, positions = operands
+    results, products = qkv_projection_with_products(
+        x,
+        weights,
+        form=form,
+        row_scale=row_scale,
+        biases=biases,
+        head_scales=head_scales,
+        positions=positions,
+        config=config,
+    )
+    return results, (operands, products)
 
 
 @usual_promotion
 def _mosaic_bwd(form, config, saved, cotangents):
-    x, row_scale, weights, biases, head_scales, positions = saved
+    (x, row_scale, weights, biases, head_scales, positions), products = saved
     dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(
         x,
         weights,
         cotangents,
         form=form,
+        products=products,
         row_scale=row_scale,
         biases=biases,
         head_scales=head_scales,

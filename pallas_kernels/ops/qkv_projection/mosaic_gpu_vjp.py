@@ -1,4 +1,8 @@
-"""The projections backward: the inverse rotation's kernel, three products for the weights, and one launch for x."""
+"""The projections backward: one launch for the heads, three products for the weights, and one launch for x.
+
+A differentiated call with head norms computes the products without them, saves the products that have a norm, and
+normalises and rotates in a second launch (see `heads`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,40 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.ops.rope.api import rope
+from pallas_kernels.ops.qkv_projection.config import Config
+from pallas_kernels.ops.qkv_projection.heads import HeadArray, launch_heads
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
-Gradients = tuple[jax.Array, ...]
+Arrays = tuple[jax.Array, ...]
+OptionalArrays = Sequence[jax.Array | None]
+
+
+def qkv_projection_with_products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    form: HeadForm,
+    row_scale: jax.Array | None,
+    biases: OptionalArrays,
+    head_scales: OptionalArrays,
+    positions: jax.Array | None,
+    config: Config,
+) -> tuple[Arrays, OptionalArrays]:
+    """Returns query, key and value, and the products of query and key with biases, each None without a head norm.
+
+    Arguments as for `qkv_projection_forward`; the `form` has a head norm.
+    """
+    assert form.size is not None
+    *projected, value = qkv_projection_forward(
+        x, weights, form=HeadForm(size=form.size), row_scale=row_scale, biases=biases, config=config
+    )
+    heads = [
+        HeadArray(array=product, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
+        for product, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
+    ]
+    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False)
+    return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
 
 
 def qkv_projection_backward(
@@ -22,56 +54,66 @@ def qkv_projection_backward(
     cotangents: Sequence[jax.Array],
     *,
     form: HeadForm,
+    products: OptionalArrays = (None, None),
     row_scale: jax.Array | None = None,
-    biases: Sequence[jax.Array | None] = (None, None, None),
-    head_scales: Sequence[jax.Array | None] = (None, None),
+    biases: OptionalArrays = (None, None, None),
+    head_scales: OptionalArrays = (None, None),
     positions: jax.Array | None = None,
-) -> tuple[jax.Array, Gradients, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
+) -> tuple[jax.Array, Arrays, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
 
-    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each. Products that a head norm's gradient
-    needs are computed again.
+    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that
+    `qkv_projection_with_products` returned.
     """
-    dq, dk, dv = cotangents
+    dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, positions)
     scaled = scaled_rows(x, row_scale)
-    if form.theta is not None and form.size is not None:
-        assert positions is not None
-        dq, dk = _rotated_back(dq, dk, positions, form.size, form.theta)
-    dscales: list[jax.Array | None] = [None, None]
-    projected = [dq, dk]
-    for i, epsilon in enumerate(form.epsilons):
-        if epsilon is not None:
-            product = _with_bias(scaled @ weights[i], biases[i])
-            projected[i], dscales[i] = _head_norm_back(product, head_scales[i], projected[i], form.size, epsilon)
-    products = [*projected, dv]
-    dweights = weight_gradients(scaled, products)
-    dbiases = tuple(
-        None if bias is None else jnp.sum(product, axis=0, dtype=jnp.float32).astype(bias.dtype)
-        for product, bias in zip(products, biases, strict=True)
-    )
-    dscaled = input_gradient(products, weights, dtype=gradient_dtype(row_scale))
+    dweights = weight_gradients(scaled, dproducts)
+    dscaled = input_gradient(dproducts, weights, dtype=gradient_dtype(row_scale))
     dx, drow_scale = through_row_scale(dscaled, x, row_scale)
-    return dx, dweights, drow_scale, dbiases, tuple(dscales)
+    return dx, dweights, drow_scale, dbiases, dscales
 
 
-def _rotated_back(dq, dk, positions, size, theta):
-    shaped = [d.reshape(1, d.shape[0], -1, size) for d in (dq, dk)]
-    # A rotation is linear: its gradient at any argument turns back. XLA removes the rotation itself.
-    _, pullback = jax.vjp(lambda q, k: rope(q, k, positions, theta=theta), *shaped)
-    back_q, back_k = pullback(tuple(shaped))
-    return back_q.reshape(dq.shape), back_k.reshape(dk.shape)
+def _through_heads(
+    cotangents: Sequence[jax.Array],
+    form: HeadForm,
+    products: OptionalArrays,
+    biases: OptionalArrays,
+    head_scales: OptionalArrays,
+    positions: jax.Array | None,
+) -> tuple[Arrays, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
+    """Returns the gradients of the products with biases, of the biases and of the head norms' scales."""
+    if form.size is None or form.of_query_and_key == (None, None):
+        sums = (
+            None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
+            for d, b in zip(cotangents, biases, strict=True)
+        )
+        return tuple(cotangents), _as(biases, sums), (None, None)
+    heads = [
+        HeadArray(
+            array=cotangent,
+            product=product,
+            scale=scale,
+            epsilon=epsilon,
+            is_rotated=is_rotated,
+            has_bias=bias is not None,
+        )
+        for cotangent, product, scale, epsilon, is_rotated, bias in zip(
+            cotangents,
+            (*products, None),
+            (*head_scales, None),
+            (*form.epsilons, None),
+            (form.theta is not None, form.theta is not None, False),
+            biases,
+            strict=True,
+        )
+    ]
+    results = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=True)
+    dbiases = _as(biases, [result.bias for result in results])
+    return tuple(result.array for result in results), dbiases, _as(head_scales, [r.scale for r in results[:2]])
 
 
-def _with_bias(product, bias):
-    return product if bias is None else (product.astype(jnp.float32) + bias.astype(jnp.float32)).astype(product.dtype)
-
-
-def _head_norm_back(product, scale, cotangent, size, epsilon):
-    gain = jnp.ones(size, jnp.float32) if scale is None else scale
-
-    def norm(product, gain):
-        return rms_norm_reference(product.reshape(product.shape[0], -1, size), gain, epsilon=epsilon)
-
-    shaped = cotangent.reshape(product.shape[0], -1, size)
-    dproduct, dgain = jax.vjp(norm, product, gain)[1](shaped)
-    return dproduct.reshape(product.shape), None if scale is None else dgain
+def _as(arrays, sums):
+    """Casts the sums, float32, to the dtypes of the arrays that they are the gradients of."""
+    return tuple(
+        None if array is None else total.astype(array.dtype) for array, total in zip(arrays, sums, strict=True)
+    )

@@ -1,0 +1,204 @@
+"""The norm and rotation of query and key heads in a launch of their own, forward and backward.
+
+A call that is not differentiated has both in the product's epilogue. The gradient of a head's norm needs the product
+itself, so a differentiated call with head norms saves the products, and normalises and rotates them here. Without head
+norms only the backward pass runs here: it rotates the cotangents back.
+
+With p a head of a product, r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
+
+    dp = (g * scale - p * r * mean(g * scale * p * r)) * r
+    dscale = sum over rows and heads of g * p * r,   dbias = sum over rows of dp
+
+XLA adds the blocks' sums over rows in a fixed order, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.ops.qkv_projection.heads_kernel import Part, Plan, row_tile, run_block
+from pallas_kernels.ops.rope.angles import turns
+from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """How a launch splits its work.
+
+    vector: values of an access, 8 or 4. at_once: neighbouring heads that a block reads together. strip: all its
+    neighbouring heads, which share their rows' angles; without sums for biases, which would take too many registers.
+    Both are smaller if the numbers of heads are no multiples, or blocks are few.
+    blocks_per_core: the most blocks for each streaming multiprocessor if they sum over rows: as many as it holds.
+    trips: the most tiles that other blocks take in turn.
+    """
+
+    vector: int = 4
+    at_once: int = 2
+    strip: int = 8
+    blocks_per_core: int = 4
+    trips: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadArray:
+    """The heads of one array of a launch: of query, key or value.
+
+    array: (rows, columns), of a 16-bit dtype: forward the product, backward the cotangent.
+    product: of array's shape and dtype; backward, with a norm.
+    scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm.
+    is_rotated: whether heads are rotated. has_bias: whether a backward launch sums the gradient over rows.
+    """
+
+    array: jax.Array
+    product: jax.Array | None = None
+    scale: jax.Array | None = None
+    epsilon: float | None = None
+    is_rotated: bool = False
+    has_bias: bool = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a launch has anything to do for this array."""
+        return self.is_rotated or self.epsilon is not None or self.has_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """What a launch returns for one array: its heads or their gradient, and sums for the gradients, float32.
+
+    scale: (head size,), if it has a scale. bias: (columns,), if it has one.
+    """
+
+    array: jax.Array
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+def launch_heads(
+    heads: Sequence[HeadArray],
+    positions: jax.Array | None,
+    *,
+    size: int,
+    theta: float | None,
+    is_backward: bool,
+    config: HeadsConfig | None = None,
+) -> tuple[HeadResult, ...]:
+    """Normalises and rotates heads of `size` columns, 64, 128 or 256, or computes the gradient of that.
+
+    positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies.
+    """
+    busy = [each for each in heads if each.has_work]
+    config = config or HeadsConfig()
+    results = iter(_launched(busy, positions, size=size, theta=theta, is_backward=is_backward, config=config))
+    return tuple(next(results) if each.has_work else HeadResult(array=each.array) for each in heads)
+
+
+def _launched(
+    heads: Sequence[HeadArray],
+    positions: jax.Array | None,
+    *,
+    size: int,
+    theta: float | None,
+    is_backward: bool,
+    config: HeadsConfig,
+) -> tuple[HeadResult, ...]:
+    rows, half = heads[0].array.shape[0], size // 2
+    plan = _plan(heads, size=size, is_backward=is_backward, config=config)
+
+    def view(array: jax.Array, fill: float) -> jax.Array:
+        padding = ((0, plan.rows - rows), (0, 0))
+        return jnp.pad(array, padding, constant_values=fill).reshape(plan.rows, -1, 2, half)
+
+    operands: dict[str, jax.Array] = {}
+    out_types: dict[str, jax.ShapeDtypeStruct] = {}
+    for part, each in zip(plan.parts, heads, strict=True):
+        # Rows of ones are added to products: rows of zeros have no norm if epsilon is 0.
+        operands[f"array {part.index}"] = view(each.array, 0 if is_backward else 1)
+        if each.product is not None:
+            operands[f"product {part.index}"] = view(each.product, 1)
+        if each.scale is not None:
+            operands[f"scale {part.index}"] = each.scale.reshape(2, half)
+        if part.has_result:
+            shape = (plan.rows, part.heads, 2, half)
+            out_types[f"result {part.index}"] = jax.ShapeDtypeStruct(shape, each.array.dtype)
+    if theta is not None and positions is not None:
+        operands["positions"] = jnp.pad(positions, (0, plan.rows - rows))
+        operands["whole"], operands["fraction"] = (jnp.asarray(table) for table in turns(size, theta))
+    scratch = {}
+    if sum_lines := plan.sum_lines:
+        count = max(lines.stop for lines in sum_lines.values())
+        out_types["sums"] = jax.ShapeDtypeStruct((plan.groups, count, 2, half), jnp.float32)
+        scratch["lines"] = plgpu.SMEM((2, plan.tile.heads, half), jnp.float32)
+    names = (*operands, *out_types, *scratch)
+
+    def kernel(*refs):
+        run_block(plan, dict(zip(names, refs, strict=True)))
+
+    outputs = settings.kernel(
+        kernel,
+        out_type=tuple(out_types.values()),
+        grid=(plan.strips * plan.groups,),
+        grid_names=("block",),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="qkv_heads_gradient" if is_backward else "qkv_heads",
+    )(*operands.values())
+    found = {name: varying_like(out, *operands.values()) for name, out in zip(out_types, outputs, strict=True)}
+
+    def result(part: Part, array: jax.Array) -> HeadResult:
+        sums = {
+            kind: jnp.sum(found["sums"][:, lines.start : lines.stop], axis=0 if kind == "bias" else (0, 1)).reshape(-1)
+            for (index, kind), lines in sum_lines.items()
+            if index == part.index
+        }
+        if part.has_result:
+            array = found[f"result {part.index}"].reshape(plan.rows, -1)[:rows]
+        return HeadResult(array=array, **sums)
+
+    return tuple(result(part, each.array) for part, each in zip(plan.parts, heads, strict=True))
+
+
+def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: HeadsConfig) -> Plan:
+    (rows, _), dtype = heads[0].array.shape, heads[0].array.dtype
+    parts = tuple(
+        Part(
+            index=i,
+            heads=each.array.shape[1] // size,
+            epsilon=each.epsilon,
+            is_rotated=each.is_rotated,
+            has_scale=each.scale is not None,
+            has_bias=each.has_bias,
+        )
+        for i, each in enumerate(heads)
+    )
+    tile = row_tile(size, config.vector)
+    units, count = -(-rows // tile.heads), sum(part.heads for part in parts)
+    has_biases = is_backward and any(part.has_bias for part in parts)
+    has_sums = has_biases or (is_backward and any(part.has_scale for part in parts))
+    blocks = target_device().core_count * config.blocks_per_core
+    strip = config.at_once if has_biases else config.strip
+    while strip > 1 and (units * count < 2 * strip * blocks or any(part.heads % strip for part in parts)):
+        strip //= 2
+    strips = count // strip
+    if has_sums:
+        groups = max(1, min(units, blocks // strips))
+    else:
+        groups = -(-units // max(1, min(config.trips, units * strips // (4 * blocks))))
+    return Plan(
+        size=size,
+        rows=max(rows, tile.heads),
+        dtype=dtype,
+        tile=tile,
+        is_backward=is_backward,
+        parts=parts,
+        strip=strip,
+        at_once=min(config.at_once, strip),
+        groups=groups,
+    )

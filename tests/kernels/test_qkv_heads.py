@@ -1,0 +1,153 @@
+"""The launch that normalises and rotates heads, and its gradient, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from draws import integers, normal
+
+from pallas_kernels import Norm, Rope, qkv_projection
+from pallas_kernels.ops.qkv_projection.heads import HeadArray, HeadsConfig, launch_heads
+from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops.rope.reference import rope_reference
+
+EPSILON = 1e-3
+THETA = 1e4
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+CASES = [
+    # rows, heads of query, key and value, size, dtype, which of query and key have a norm, rotated, config
+    pytest.param(1, (3, 1, 1), 128, "bfloat16", (True, True), True, None, id="one row"),
+    pytest.param(37, (5, 3, 3), 64, "bfloat16", (True, True), True, None, id="odd heads of 64"),
+    pytest.param(19, (1, 1, 1), 256, "float16", (True, False), True, None, id="query norm, heads of 256"),
+    pytest.param(9, (2, 1, 1), 256, "float16", (False, True), False, None, id="key norm, not rotated"),
+    pytest.param(40, (4, 2, 2), 128, "bfloat16", (False, False), True, None, id="rotated"),
+    pytest.param(23, (8, 2, 2), 128, "bfloat16", (True, True), False, None, id="not rotated"),
+    pytest.param(50, (2, 2, 2), 64, "float16", (True, True), True, HeadsConfig(vector=8), id="wide accesses"),
+    pytest.param(140, (8, 4, 4), 128, "bfloat16", (True, True), True, HeadsConfig(at_once=4), id="four heads at once"),
+    pytest.param(99, (8, 4, None), 128, "bfloat16", (True, True), True, None, id="strips of four heads, no biases"),
+]
+
+
+def normalised_and_rotated(products, scales, positions, size, normed, rotated):
+    """Query and key in the products' dtype, unrounded for float64."""
+    query, key = (product.reshape(1, product.shape[0], -1, size) for product in products)
+    query, key = (
+        _norm(heads, scale) if is_normed else heads
+        for heads, scale, is_normed in zip((query, key), scales, normed, strict=True)
+    )
+    if rotated:
+        query, key = rope_reference(query, key, positions, theta=THETA)
+    return [heads.reshape(product.shape) for heads, product in zip((query, key), products, strict=True)]
+
+
+def _norm(heads, scale):
+    normed = rms_norm_reference(heads, scale, epsilon=EPSILON)
+    assert isinstance(normed, jax.Array)
+    return normed
+
+
+def assert_close(got, exact, dtype, seed, *, addends=None):
+    """To half a unit of the dtype, and float32 of the largest value or of the sum's addends."""
+    exact = np.asarray(exact)
+    eps = 0.51 * float(jnp.finfo(dtype).eps) if got.dtype == dtype else 0.0
+    bound = eps * np.abs(exact) + 2e-5 * (np.abs(exact).max() if addends is None else addends)
+    error = np.abs(np.asarray(got, np.float64) - exact)
+    assert (error <= bound).all(), f"seed={seed}: {(error - bound).max()} too much"
+
+
+@pytest.mark.parametrize(("rows", "counts", "size", "dtype", "normed", "rotated", "config"), CASES)
+def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, config, seed):
+    products, cotangents = (
+        [normal(seed + 3 * j + i, (rows, count * size), dtype) for i, count in enumerate(counts) if count]
+        for j in range(2)
+    )
+    scales = [1 + 0.2 * normal(seed + 6 + i, (size,)) for i in range(2)]
+    positions = integers(seed + 8, (rows,), 0, 2000)
+
+    has_biases = counts[2] is not None
+
+    def arrays(given, products=(None, None)):
+        return [
+            HeadArray(
+                array=array,
+                product=product if is_normed else None,
+                scale=scale if is_normed else None,
+                epsilon=EPSILON if is_normed else None,
+                is_rotated=rotated,
+                has_bias=has_biases and products[0] is not None,
+            )
+            for array, product, scale, is_normed in zip(given[:2], products[:2], scales, normed, strict=True)
+        ]
+
+    launch = {"size": size, "theta": THETA if rotated else None, "config": config}
+    values = [HeadArray(array=cotangents[2], has_bias=True)] if has_biases else []
+    got = launch_heads(arrays(products), positions, is_backward=False, **launch)
+    back = launch_heads([*arrays(cotangents, products), *values], positions, is_backward=True, **launch)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(product, jnp.float64) for product in products[:2]]
+
+        def exact(products, scales):
+            return normalised_and_rotated(products, scales, positions, size, normed, rotated)
+
+        results, pullback = jax.vjp(exact, wide, [jnp.asarray(scale, jnp.float64) for scale in scales])
+        gradients, scale_gradients = pullback([jnp.asarray(d, jnp.float64) for d in cotangents[:2]])
+    for one, expected in zip(got, results, strict=True):
+        assert_close(one.array, expected, dtype, seed)
+    for i, one in enumerate(back[:2]):
+        assert_close(one.array, gradients[i], dtype, seed)
+        if normed[i]:
+            assert_close(one.scale, scale_gradients[i], dtype, seed, addends=np.sqrt(rows * counts[i]))
+        else:
+            assert one.scale is None
+    assert all(one.array is cotangents[2] for one in back[2:])
+    for one in back if has_biases else ():
+        addends = np.asarray(one.array, np.float64)
+        assert_close(one.bias, addends.sum(axis=0), dtype, seed, addends=np.abs(addends).sum(axis=0) + 1e-3)
+
+
+def program(function, *operands):
+    return str(jax.make_jaxpr(function)(*operands))
+
+
+@pytest.mark.parametrize(("heads", "size", "scaled"), [((3, 1), 128, True), ((2, 2), 64, True), ((2, 2), 64, False)])
+def test_one_norm_of_two(heads, size, scaled, seed):
+    columns = [count * size for count in (heads[0], heads[1], heads[1])]
+    x = normal(seed, (7, 128), jnp.bfloat16)
+    weights = [normal(seed + 1 + i, (128, n), jnp.bfloat16) / 11 for i, n in enumerate(columns)]
+    bias = [normal(seed + 4 + i, (n,), jnp.bfloat16) for i, n in enumerate(columns)]
+    scale = (1 + 0.2 * normal(seed + 7, (size,))).astype(jnp.bfloat16)
+
+    def gradients(implementation):
+        def total(x, weights, bias, scale):
+            norm, rope = Norm(scale if scaled else None), Rope(jnp.arange(7) * 100)
+            results = qkv_projection(
+                x, *weights, bias=bias, head_size=size, rope=rope, k_norm=norm, implementation=implementation
+            )
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in results)
+
+        return jax.grad(total, argnums=(0, 1, 2, 3))(x, weights, bias, scale)
+
+    for got, exact in zip(*(jax.tree.leaves(gradients(name)) for name in ("mosaic", "xla")), strict=True):
+        error = jnp.linalg.norm((got - exact).astype(jnp.float32))
+        assert error <= 0.02 * jnp.linalg.norm(exact.astype(jnp.float32)), f"seed={seed}"
+
+
+def test_the_gradient_computes_no_product_again():
+    x, *weights = (normal(i, shape, jnp.bfloat16) for i, shape in enumerate([(8, 128), *3 * [(128, 128)]]))
+
+    def project(x, *weights):
+        norm = Norm(None)
+        return qkv_projection(x, *weights, head_size=64, q_norm=norm, k_norm=norm, implementation="mosaic")
+
+    def gradient(x, *weights):
+        return jax.vjp(project, x, *weights)[1](project(x, *weights))
+
+    assert program(project, x, *weights).count("mpmd_map[") == 1
+    _, pullback = jax.vjp(project, x, *weights)
+    backward = program(pullback, project(x, *weights))
+    assert backward.count("mpmd_map[") == 1
+    assert backward.count("dot_general[") == 4  # one for each weight, and one for x
