@@ -22,25 +22,40 @@ from pallas_kernels.primitives.gemm.shared import shared
 
 @dataclass(frozen=True, kw_only=True)
 class TileForm:
-    """The layout of tiles. size: columns. in_panels: for arrays of any length. swizzle: bytes; None: as many as fit."""
+    """The layout of tiles.
+
+    size: columns. in_panels: for arrays of any length. has_all_rows: whether a tile has as many rows as the array, or
+    more: then one copy loads all panels. swizzle: bytes; None: as many as fit.
+    """
 
     size: int
     dtype: jnp.dtype
     in_panels: bool
+    has_all_rows: bool = False
     swizzle: int | None = None
 
     @property
     def copies(self) -> int:
         """TMA copies that load a tile, each of which arrives at the barrier."""
+        return 1 if self.has_all_rows else self.panels
+
+    @property
+    def panels(self) -> int:
+        """The number of a tile's panels."""
         return self.size // self._width if self.in_panels else 1
 
     def scratch(self, *shape: int) -> Any:
         """The scratch type of a stack of tiles; the last number of `shape` is a tile's rows."""
         if not self.in_panels:
             return shared((*shape, self.size), self.dtype, swizzle=self._swizzle)
-        shape = (*shape[:-1], self.copies, shape[-1], self._width)
+        *stack, rows = shape
         swizzle = plgpu.SwizzleTransform(self._swizzle)  # pyright: ignore[reportAbstractUsage]
-        landed = plgpu.SMEM(shape, self.dtype, transforms=(swizzle,))
+        shape = (*stack, self.panels, rows, self._width)
+        if self.has_all_rows:
+            tiling = plgpu.TilingTransform((rows, self._width))  # pyright: ignore[reportAbstractUsage]
+            landed = plgpu.SMEM((*stack, rows, self.size), self.dtype, transforms=(tiling, swizzle))
+        else:
+            landed = plgpu.SMEM(shape, self.dtype, transforms=(swizzle,))
         return plgpu.RefUnion(landed, shared(shape, self.dtype, swizzle=self._swizzle))
 
     def tiles(self, scratch: Any) -> RowTiles:
@@ -97,6 +112,10 @@ class RowTiles:
 
     def load_async(self, source: Any, barrier: Any, axes: str | None = None) -> None:
         """Starts TMA copies from a reference to (rows, size) in device memory, for all blocks along cluster `axes`."""
+        if self.form.has_all_rows:
+            place = self.landed.at[(*self.stack, self.rows)]
+            plgpu.copy_gmem_to_smem(source, place, barrier, collective_axes=axes)
+            return
         for start, panel in self._panels(self.landed):
             plgpu.copy_gmem_to_smem(self._columns(source, start, panel), panel, barrier, collective_axes=axes)
 
@@ -119,7 +138,7 @@ class RowTiles:
         if not self.form.in_panels:
             yield 0, ref.at[(*self.stack, self.rows)]
             return
-        for i in range(self.form.copies):
+        for i in range(self.form.panels):
             panel = ref.at[(*self.stack, i, self.rows)]
             yield i * panel.shape[1], panel
 

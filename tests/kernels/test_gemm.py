@@ -129,13 +129,13 @@ def test_right_operands_beside_each_other(m, config, size, seed):
     k = 128
     x, weights = normal(seed, m, k), [normal(seed + i, k, n) for i, n in enumerate((256, 128, 192), 1)]
     angles = (normal(seed + 4, m, size // 2, dtype=jnp.float32), normal(seed + 5, m, size // 2, dtype=jnp.float32))
-    bias, gain, scale = normal(seed + 6, 128), normal(seed + 7, size), normal(seed + 8, m, dtype=jnp.float32)
+    bias, scale = normal(seed + 6, 128), normal(seed + 7, m, dtype=jnp.float32)
     got = gemm(
         [x],
         weights,
         beside=[
-            Beside(heads=Heads(size=size, rotated=True)),
-            Beside(heads=Heads(size=size, rotated=True, epsilon=1e-5), bias=bias, scale=gain),
+            Beside(heads=Heads(size=size)),
+            Beside(heads=Heads(size=size), bias=bias),
             Beside(),
         ],
         angles=angles,
@@ -144,18 +144,8 @@ def test_right_operands_beside_each_other(m, config, size, seed):
     )
     first, second, third = (wide(x) @ wide(w) * wide(scale)[:, None] for w in weights)
     assert_close(got[0], rotated(first, angles, size))
-    heads = (second + wide(bias)).reshape(m, -1, size)
-    heads = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5) * wide(gain)
-    assert_close(got[1], rotated(heads.reshape(m, -1), angles, size))
+    assert_close(got[1], rotated(second + wide(bias), angles, size))
     assert_close(got[2], third)
-
-
-def test_heads_with_a_norm_alone(seed):
-    x, w, scale = normal(seed, 8, 64), normal(seed + 1, 64, 128), normal(seed + 2, 8, dtype=jnp.float32)
-    beside = [Beside(heads=Heads(size=64, epsilon=1e-5))]
-    (got,) = gemm([x], [w], beside=beside, row_scale=scale, config=replace(SMALL, tile_n=128))
-    heads = (wide(x) @ wide(w) * wide(scale)[:, None]).reshape(8, -1, 64)
-    assert_close(got, (heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5)).reshape(8, -1))
 
 
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, tile_n=128, cluster=2)], ids=["tiles", "cluster"])

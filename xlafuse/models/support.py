@@ -18,7 +18,7 @@ from pallas_kernels.ops.gated_activation import api as gated_activation
 from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.linear import api as linear
 from pallas_kernels.ops.qkv_projection import api as qkv_projection
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_fuse_norm_of, chosen_config
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, chosen_config
 from pallas_kernels.ops.rope import api as rope
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
@@ -39,7 +39,7 @@ def takes_norm(site: str, config: BlockConfig, rows: int) -> bool:
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         weights = [array(config.hidden_size, count * config.head_dim) for count in counts]
         form = HeadForm(size=config.head_dim, theta=config.rope_theta)
-        return can_fuse_norm_of(chosen_config(x, weights, form), norm, x, form)
+        return can_fuse_norm(chosen_config(x, weights, form), norm, x)
     if site != "up_projection" or config.mlp != "swiglu":
         return False
     known = gated_linear.problem(x, array(config.hidden_size, config.mlp_size), "silu")

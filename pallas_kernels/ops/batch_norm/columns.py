@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.few_rows import moderate_or_zero
+from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS, moderate_or_zero
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
@@ -31,6 +31,8 @@ from pallas_kernels.primitives.platform import varying_like
 Values = Mapping[str, jax.Array]
 Index = jax.Array | int
 
+FEW_VALUES = 2**21
+"""With so few values, adding the sums of more blocks than one block holds takes longer than more blocks save."""
 SHIFT_ROWS = 8
 """The number of rows whose mean is a block's shift."""
 
@@ -52,11 +54,14 @@ class BatchNormConfig:
 
 
 def default_config(rows: int, features: int, itemsize: int, *, arrays: int = 1) -> BatchNormConfig:
-    """Returns the untuned configuration for a reduction over this number of arrays: one forward, two backward."""
-    if rows < 1024:
-        return BatchNormConfig(rows=1, warpgroups=1, blocks_per_core=2, apply_rows=1)
-    blocks = rows * features // (4 * access_columns(1, itemsize))
-    return BatchNormConfig(rows=4 // arrays, apply_rows=4 if blocks >= FEW_BLOCKS else 1)
+    """Returns the untuned configuration for a reduction over this number of arrays: one forward, two backward.
+
+    A block of the applying kernel takes at least one access of every thread.
+    """
+    columns = access_columns(1, itemsize)
+    apply_rows = max(4, -(-columns // features))
+    blocks = rows // apply_rows * -(-features // columns)
+    return BatchNormConfig(rows=4 // arrays, apply_rows=apply_rows if blocks >= FEW_BLOCKS else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,8 @@ def sum_columns(
     at_once = next(n for n in range(config.rows, 0, -1) if rows % n == 0)
     units = rows // at_once  # a warpgroup reads one unit per step
     blocks = column_blocks(units, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
+    if rows * features <= FEW_VALUES:
+        blocks = replace(blocks, rows=min(blocks.rows, HELD_ROWS))
     groups = blocks.rows
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
     operands = {**arrays, **columns}

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm import as_rows, check_norm, norm_unsupported, prologue, row_norm
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm, norm_unsupported, prologue, row_norm
 from pallas_kernels.ops.qkv_projection.config import preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     Config,
     HeadForm,
-    can_fuse_norm_of,
     chosen_config,
     qkv_projection_forward,
+    qkv_projection_with_products,
 )
-from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward, qkv_projection_with_products
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
@@ -55,15 +55,15 @@ def qkv_projection(
         q, k = q_norm(q), k_norm(k)         # over each head
         q, k = rope(q, k, positions)
 
-    One launch computes the products and all that follows, and reads n once. The norm of x is a launch before it, with
-    two exceptions: a norm without a scale whose mean squares are given (see `Norm`) needs no launch, and with few
+    One launch computes the products, adds the biases and rotates heads, and reads n once. If heads are normalised, a
+    second launch normalises and rotates them, from products rounded to x's dtype. The norm of x is a launch before,
+    with two exceptions: a norm without a scale whose mean squares are given (see `Norm`) needs no launch, and with few
     bfloat16 rows the configuration may fuse the norm into the product's launch, which then rounds x times the norm's
     scale to x's dtype instead of n. "xla" rounds n, the products with their biases and the normalised heads to x's
     dtype.
 
-    The backward pass needs x, the weights and, if heads are normalised, the products of query and key; a differentiated
-    call then rounds these to x's dtype before it normalises and rotates them in a second launch. The backward pass is
-    one launch for the heads, XLA's products for the weights, and, where many rows keep the GPU busy, one launch for x.
+    The backward pass needs x, the weights and, if heads are normalised, the products of query and key. It is one launch
+    for the heads, XLA's products for the weights, and, where many rows keep the GPU busy, one launch for x.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
@@ -119,7 +119,7 @@ def qkv_projection(
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
-    project = _with_fused_norm if can_fuse_norm_of(config, norm, rows, form) else _with_norm_before
+    project = _with_fused_norm if can_fuse_norm(config, norm, rows) else _with_norm_before
     results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
@@ -232,6 +232,7 @@ def _with_fused_norm(form: HeadForm, config: Config, x, norm, weights, biases, h
         form=form,
         norm=row_norm(norm),
         biases=biases,
+        head_scales=head_scales,
         positions=positions,
         config=config,
     )
@@ -251,22 +252,12 @@ _with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights, biases, head_scales, positions):
-    return qkv_projection_forward(
-        x,
-        weights,
-        form=form,
-        row_scale=row_scale,
-        biases=biases,
-        head_scales=head_scales,
-        positions=positions,
-        config=config,
-    )
+    operands = x, row_scale, weights, biases, head_scales, positions
+    return _mosaic_fwd(form, config, *operands)[0]
 
 
 @usual_promotion
 def _mosaic_fwd(form, config, *operands):
-    if form.epsilons == (None, None):
-        return _qkv_projection_mosaic(form, config, *operands), (operands, (None, None))
     x, row_scale, weights, biases, head_scales, positions = operands
     results, products = qkv_projection_with_products(
         x,

@@ -1,21 +1,22 @@
 """The projections forward on Mosaic GPU: one launch in which each tile belongs to one of the three weights.
 
-x is read once for all three, and their tiles fill the multiprocessors together. Heads are normalised and rotated on the
-accumulator: with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from
-a table of the rows' cosines and sines, 0.5 KB per row, which XLA computes from the positions.
+x is read once for all three, and their tiles fill the multiprocessors together. Heads are rotated on the accumulator:
+with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from a table of
+the rows' cosines and sines, 0.5 KB per row, which XLA computes from the positions. Heads that are normalised have a
+launch of their own (see `heads`): in the accumulator's registers the norm spilled, and took longer than that launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.norm import can_fuse_norm
-from pallas_kernels.ops.qkv_projection.config import Config, gemm_config, problem, tuned_config
+from pallas_kernels.ops.qkv_projection.config import Config, problem, tuned_config
+from pallas_kernels.ops.qkv_projection.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
@@ -38,16 +39,9 @@ class HeadForm:
     epsilons: tuple[float | None, ...] = (None, None)
 
     @property
-    def of_query_and_key(self) -> tuple[Heads | None, Heads | None]:
-        """Returns the kernel's parameters for query heads and for key heads."""
-        query, key = (self._heads(epsilon) for epsilon in self.epsilons)
-        return query, key
-
-    def _heads(self, epsilon: float | None) -> Heads | None:
-        is_rotated = self.theta is not None
-        if self.size is None or not (is_rotated or epsilon is not None):
-            return None
-        return Heads(size=self.size, epsilon=epsilon, rotated=is_rotated)
+    def is_normed(self) -> bool:
+        """Whether query or key heads are normalised."""
+        return self.epsilons != (None, None)
 
 
 def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -60,11 +54,6 @@ def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) ->
     """Returns the measured best configuration for x (rows, features), else the untuned one."""
     known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
     return tuned_config(known, x.shape[0], head_size=form.size)
-
-
-def can_fuse_norm_of(config: Config, norm: Norm | None, x: jax.Array, form: HeadForm) -> bool:
-    """Whether the projections' launch computes the norm of x; it cannot together with norms of heads."""
-    return can_fuse_norm(config, norm, x) and form.epsilons == (None, None)
 
 
 def qkv_projection_forward(
@@ -83,24 +72,73 @@ def qkv_projection_forward(
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
     biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
-    norm: of x's rows, in the same launch; with a configuration of few rows, without head norms and row_scale.
+    norm: of x's rows, in the product's launch; with a configuration of few rows, without row_scale.
+    """
+    (query, key, value), _ = qkv_projection_with_products(
+        x,
+        weights,
+        form=form,
+        row_scale=row_scale,
+        biases=biases,
+        head_scales=head_scales,
+        positions=positions,
+        norm=norm,
+        config=config,
+    )
+    return query, key, value
+
+
+def qkv_projection_with_products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    form: HeadForm,
+    row_scale: jax.Array | None,
+    biases: Sequence[jax.Array | None],
+    head_scales: Sequence[jax.Array | None],
+    positions: jax.Array | None,
+    norm: RowNorm | None = None,
+    config: Config | None = None,
+) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
+    """Returns what `qkv_projection_forward` does, and the products of query and key with their biases.
+
+    Each product is None if its heads are not normalised: then the backward pass does not need it.
     """
     config = config or chosen_config(x, weights, form)
+    product = partial(_projected, x, weights, norm=norm, row_scale=row_scale, biases=biases, config=config)
+    if not form.is_normed or form.size is None:
+        return product(form, positions), (None, None)
+    *projected, value = product(HeadForm(size=form.size), None)
+    heads = [
+        HeadArray(array=array, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
+        for array, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
+    ]
+    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False)
+    return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
+
+
+def _projected(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    form: HeadForm,
+    positions: jax.Array | None,
+    *,
+    norm: RowNorm | None,
+    row_scale: jax.Array | None,
+    biases: Sequence[jax.Array | None],
+    config: Config,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the products with their biases, heads rotated."""
     if isinstance(config, FewRowsConfig):
-        if form.epsilons == (None, None):
-            return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
-        # The other kernel computes norms of heads.
-        config = gemm_config(x.shape[0], [w.shape[1] for w in weights], head_size=form.size)
+        return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
     if norm is not None:
-        raise ValueError("qkv_projection_forward: only a product of few rows, without head norms, has a norm in it.")
-    angles = None
+        raise ValueError("qkv_projection_forward: only a product of few rows has a norm in it.")
+    angles, heads = None, [None] * 3
     if form.theta is not None and form.size is not None:
         assert positions is not None
         angles = angle_table(positions, form.size, form.theta)
-    beside = [
-        Beside(heads=heads, bias=bias, scale=scale)
-        for heads, bias, scale in zip((*form.of_query_and_key, None), biases, (*head_scales, None), strict=True)
-    ]
+        heads = [*(Heads(size=form.size, has_bias=bias is not None) for bias in biases[:2]), None]
+    beside = [Beside(heads=own, bias=bias) for own, bias in zip(heads, biases, strict=True)]
     query, key, value = gemm(
         [x],
         list(weights),

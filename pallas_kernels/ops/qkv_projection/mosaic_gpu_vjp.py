@@ -1,8 +1,4 @@
-"""The projections backward: one launch for the heads, three products for the weights, and one launch for x.
-
-A differentiated call with head norms computes the products without them, saves the products that have a norm, and
-normalises and rotates in a second launch (see `heads`).
-"""
+"""The projections backward: one launch for the heads, three products for the weights, and one launch for x."""
 
 from __future__ import annotations
 
@@ -12,40 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
-from pallas_kernels.ops.qkv_projection.config import Config
 from pallas_kernels.ops.qkv_projection.heads import HeadArray, launch_heads
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
 from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 Arrays = tuple[jax.Array, ...]
 OptionalArrays = Sequence[jax.Array | None]
-
-
-def qkv_projection_with_products(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    *,
-    form: HeadForm,
-    row_scale: jax.Array | None,
-    biases: OptionalArrays,
-    head_scales: OptionalArrays,
-    positions: jax.Array | None,
-    config: Config,
-) -> tuple[Arrays, OptionalArrays]:
-    """Returns query, key and value, and the products of query and key with biases, each None without a head norm.
-
-    Arguments as for `qkv_projection_forward`; the `form` has a head norm.
-    """
-    assert form.size is not None
-    *projected, value = qkv_projection_forward(
-        x, weights, form=HeadForm(size=form.size), row_scale=row_scale, biases=biases, config=config
-    )
-    heads = [
-        HeadArray(array=product, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
-        for product, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
-    ]
-    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False)
-    return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
 
 
 def qkv_projection_backward(
@@ -82,7 +50,7 @@ def _through_heads(
     positions: jax.Array | None,
 ) -> tuple[Arrays, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of the products with biases, of the biases and of the head norms' scales."""
-    if form.size is None or form.of_query_and_key == (None, None):
+    if form.size is None or not (form.is_normed or form.theta is not None):
         sums = (
             None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
             for d, b in zip(cotangents, biases, strict=True)

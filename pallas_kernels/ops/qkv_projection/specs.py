@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.ops._products.norm import can_fuse_norm
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     norm_arguments,
@@ -20,7 +21,7 @@ from pallas_kernels.ops._products.specs import (
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import candidates, problem
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, can_fuse_norm_of, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
@@ -73,7 +74,7 @@ def _form(called: Mapping[str, Any]) -> HeadForm:
 
 
 def _fuses_norm(config: Any, called: Mapping[str, Any]) -> bool:
-    return can_fuse_norm_of(config, called.get("norm"), called["x"], _form(called))
+    return can_fuse_norm(config, called.get("norm"), called["x"])
 
 
 def _configs(arguments: Arguments):

@@ -236,7 +236,7 @@ def _launch(
                     squares = scaled(problem, ring["x"].at(stage), scales, squares)
                 plgpu.barrier_wait(ring["full"].at[stage])
                 carry = work(stage, carry)
-                plgpu.wgmma_wait(in_flight * problem.products * problem.groups * problem.x_form.copies)
+                plgpu.wgmma_wait(in_flight * problem.products * problem.groups * problem.x_form.panels)
                 done = number - in_flight
 
                 is_wanted = done + config.stages < total

@@ -62,7 +62,10 @@ class Share:
     @property
     def x_form(self) -> TileForm:
         """The layout of a step's x in shared memory: panels, as there may be any number of rows; one group is alike."""
-        return TileForm(size=self.depth, dtype=self.dtype, in_panels=self.token_tiles > 1, swizzle=SWIZZLE_BYTES)
+        is_apart = self.token_tiles > 1
+        return TileForm(
+            size=self.depth, dtype=self.dtype, in_panels=is_apart, has_all_rows=is_apart, swizzle=SWIZZLE_BYTES
+        )
 
     @property
     def column_tiles(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, has_whole_groups
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
+from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.row_tiles import TileForm
 
 _ROWS = 8
@@ -79,7 +80,13 @@ class Problem:
     @property
     def x_form(self) -> TileForm:
         """The layout of x's tiles in shared memory."""
-        return TileForm(size=self.config.depth, dtype=self.dtype, in_panels=self.in_panels, swizzle=SWIZZLE_BYTES)
+        return TileForm(
+            size=self.config.depth,
+            dtype=self.dtype,
+            in_panels=self.in_panels,
+            has_all_rows=self.in_panels and not is_interpreted(),  # the interpreter has no unions of two shapes
+            swizzle=SWIZZLE_BYTES,
+        )
 
     def result_form(self, dtype: jnp.dtype) -> TileForm:
         """The layout of a group's results, or of its residual, in shared memory."""

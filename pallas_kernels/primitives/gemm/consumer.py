@@ -49,7 +49,7 @@ class _Consumer:
 
         def multiply(*accumulators):
             issue = partial(self._issue, columns, accumulators)
-            products = len(self.problem.products) * self.problem.a_form.copies
+            products = len(self.problem.products) * self.problem.a_form.panels
             run_steps(self.ring, issue, self.problem.steps, before, products=products)
             values = [accumulator[...] for accumulator in accumulators]
             release_last(self.ring, self.problem.steps, before)

@@ -1,4 +1,4 @@
-"""The epilogue of a product, between the accumulator and memory, and the norm and rotation of heads."""
+"""The epilogue of a product, between the accumulator and memory, and the rotation of heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.gemm.operands import padded_vector
@@ -68,69 +67,44 @@ HEAD_SIZES = (64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The RMS norm and then the rotation of one result's heads, in float32.
+    """The rotation of one result's heads, in float32: columns i and i + size / 2 are rotated as a pair.
 
-    size: columns of a head, one of `HEAD_SIZES`.
-    epsilon: added to the mean square of a head's columns; None for no norm.
-    rotated: whether columns i and i + size / 2 are rotated as a pair.
+    size: columns of a head, one of `HEAD_SIZES`. has_bias: whether a bias is added before.
     """
 
     size: int
-    epsilon: float | None = None
-    rotated: bool = False
+    has_bias: bool = False
 
     @property
     def widest_piece(self) -> int:
-        """The most columns of a piece.
-
-        A piece has only one column of each pair. Registers hold the accumulators, both columns of the pairs, and their
-        angles; with a norm, fewer columns fit.
-        """
-        return max(32, self.size // 4) if self.epsilon is not None else self.size // 2
+        """The most columns of a piece, which has only one column of each pair; more would spill."""
+        return 32 if self.has_bias else self.size // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
     """The epilogue parameters of one of several right operands that lie side by side.
 
-    heads: the norm and rotation of its result, or None.
-    bias: (its columns,), any floating dtype, added before them, or None.
-    scale: (head size,), any floating dtype, the scale of the heads' norm, or None.
+    heads: the rotation of its result, or None.
+    bias: (its columns,), any floating dtype, added before it, or None.
     """
 
     heads: Heads | None = None
     bias: jax.Array | None = None
-    scale: jax.Array | None = None
 
     def operands(self, multiple: int) -> dict[str, jax.Array | None]:
-        """Returns the arrays in the epilogue's form, padded to a multiple of this number of columns."""
-        return {"bias": padded_vector(self.bias, multiple), "head_scale": self.scale}
+        """Returns the bias in the epilogue's form, padded to a multiple of this number of columns."""
+        return {"bias": padded_vector(self.bias, multiple)}
 
 
 Piece = Callable[[int, int], jax.Array]
 """Returns that part of a warpgroup's tile, float32, for a first column and a number of columns."""
 
 
-def head_factors(
-    value: Piece, heads: Heads, epsilon: float, scale: jax.Array | None, width: int, piece: int
-) -> list[jax.Array]:
-    """Returns the reciprocal root mean square of each head in each row, (rows,) per head.
-
-    scale: (rows,), row factors not yet multiplied into the values; the results include them.
-    """
-    factors = []
-    for head in range(0, width, heads.size):
-        squares = [jnp.sum(jnp.square(value(start, piece)), axis=1) for start in range(head, head + heads.size, piece)]
-        mean = sum(squares[1:], squares[0]) * (1.0 / heads.size)
-        factor = lax.rsqrt((mean if scale is None else mean * scale * scale) + epsilon)
-        factors.append(factor if scale is None else factor * scale)
-    return factors
-
-
 def store_order(heads: Heads | None, width: int, piece: int) -> list[int]:
     """Returns the first columns of a tile's pieces, in an order that puts pieces with the same angles together."""
     starts = list(range(0, width, piece))
-    if heads is None or not heads.rotated:
+    if heads is None:
         return starts
     return sorted(starts, key=lambda start: start % (heads.size // 2))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, head_factors, rotated_piece, store_order
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
@@ -73,12 +73,12 @@ class Pieces:
 class Store:
     """The epilogue of one warpgroup.
 
-    extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, head_scale
-        (a vector), cosine and sine (rows, half of a head's columns).
+    extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, cosine and
+        sine (rows, half of a head's columns).
     buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
     arrived: barriers for the residual's pieces, of all warpgroups.
     first_barrier: this warpgroup's first barrier among them.
-    heads: the norm and rotation of heads, or None. Only with a single result, without activation and residual.
+    heads: the rotation of heads, or None. Only with a single result, without activation and residual.
     squares: the output for the sums, over a tile's columns, of the first rounded result's squares; see
         `Problem.squares_shape`. None if not requested.
     line: returns the line of `squares` for a tile's first column.
@@ -176,7 +176,7 @@ class Store:
                 residual=residual,
                 dtype=self.outputs[0].dtype,
             )
-        return self._results_of_heads(self.heads, parts, scale, row, column)
+        return self._results_of_heads(self.heads, parts, factor, row, column)
 
     def _results_of_heads(self, heads, parts, scale, row, column):
         """Returns the same for heads, with row factors multiplied last.
@@ -185,19 +185,10 @@ class Store:
         """
         size = self.pieces.columns
         before, after = (scale, None) if "bias" in self.extras else (None, scale)
-        before = None if before is None else self._over_columns(before)
-
-        def biased(start, _):
-            bias = self._columns_vector("bias", column + start)
-            return self.epilogue.apply(parts(start), scale=before, bias=bias, residual=None, dtype=jnp.float32)[0]
 
         def value(start, _):
-            gain = self._columns_vector("head_scale", start % heads.size)
-            return biased(start, size) if gain is None else biased(start, size) * gain
-
-        factors = [after] * (self.pieces.width // heads.size)
-        if heads.epsilon is not None:
-            factors = head_factors(biased, heads, heads.epsilon, after, self.pieces.width, size)
+            bias = self._columns_vector("bias", column + start)
+            return self.epilogue.apply(parts(start), scale=before, bias=bias, residual=None, dtype=jnp.float32)[0]
 
         load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
 
@@ -208,9 +199,8 @@ class Store:
             return load(cosine), load(sine)
 
         def result(start, _):
-            rotated = rotated_piece(value, angles, heads, start, size) if heads.rotated else value(start, size)
-            factor = factors[start // heads.size]
-            return (rotated if factor is None else rotated * self._over_columns(factor),)
+            rotated = rotated_piece(value, angles, heads, start, size)
+            return (rotated if after is None else rotated * after,)
 
         return result
 
