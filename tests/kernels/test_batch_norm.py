@@ -110,26 +110,29 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
 
 @pytest.mark.parametrize(
     ("shape", "by_xla"),
-    [((64, 2048), False), ((65, 2048), True), ((153, 12160), False), ((511, 2048), True), ((512, 2048), False),
-     ((16383, 128), True), ((16384, 128), False), ((4096, 256), False)],
-)  # fmt: skip
+    [((64, 2048), False), ((65, 2048), True), ((153, 12160), False), ((96, 512), False), ((160, 1024), False)],
+)
 def test_sizes_at_which_the_forward_pass_alone_is_xla_s(shape, by_xla):
-    assert is_best_forward_by_xla(*shape) == by_xla
+    assert is_best_forward_by_xla(jnp.zeros(shape, jnp.bfloat16)) == by_xla
+    assert not is_best_forward_by_xla(jnp.zeros(shape, jnp.float32))
 
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_forward_pass_by_xla_has_the_kernels_gradient(seed):
-    x, scale, bias = normal(seed, (66, 128)), normal(seed + 1, (128,)), normal(seed + 2, (128,))
+    x = normal(seed, (66, 1024), jnp.bfloat16)
+    scale, bias = normal(seed + 1, (1024,)), normal(seed + 2, (1024,))
 
     def loss(*arrays, implementation=None):
-        return sum(jnp.sum(jnp.sin(output)) for output in batch_norm(*arrays, implementation=implementation))
+        _, mean, variance = batch_norm(*arrays, implementation=implementation)
+        return jnp.sum(jnp.sin(mean)) + jnp.sum(jnp.sin(variance))
 
     gradient = jax.value_and_grad(loss, (0, 1, 2))
     assert "gmem" not in str(jax.make_jaxpr(loss)(x, scale, bias))
     assert "gmem" in str(jax.make_jaxpr(gradient)(x, scale, bias))
     got, expected = (jax.tree.leaves(gradient(x, scale, bias, implementation=name)) for name in (None, "xla"))
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=f"seed={seed}")
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

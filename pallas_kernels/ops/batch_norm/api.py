@@ -41,8 +41,8 @@ def batch_norm(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             One kernel for up to 64 rows, else three.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 rows or more of fewer than
-            2**20 values together, 2**21 in fewer than 256 columns.
+            None: "mosaic" if it can run, else "xla". If not differentiated, "xla" for 65 to 159 rows of at least 1024
+            features of 16 bits, with fewer than 2**20 values together.
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
@@ -62,20 +62,21 @@ def batch_norm(
     if chosen == "xla" or x.size == 0:
         return batch_norm_reference(x, scale, bias, epsilon=epsilon)
     operands = varying_alike((x.reshape(-1, x.shape[-1]), scale, bias))
-    by_xla = implementation is None and is_best_forward_by_xla(x.size // x.shape[-1], x.shape[-1])
+    by_xla = implementation is None and is_best_forward_by_xla(x)
     kernel, reference = partial(_batch_norm_mosaic, epsilon), partial(batch_norm_reference, epsilon=epsilon)
     y, mean, variance = partly_by_xla(kernel, reference, forward=by_xla)(*operands)
     return y.reshape(x.shape), mean, variance
 
 
-def is_best_forward_by_xla(rows: int, columns: int) -> bool:
+def is_best_forward_by_xla(x: jax.Array) -> bool:
     """Whether XLA's forward pass was measured to be faster than the kernels' three launches.
 
-    They take 8 µs however small x is. µs of the kernels and of XLA: on an H100, bf16, 192x2048 10.2 and 7.9, 512x2048
-    11.2 and 12.4, 768x128 11.3 and 8.9; on an H200, bf16, 256x6136 10.5 and 11.0; float32, 153x12160 11.3 and 12.5,
-    6784x128 13.3 and 10.6, 11257x128 17.4 and 13.8. With gradients the kernels are 1.1 to 3 times as fast.
+    µs of the kernels and of XLA on an H200: bf16, 96x256 4.7 and 5.8, 96x1024 6.9 and 5.9, 128x512 5.6 and 5.8,
+    128x4096 7.9 and 6.9, 160x1024 7.4 and 8.1, 153x12160 10.0 and 10.5; float32, 128x1024 5.7 and 6.5. With gradients
+    the kernels are up to 4 times as fast, and 3 % slower at most.
     """
-    return rows > HELD_ROWS and rows * columns < (2**21 if columns < 256 else 2**20)
+    rows = x.size // x.shape[-1]
+    return HELD_ROWS < rows < 160 and x.shape[-1] >= 1024 and x.size < 2**20 and x.dtype.itemsize == 2
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:
