@@ -9,8 +9,8 @@ import pytest
 from draws import integers, normal
 
 from pallas_kernels import Norm, Rope, qkv_projection
-from pallas_kernels.ops.qkv_projection.heads import HeadArray, HeadsConfig, launch_heads
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops.rope.heads import HeadArray, HeadsConfig, launch_heads
 from pallas_kernels.ops.rope.reference import rope_reference
 
 EPSILON = 1e-3
@@ -83,7 +83,7 @@ def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, c
             for array, product, scale, is_normed in zip(given[:2], products[:2], scales, normed, strict=True)
         ]
 
-    launch = {"size": size, "theta": THETA if rotated else None, "config": config}
+    launch = {"size": size, "theta": THETA if rotated else None, "name": "heads", "config": config}
     values = [HeadArray(array=cotangents[2], has_bias=True)] if has_biases else []
     got = launch_heads(arrays(products), positions, is_backward=False, **launch)
     back = launch_heads([*arrays(cotangents, products), *values], positions, is_backward=True, **launch)

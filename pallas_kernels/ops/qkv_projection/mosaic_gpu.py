@@ -3,7 +3,7 @@
 x is read once for all three, and their tiles fill the multiprocessors together. Heads are rotated on the accumulator:
 with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from a table of
 the rows' cosines and sines, 0.5 KB per row, which XLA computes from the positions. Heads that are normalised have a
-launch of their own (see `heads`): in the accumulator's registers the norm spilled, and took longer than that launch.
+launch of their own (`rope/heads.py`): in the accumulator's registers the norm spilled, and took longer than that.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.qkv_projection.config import Config, problem, tuned_config
-from pallas_kernels.ops.qkv_projection.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
+from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
@@ -113,7 +113,7 @@ def qkv_projection_with_products(
         HeadArray(array=array, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
         for array, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
     ]
-    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False)
+    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False, name="qkv_heads")
     return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
-from pallas_kernels.ops.qkv_projection.heads import HeadArray, launch_heads
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
+from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 Arrays = tuple[jax.Array, ...]
@@ -75,7 +75,9 @@ def _through_heads(
             strict=True,
         )
     ]
-    results = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=True)
+    results = launch_heads(
+        heads, positions, size=form.size, theta=form.theta, is_backward=True, name="qkv_heads_gradient"
+    )
     dbiases = _as(biases, [result.bias for result in results])
     return tuple(result.array for result in results), dbiases, _as(head_scales, [r.scale for r in results[:2]])
 

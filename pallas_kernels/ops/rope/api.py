@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
+from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate, takes_any_heads
 from pallas_kernels.ops.rope.pairs import Pairs, head_tile
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
@@ -43,7 +43,8 @@ def rope(
             do (GPT-NeoX, Llama).
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Its angles are exact
-            for all positions. Head sizes must be powers of two, at least 16, and heads a multiple of 4.
+            for all positions. Head sizes must be powers of two, at least 16, and heads a multiple of 4; or any number
+            of heads of 64, 128 or 256 columns, not interleaved.
             "xla": always runs; its angles are float32.
             None: "mosaic" if it can run, else "xla".
 
@@ -75,13 +76,16 @@ def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -
     if reason := dtypes_unsupported(query=query):
         return reason
     pairs = Pairs(dtype=query.dtype, is_interleaved=interleaved)
+    if takes_any_heads(query, interleaved=interleaved):
+        return mosaic_gpu_unsupported()
     for name, array in (("query", query), ("key", key)):
         heads, head_size = array.shape[2:]
         tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
         if array.size and tile is None:
             return (
                 f"{name} has {heads} heads of {head_size}; a warpgroup shares a token's heads in multiples of 4, more "
-                "for head sizes below 128, and only head sizes that are powers of two"
+                "for head sizes below 128, and only head sizes that are powers of two; or any number of heads of 64, "
+                "128 or 256, not interleaved"
             )
     return mosaic_gpu_unsupported()
 

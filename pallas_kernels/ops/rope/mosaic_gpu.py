@@ -2,6 +2,7 @@
 
 The gradient of a rotation is the rotation by the opposite angle. Sines and cosines are computed in the kernel (see
 `angles`), once per token and thread for all heads. A table of them would need a separate launch and 2.5 % more bytes.
+Numbers of heads that a warpgroup cannot share run in the kernel of `heads`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
+from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.pairs import HeadTile, Pairs, head_tile
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
 from pallas_kernels.primitives.platform import varying_like
 
 # No automatic barriers: the kernel reads nothing that it writes.
@@ -39,7 +42,10 @@ def rope_rotate(
     batch, length, _, head_size = query.shape
     tokens = batch * length
     arrays, pairs = (query, key), Pairs(dtype=query.dtype, is_interleaved=interleaved)
-    tiles = tuple(_tile(array, pairs) for array in arrays)
+    found = [_tile(array, pairs) for array in arrays]
+    tiles = tuple(tile for tile in found if tile is not None)
+    if len(tiles) < len(arrays):
+        return _rotate_any_heads(query, key, positions, theta=theta, inverse=inverse)
     tables = _tables(set(tiles), head_size, theta)
     table_tiles = tuple(tables)
     views = [pairs.view(array, tokens) for array in arrays]
@@ -82,12 +88,24 @@ def rope_rotate(
     return query_out, key_out
 
 
-def _tile(array: jax.Array, pairs: Pairs) -> HeadTile:
+def takes_any_heads(query: jax.Array, *, interleaved: bool) -> bool:
+    """Whether any number of heads can be rotated; else their number must give tiles of a warpgroup."""
+    return not interleaved and query.shape[-1] in HEAD_SIZES
+
+
+def _rotate_any_heads(query, key, positions, *, theta, inverse):
+    batch, length, _, size = query.shape
+    rows = batch * length
+    heads = [HeadArray(array=array.reshape(rows, -1), is_rotated=True) for array in (query, key)]
+    positions = jnp.broadcast_to(positions, (batch, length)).reshape(rows)
+    rotated = launch_heads(heads, positions, size=size, theta=theta, is_backward=inverse, name="rope")
+    query_out, key_out = (own.array.reshape(array.shape) for own, array in zip(rotated, (query, key), strict=True))
+    return query_out, key_out
+
+
+def _tile(array: jax.Array, pairs: Pairs) -> HeadTile | None:
     heads, head_size = array.shape[2:]
-    tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
-    if tile is None:
-        raise ValueError(f"{heads} heads of {head_size} cannot be cut into tiles of a warpgroup.")
-    return tile
+    return head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
 
 
 def _tables(tiles: set[HeadTile], head_size: int, theta: float) -> dict[HeadTile, tuple[jax.Array, jax.Array]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
-from pallas_kernels.spec_builders import arg_spec, backward_passes, calls, gradients_of, traffic
+from pallas_kernels.spec_builders import arg_spec, backward_passes, gradients_of, traffic
 from pallas_kernels.specs import ArgSpec, ArraySpec, OpSpec
 
 
@@ -44,12 +44,16 @@ ROPE = OpSpec(
         _call(2, 2, 8, 8, 64, interleaved=True),
         _call(1, 3, 4, 4, 256, dtype="float16", per_batch=True),
         _call(1, 2, 4, 4, 64, dtype="float32", interleaved=True),
-        *calls(_call, (1, 2, 12, 1, 128), (1, 2, 4, 4, 80), tags="test ragged"),
+        _call(1, 2, 4, 4, 80, tags="test ragged"),
+        _call(1, 7, 3, 1, 128),
+        _call(2, 5, 14, 2, 64, dtype="float16", per_batch=True),
         _call(0, 2, 4, 4, 64, tags="test empty"),
         _call(2, 500, 32, 8, 128, tags="gpu"),
         _call(2, 333, 32, 8, 128, dtype="float32", per_batch=True, tags="gpu"),
         _call(2, 333, 12, 12, 64, dtype="float16", tags="gpu"),
         _call(2, 333, 16, 4, 256, tags="gpu"),
+        _call(2, 333, 14, 2, 64, per_batch=True, tags="gpu"),
+        _call(1, 6790, 12, 1, 128, dtype="float16", tags="gpu"),
         _call(2, 333, 32, 8, 128, interleaved=True, per_batch=True, tags="gpu"),
         _call(2, 333, 32, 32, 64, dtype="float32", interleaved=True, tags="gpu"),
         _call(2, 333, 16, 8, 128, dtype="float16", interleaved=True, tags="gpu"),

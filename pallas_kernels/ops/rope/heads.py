@@ -1,8 +1,7 @@
-"""The norm and rotation of query and key heads in a launch of their own, forward and backward.
+"""The norm and rotation of any numbers of heads, forward and backward: for `qkv_projection`, and for `rope`.
 
-A call that is not differentiated has both in the product's epilogue. The gradient of a head's norm needs the product
-itself, so a differentiated call with head norms saves the products, and normalises and rotates them here. Without head
-norms only the backward pass runs here: it rotates the cotangents back.
+`qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates, and only
+its backward pass runs here, which rotates the cotangents back.
 
 With p a head of a product, r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
 
@@ -21,8 +20,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.qkv_projection.heads_kernel import Part, Plan, row_tile, run_block
 from pallas_kernels.ops.rope.angles import turns
+from pallas_kernels.ops.rope.heads_kernel import Part, Plan, row_tile, run_block
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device, varying_like
@@ -50,7 +49,7 @@ class HeadsConfig:
 class HeadArray:
     """The heads of one array of a launch: of query, key or value.
 
-    array: (rows, columns), of a 16-bit dtype: forward the product, backward the cotangent.
+    array: (rows, columns), forward the product, backward the cotangent.
     product: of array's shape and dtype; backward, with a norm.
     scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm.
     is_rotated: whether heads are rotated. has_bias: whether a backward launch sums the gradient over rows.
@@ -88,15 +87,17 @@ def launch_heads(
     size: int,
     theta: float | None,
     is_backward: bool,
+    name: str,
     config: HeadsConfig | None = None,
 ) -> tuple[HeadResult, ...]:
     """Normalises and rotates heads of `size` columns, 64, 128 or 256, or computes the gradient of that.
 
-    positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies.
+    positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies. name: the kernel's.
     """
     busy = [each for each in heads if each.has_work]
     config = config or HeadsConfig()
-    results = iter(_launched(busy, positions, size=size, theta=theta, is_backward=is_backward, config=config))
+    options = {"size": size, "theta": theta, "is_backward": is_backward, "name": name, "config": config}
+    results = iter(_launched(busy, positions, **options))
     return tuple(next(results) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
@@ -107,6 +108,7 @@ def _launched(
     size: int,
     theta: float | None,
     is_backward: bool,
+    name: str,
     config: HeadsConfig,
 ) -> tuple[HeadResult, ...]:
     rows, half = heads[0].array.shape[0], size // 2
@@ -148,7 +150,7 @@ def _launched(
         grid_names=("block",),
         scratch_types=tuple(scratch.values()),
         compiler_params=COMPILER_PARAMS,
-        kernel_name="qkv_heads_gradient" if is_backward else "qkv_heads",
+        kernel_name=name,
     )(*operands.values())
     found = {name: varying_like(out, *operands.values()) for name, out in zip(out_types, outputs, strict=True)}
 
