@@ -84,7 +84,7 @@ def test_fused_is_the_rewritten_program():
         with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
             return str(jax.make_jaxpr(block.program(get_strategy(name), config, shape, "grad"))(*case))
 
-    assert "_qkv_projection_mosaic" in traced("fused")
+    assert "qkv_projection" in traced("fused")
     assert "mosaic" not in traced("xla")
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
+from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 Arrays = tuple[jax.Array, ...]
@@ -56,6 +57,8 @@ def _through_heads(
             for d, b in zip(cotangents, biases, strict=True)
         )
         return tuple(cotangents), _as(biases, sums), (None, None)
+    if not form.is_normed and all(bias is None for bias in biases):
+        return _rotated_back(cotangents, positions, form), (None,) * 3, (None, None)
     heads = [
         HeadArray(
             array=cotangent,
@@ -80,6 +83,14 @@ def _through_heads(
     )
     dbiases = _as(biases, [result.bias for result in results])
     return tuple(result.array for result in results), dbiases, _as(head_scales, [r.scale for r in results[:2]])
+
+
+def _rotated_back(cotangents: Sequence[jax.Array], positions: jax.Array | None, form: HeadForm) -> Arrays:
+    assert positions is not None and form.theta is not None and form.size is not None
+    *rotated, dv = cotangents
+    dq, dk = (d.reshape(1, d.shape[0], -1, form.size) for d in rotated)
+    dq, dk = rope_rotate(dq, dk, positions, theta=form.theta, interleaved=False, inverse=True)
+    return dq.reshape(rotated[0].shape), dk.reshape(rotated[1].shape), dv
 
 
 def _as(arrays, sums):
