@@ -1,7 +1,7 @@
 """The norm and rotation of any numbers of heads, forward and backward: for `qkv_projection`, and for `rope`.
 
 `qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates. With
-norms or biases its backward pass runs here, too. `rope` rotates numbers of heads here that its own kernel does not take.
+norms or biases its backward pass runs here, too. `rope` rotates numbers of heads here that its own kernel cannot take.
 
 With p a head of a product, r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
 
