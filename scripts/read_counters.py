@@ -4,8 +4,8 @@
     scripts/read_counters.py -o FILE rms_norm:backward:8192x8192-bfloat16 softmax:forward:16384x4096-float32 ...
 
 Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
-unless said, or for a forward pass one of the operation's kernel variants ("form: online"). One line a launch is
-printed, and FILE gets all counters as JSON. Clocks are left as they are.
+unless said, a peer ("fa4"), or for a forward pass one of the operation's kernel variants ("form: online"). One line a
+launch is printed, and FILE gets all counters as JSON. Clocks are left as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import csv
 import ctypes
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ METRICS = {
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "read_bytes": "dram__bytes_read.sum",
     "written_bytes": "dram__bytes_write.sum",
+    "instructions": "smsp__inst_executed.sum",
+    "shared_accesses": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "warps_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "sm_active_percent": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -104,32 +108,13 @@ def _profiled(metrics: list[str], cases: list[str]) -> subprocess.CompletedProce
 
 def launch(cases: list[str]) -> None:
     """Runs every case once to compile it, then once between the profiler's marks, a separator after each."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to peers
     import jax
     import jax.numpy as jnp
-
-    from pallas_kernels import get_op, testing
-    from pallas_kernels.specs import plain
-    from xlafuse.bench.candidates import callable_of
 
     driver = ctypes.CDLL("libcuda.so.1")
     separator = jax.jit(jnp.tan)
     one = jax.block_until_ready(separator(jnp.ones(1)))
-
-    def compiled(text):
-        name, phase, wanted, *implementation = text.split(":", 3)
-        op = get_op(name)
-        spec = next(s for s in op.tagged("bench") if s.name == wanted)
-        case = testing.make_case(op, spec, 0)
-        chosen = implementation[0] if implementation else "mosaic"
-        variants = op.variants("forward", plain(case.arguments)) if phase == "forward" else {}
-        if chosen in variants:
-            call = jax.jit(lambda arguments: variants[chosen](**plain(arguments)))
-        else:
-            call = jax.jit(callable_of(op, phase, chosen))
-        inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
-        jax.block_until_ready(call(*inputs))
-        return lambda: jax.block_until_ready(call(*inputs))
-
     for text in cases:
         try:
             call = compiled(text)
@@ -141,6 +126,34 @@ def launch(cases: list[str]) -> None:
             call()
         jax.block_until_ready(separator(one))
         driver.cuProfilerStop()
+
+
+def compiled(text: str) -> Callable[[], Any]:
+    """A case's call, which has run once and waits for its result."""
+    import jax
+
+    from pallas_kernels import get_op, testing
+    from pallas_kernels.specs import plain
+    from xlafuse.bench import peers
+    from xlafuse.bench.candidates import callable_of
+
+    name, phase, wanted, *implementation = text.split(":", 3)
+    op = get_op(name)
+    spec = next(s for s in op.tagged("bench") if s.name == wanted)
+    case = testing.make_case(op, spec, 0)
+    chosen = implementation[0] if implementation else "mosaic"
+    variants = op.variants("forward", plain(case.arguments)) if phase == "forward" else {}
+    inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
+    wait = jax.block_until_ready
+    if chosen in peers.PEERS and chosen not in peers.OF_THE_OPERATION:
+        candidate, _ = peers.load(chosen).candidate(name, phase, [case])
+        call, inputs, wait = candidate.call, candidate.inputs[0], candidate.wait
+    elif chosen in variants:
+        call = jax.jit(lambda arguments: variants[chosen](**plain(arguments)))
+    else:
+        call = jax.jit(callable_of(op, phase, chosen))
+    wait(call(*inputs))
+    return lambda: wait(call(*inputs))
 
 
 def line(row: dict[str, Any]) -> str:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from pallas_kernels import testing
+from xlafuse.bench import peers
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/read_counters.py"
 CASES = ["linear:forward:16-4096-4096-bfloat16", "softmax:forward:1x4096-bfloat16"]
@@ -20,6 +24,16 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_case_may_be_of_a_peer(script, monkeypatch):
+    calls = []
+    candidate = SimpleNamespace(call=lambda x: calls.append(x), inputs=[("input",)], wait=lambda result: result)
+    peer = SimpleNamespace(candidate=lambda operation, phase, cases: (candidate, {}))
+    monkeypatch.setattr(peers, "load", lambda name: peer)
+    monkeypatch.setattr(testing, "make_case", lambda op, spec, seed: SimpleNamespace(arguments={}, cotangents=()))
+    script.compiled("attention:backward:4x4096x4096x32x8x64-bfloat16:fa4")()
+    assert calls == ["input", "input"]
 
 
 def ended(command, stdout, code=0):

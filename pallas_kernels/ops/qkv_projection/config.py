@@ -60,7 +60,7 @@ def default_config(rows: int, widths: Sequence[int], *, head_size: int | None) -
 
 
 def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> GemmConfig:
-    """Returns the untuned configuration for the kernel that also normalises heads, which must lie whole in a tile.
+    """Returns the untuned configuration for the kernel that also rotates heads, which must lie whole in a tile.
 
     widths: columns of each weight, which has tiles of its own.
     """

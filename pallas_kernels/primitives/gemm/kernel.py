@@ -146,7 +146,7 @@ def _over_lines(squares):
 class _Launch:
     """The launch of one product.
 
-    heads: the norm and rotation for each of `Problem.widths`, or None. dtypes: of the results of one width.
+    heads: the rotation for each of `Problem.widths`, or None. dtypes: of the results of one width.
     has_squares: `row_squares` of `gemm`. operands: numbers of left and right tiles of a step.
     """
 
