@@ -30,7 +30,14 @@ def test_gated_linear(sizes, is_best):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "is_best"), [((8192, 4096, 14336), True), ((29280, 384, 15232), False), ((11958, 256, 64), False)]
+    ("sizes", "is_best"),
+    [
+        ((8192, 4096, 14336), True),
+        ((29280, 384, 15232), False),
+        ((11958, 256, 64), False),
+        ((41, 4096, 4096), True),
+        ((20, 4096, 4096), False),
+    ],
 )
 def test_linear_residual_norm(sizes, is_best):
     assert linear_residual_norm.is_preferred(*sizes) == is_best
