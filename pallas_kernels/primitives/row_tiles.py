@@ -1,4 +1,4 @@
-"""Tiles of an array's rows in shared memory, as TMA copies them and tensor cores read them.
+"""Tiles of rows in shared memory: loaded and stored by TMA, read by tensor cores.
 
 Tensor cores read swizzled groups of eight rows. TMA makes such groups of an array whose rows are a multiple of eight.
 From any other array it loads panels, as wide as the swizzle, row after row: in memory a panel is the same as the groups
@@ -17,6 +17,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.gemm.operands import has_whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
 
 
@@ -33,6 +34,12 @@ class TileForm:
     in_panels: bool
     has_all_rows: bool = False
     swizzle: int | None = None
+
+    @classmethod
+    def of(cls, rows: int, *, has_all_rows: bool = False, **options: Any) -> TileForm:
+        """Returns the layout for an array of so many rows: in panels if they are no multiple of 8."""
+        in_panels = not has_whole_groups(rows)
+        return cls(in_panels=in_panels, has_all_rows=in_panels and has_all_rows, **options)
 
     @property
     def copies(self) -> int:
@@ -103,7 +110,7 @@ class RowTiles:
         return panel
 
     def panels(self, width: int | None = None) -> Iterator[tuple[int, Any]]:
-        """Yields the first column of, and the reference to, each panel, or each `width` columns if it is wider."""
+        """Yields (first column, reference) for each panel, split into `width` columns if it is wider."""
         for start, panel in self._panels(self.read):
             size = panel.shape[1]
             own = min(width or size, size)

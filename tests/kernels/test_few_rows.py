@@ -246,7 +246,7 @@ def test_projections_as_a_transposed_product(seed):
     scale, bias = jnp.array([0.5, 1.0, 2.0]), (jnp.arange(256.0), None, jnp.ones(128))
     positions = jnp.array([0, 77, 1000], jnp.int32)
     config = next(c for c in candidates(3, head_size=128).values() if isinstance(c, FewRowsConfig))
-    got = qkv_projection_forward(
+    got, _ = qkv_projection_forward(
         x,
         weights,
         form=HeadForm(size=128, theta=500_000.0),

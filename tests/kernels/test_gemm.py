@@ -11,7 +11,7 @@ from products import assert_close, normal, wide
 
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
@@ -134,8 +134,8 @@ def test_right_operands_beside_each_other(m, config, size, seed):
         [x],
         weights,
         beside=[
-            Beside(heads=Heads(size=size)),
-            Beside(heads=Heads(size=size), bias=bias),
+            Beside(rotation=HeadRotation(size=size)),
+            Beside(rotation=HeadRotation(size=size), bias=bias),
             Beside(),
         ],
         angles=angles,

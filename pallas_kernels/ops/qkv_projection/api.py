@@ -18,7 +18,6 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
     HeadForm,
     chosen_config,
     qkv_projection_forward,
-    qkv_projection_with_products,
 )
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
@@ -235,7 +234,7 @@ def _with_fused_norm(form: HeadForm, config: Config, x, norm, weights, biases, h
         head_scales=head_scales,
         positions=positions,
         config=config,
-    )
+    )[0]
 
 
 def _fused_fwd(form, config, *operands):
@@ -259,7 +258,7 @@ def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights
 @usual_promotion
 def _mosaic_fwd(form, config, *operands):
     x, row_scale, weights, biases, head_scales, positions = operands
-    results, products = qkv_projection_with_products(
+    results, products = qkv_projection_forward(
         x,
         weights,
         form=form,

@@ -22,7 +22,7 @@ from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.gemm.epilogue import Beside, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 
 
@@ -67,42 +67,15 @@ def qkv_projection_forward(
     positions: jax.Array | None = None,
     norm: RowNorm | None = None,
     config: Config | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x @ w for each of the three weights, heads normalised and rotated; (rows, outputs) each.
+) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
+    """Returns query, key and value, and the products of query and key that the backward pass needs.
+
+    Results are x @ w for each of the three weights, heads normalised and rotated, (rows, outputs) each. Products have
+    their biases; each is None if its heads are not normalised.
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
     biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
     norm: of x's rows, in the product's launch; with a configuration of few rows, without row_scale.
-    """
-    (query, key, value), _ = qkv_projection_with_products(
-        x,
-        weights,
-        form=form,
-        row_scale=row_scale,
-        biases=biases,
-        head_scales=head_scales,
-        positions=positions,
-        norm=norm,
-        config=config,
-    )
-    return query, key, value
-
-
-def qkv_projection_with_products(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    *,
-    form: HeadForm,
-    row_scale: jax.Array | None,
-    biases: Sequence[jax.Array | None],
-    head_scales: Sequence[jax.Array | None],
-    positions: jax.Array | None,
-    norm: RowNorm | None = None,
-    config: Config | None = None,
-) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
-    """Returns what `qkv_projection_forward` does, and the products of query and key with their biases.
-
-    Each product is None if its heads are not normalised: then the backward pass does not need it.
     """
     config = config or chosen_config(x, weights, form)
     product = partial(_projected, x, weights, norm=norm, row_scale=row_scale, biases=biases, config=config)
@@ -133,12 +106,12 @@ def _projected(
         return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows has a norm in it.")
-    angles, heads = None, [None] * 3
+    angles, rotations = None, [None] * 3
     if form.theta is not None and form.size is not None:
         assert positions is not None
         angles = angle_table(positions, form.size, form.theta)
-        heads = [*(Heads(size=form.size, has_bias=bias is not None) for bias in biases[:2]), None]
-    beside = [Beside(heads=own, bias=bias) for own, bias in zip(heads, biases, strict=True)]
+        rotations = [*(HeadRotation(size=form.size, has_bias=bias is not None) for bias in biases[:2]), None]
+    beside = [Beside(rotation=own, bias=bias) for own, bias in zip(rotations, biases, strict=True)]
     query, key, value = gemm(
         [x],
         list(weights),

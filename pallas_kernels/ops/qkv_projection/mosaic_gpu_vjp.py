@@ -31,8 +31,7 @@ def qkv_projection_backward(
 ) -> tuple[jax.Array, Arrays, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
 
-    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that
-    `qkv_projection_with_products` returned.
+    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that it returned.
     """
     dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, positions)
     scaled = scaled_rows(x, row_scale)
@@ -56,7 +55,7 @@ def _through_heads(
             None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
             for d, b in zip(cotangents, biases, strict=True)
         )
-        return tuple(cotangents), _as(biases, sums), (None, None)
+        return tuple(cotangents), _cast_like(biases, sums), (None, None)
     if not form.is_normed and all(bias is None for bias in biases):
         return _rotated_back(cotangents, positions, form), (None,) * 3, (None, None)
     heads = [
@@ -81,8 +80,8 @@ def _through_heads(
     results = launch_heads(
         heads, positions, size=form.size, theta=form.theta, is_backward=True, name="qkv_heads_gradient"
     )
-    dbiases = _as(biases, [result.bias for result in results])
-    return tuple(result.array for result in results), dbiases, _as(head_scales, [r.scale for r in results[:2]])
+    dbiases = _cast_like(biases, [result.bias for result in results])
+    return tuple(result.array for result in results), dbiases, _cast_like(head_scales, [r.scale for r in results[:2]])
 
 
 def _rotated_back(cotangents: Sequence[jax.Array], positions: jax.Array | None, form: HeadForm) -> Arrays:
@@ -93,8 +92,8 @@ def _rotated_back(cotangents: Sequence[jax.Array], positions: jax.Array | None, 
     return dq.reshape(rotated[0].shape), dk.reshape(rotated[1].shape), dv
 
 
-def _as(arrays, sums):
-    """Casts the sums, float32, to the dtypes of the arrays that they are the gradients of."""
+def _cast_like(arrays, sums):
+    """Casts each float32 sum to its parameter's dtype; None where there is no parameter."""
     return tuple(
         None if array is None else total.astype(array.dtype) for array, total in zip(arrays, sums, strict=True)
     )

@@ -91,7 +91,7 @@ def _forward(*, config, **arguments):
     options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
     options["biases"] = called.get("bias", (None,) * 3)
     weights = [called[name] for name in _WEIGHTS]
-    results = qkv_projection_forward(rows, weights, form=_form(called), **options, config=config)
+    results, _ = qkv_projection_forward(rows, weights, form=_form(called), **options, config=config)
     return tuple(y.reshape(*x.shape[:-1], -1, called["head_size"]) for y in results)
 
 
@@ -122,6 +122,7 @@ QKV_PROJECTION = OpSpec(
         _call(777, features=1024, heads=(16, 16), head_size=64, norm="layer", rope=False, biases=True, tags="gpu"),
         _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags="gpu"),
         _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags="gpu"),
+        _call(701, features=1024, heads=(8, 2), head_size=128, biases=True, tags="gpu"),
         _call(519, features=1024, heads=(5, 3), head_size=64, head_norms=True, tags="gpu"),
         _call(1030, features=1024, heads=(16, 8), head_size=128, head_norms=True, tags="gpu"),
         _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags="gpu"),

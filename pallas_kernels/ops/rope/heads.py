@@ -70,7 +70,7 @@ class HeadArray:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadResult:
-    """What a launch returns for one array: its heads or their gradient, and sums for the gradients, float32.
+    """The result for one array: its heads or their gradient, and float32 sums over rows.
 
     scale: (head size,), if it has a scale. bias: (columns,), if it has one.
     """
@@ -95,24 +95,8 @@ def launch_heads(
     positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies. name: the kernel's.
     """
     busy = [each for each in heads if each.has_work]
-    config = config or HeadsConfig()
-    options = {"size": size, "theta": theta, "is_backward": is_backward, "name": name, "config": config}
-    results = iter(_launched(busy, positions, **options))
-    return tuple(next(results) if each.has_work else HeadResult(array=each.array) for each in heads)
-
-
-def _launched(
-    heads: Sequence[HeadArray],
-    positions: jax.Array | None,
-    *,
-    size: int,
-    theta: float | None,
-    is_backward: bool,
-    name: str,
-    config: HeadsConfig,
-) -> tuple[HeadResult, ...]:
-    rows, half = heads[0].array.shape[0], size // 2
-    plan = _plan(heads, size=size, is_backward=is_backward, config=config)
+    rows, half = busy[0].array.shape[0], size // 2
+    plan = _plan(busy, size=size, is_backward=is_backward, config=config or HeadsConfig())
 
     def view(array: jax.Array, fill: float) -> jax.Array:
         padding = ((0, plan.rows - rows), (0, 0))
@@ -120,7 +104,7 @@ def _launched(
 
     operands: dict[str, jax.Array] = {}
     out_types: dict[str, jax.ShapeDtypeStruct] = {}
-    for part, each in zip(plan.parts, heads, strict=True):
+    for part, each in zip(plan.parts, busy, strict=True):
         # Rows of ones are added to products: rows of zeros have no norm if epsilon is 0.
         operands[f"array {part.index}"] = view(each.array, 0 if is_backward else 1)
         if each.product is not None:
@@ -164,7 +148,8 @@ def _launched(
             array = found[f"result {part.index}"].reshape(plan.rows, -1)[:rows]
         return HeadResult(array=array, **sums)
 
-    return tuple(result(part, each.array) for part, each in zip(plan.parts, heads, strict=True))
+    parts = iter(plan.parts)
+    return tuple(result(next(parts), each.array) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
 def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: HeadsConfig) -> Plan:

@@ -1,4 +1,4 @@
-"""The kernel of `heads`: what one block does.
+"""The kernel that normalises and rotates heads, forward and backward.
 
 A tile is several rows of one head, so that a launch takes any number of heads, and a tile's angles serve all heads of
 its rows. A warp has whole rows of the tile, and each thread both members of its pairs, so that the sums over a head are
@@ -30,7 +30,7 @@ Sums = dict[str, list[Members]]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The static facts of one array: see `heads.HeadArray`. index: its place in the launch. heads: their number."""
+    """The static parameters of an array, see `heads.HeadArray`. index: its place in the launch. heads: their number."""
 
     index: int
     heads: int
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static facts of a launch.
+    """The static parameters of a launch.
 
     size: columns of a head. rows: at least those of a tile. tile: of each member of a head's pairs; its lines are rows.
     strip: heads of a strip, which divides each part's. at_once: those that are read together; all of a strip with sums
@@ -105,7 +105,7 @@ def run_block(plan: Plan, refs: Refs) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Strip:
-    """The work of one block: the rows of a group, of the heads of a part's `strip`-th strip."""
+    """One block's work: a group of rows of one strip of heads."""
 
     plan: Plan
     part: Part
@@ -184,7 +184,7 @@ class _Strip:
     def _gradient(
         self, values: list[Members], gain: Members | None, angles: Members | None
     ) -> tuple[Members, Members | None]:
-        """Returns the gradient of the products, and the summands for that of the scale."""
+        """Returns the products' gradients, and each row's terms of the scale's gradient."""
         cotangent = _rotated(values[0], angles)
         if self.part.epsilon is None:
             return cotangent, None

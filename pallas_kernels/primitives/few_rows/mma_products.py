@@ -61,7 +61,7 @@ class Share:
 
     @property
     def x_form(self) -> TileForm:
-        """The layout of a step's x in shared memory: panels, as there may be any number of rows; one group is alike."""
+        """Shared-memory layout of one step of x: panels for more than 8 rows; for 8 both layouts are the same."""
         is_apart = self.token_tiles > 1
         return TileForm(
             size=self.depth, dtype=self.dtype, in_panels=is_apart, has_all_rows=is_apart, swizzle=SWIZZLE_BYTES

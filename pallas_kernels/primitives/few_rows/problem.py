@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, has_whole_groups
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.row_tiles import TileForm
@@ -73,24 +73,15 @@ class Problem:
         return -(-self.rows // _ROWS) * _ROWS
 
     @property
-    def in_panels(self) -> bool:
-        """Whether tiles of x and of the results lie in panels (`row_tiles`), as the rows are no multiple of 8."""
-        return not has_whole_groups(self.rows)
-
-    @property
     def x_form(self) -> TileForm:
-        """The layout of x's tiles in shared memory."""
-        return TileForm(
-            size=self.config.depth,
-            dtype=self.dtype,
-            in_panels=self.in_panels,
-            has_all_rows=self.in_panels and not is_interpreted(),  # the interpreter has no unions of two shapes
-            swizzle=SWIZZLE_BYTES,
-        )
+        """Shared-memory layout of x's tiles."""
+        has_all_rows = not is_interpreted()  # the interpreter has no unions of two shapes
+        options = {"size": self.config.depth, "dtype": self.dtype, "swizzle": SWIZZLE_BYTES}
+        return TileForm.of(self.rows, has_all_rows=has_all_rows, **options)
 
     def result_form(self, dtype: jnp.dtype) -> TileForm:
-        """The layout of a group's results, or of its residual, in shared memory."""
-        return TileForm(size=GROUP, dtype=dtype, in_panels=self.in_panels)
+        """Shared-memory layout of a group's results, or of its residual."""
+        return TileForm.of(self.rows, size=GROUP, dtype=dtype)
 
     @property
     def tiles(self) -> int:

@@ -66,8 +66,8 @@ HEAD_SIZES = (64, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The rotation of one result's heads, in float32: columns i and i + size / 2 are rotated as a pair.
+class HeadRotation:
+    """Rotates the heads of one result in float32; columns i and i + size / 2 are a pair.
 
     size: columns of a head, one of `HEAD_SIZES`. has_bias: whether a bias is added before.
     """
@@ -85,11 +85,11 @@ class Heads:
 class Beside:
     """The epilogue parameters of one of several right operands that lie side by side.
 
-    heads: the rotation of its result, or None.
-    bias: (its columns,), any floating dtype, added before it, or None.
+    rotation: of its result's heads, or None.
+    bias: (its columns,), any floating dtype, added before the rotation, or None.
     """
 
-    heads: Heads | None = None
+    rotation: HeadRotation | None = None
     bias: jax.Array | None = None
 
     def operands(self, multiple: int) -> dict[str, jax.Array | None]:
@@ -97,25 +97,24 @@ class Beside:
         return {"bias": padded_vector(self.bias, multiple)}
 
 
-Piece = Callable[[int, int], jax.Array]
-"""Returns that part of a warpgroup's tile, float32, for a first column and a number of columns."""
-
-
-def store_order(heads: Heads | None, width: int, piece: int) -> list[int]:
+def store_order(rotation: HeadRotation | None, width: int, piece: int) -> list[int]:
     """Returns the first columns of a tile's pieces, in an order that puts pieces with the same angles together."""
     starts = list(range(0, width, piece))
-    if heads is None:
+    if rotation is None:
         return starts
-    return sorted(starts, key=lambda start: start % (heads.size // 2))
+    return sorted(starts, key=lambda start: start % (rotation.size // 2))
 
 
 def rotated_piece(
-    value: Piece, angles: Callable[[int], tuple[jax.Array, jax.Array]], heads: Heads, start: int, piece: int
+    value: Callable[[int], jax.Array], angles: Callable[[int], tuple[jax.Array, jax.Array]], size: int, start: int
 ):
-    """Returns the rotated piece that begins at column `start`. angles: returns cosines and sines from an angle on."""
-    half = heads.size // 2
-    place = start % heads.size
+    """Returns the rotated piece of heads of `size` columns that begins at column `start`.
+
+    value: returns the piece from a column on. angles: returns cosines and sines from an angle on.
+    """
+    half = size // 2
+    place = start % size
     cosine, sine = angles(place % half)
     if place < half:
-        return value(start, piece) * cosine - value(start + half, piece) * sine
-    return value(start, piece) * cosine + value(start - half, piece) * sine
+        return value(start) * cosine - value(start + half) * sine
+    return value(start) * cosine + value(start - half) * sine

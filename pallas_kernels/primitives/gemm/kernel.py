@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
-from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, Heads
+from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, HeadRotation
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
@@ -118,7 +118,7 @@ def gemm(
     launch = _Launch(
         problem=problem,
         epilogue=epilogue,
-        heads=[part.heads for part in beside] or [None],
+        rotations=[part.rotation for part in beside] or [None],
         dtypes=dtypes,
         name=name,
         has_squares=row_squares,
@@ -146,13 +146,13 @@ def _over_lines(squares):
 class _Launch:
     """The launch of one product.
 
-    heads: the rotation for each of `Problem.widths`, or None. dtypes: of the results of one width.
+    rotations: of heads, for each of `Problem.widths`, or None. dtypes: of the results of one width.
     has_squares: `row_squares` of `gemm`. operands: numbers of left and right tiles of a step.
     """
 
     problem: Problem
     epilogue: Epilogue
-    heads: Sequence[Heads | None]
+    rotations: Sequence[HeadRotation | None]
     dtypes: Sequence[jnp.dtype]
     name: str
     has_squares: bool
@@ -186,7 +186,7 @@ class _Launch:
 
     @property
     def _pieces(self) -> Pieces:
-        most = [heads.widest_piece for heads in self.heads if heads]
+        most = [rotation.widest_piece for rotation in self.rotations if rotation]
         if self.problem.in_panels:  # a piece is one panel
             most.append(SWIZZLE_BYTES // max(dtype.itemsize for dtype in self.dtypes))
         return Pieces.of(self.problem, most_columns=min(most, default=None))
@@ -216,9 +216,9 @@ class _Launch:
                 buffers=[pieces.tiles(buffer, d).at(warpgroup) for buffer, d in zip(buffers, self.dtypes, strict=True)],
                 arrived=arrived,
                 first_barrier=warpgroup * pieces.slots,
-                heads=heads,
+                rotation=rotation,
                 squares=outputs[len(self._results)] if self.has_squares else None,
                 line=self.problem.line,
             )
-            for i, (heads, part_refs) in enumerate(zip(self.heads, extra_refs, strict=True))
+            for i, (rotation, part_refs) in enumerate(zip(self.rotations, extra_refs, strict=True))
         ]

@@ -36,8 +36,8 @@ def has_whole_groups(rows: int) -> bool:
 
 
 def whole_groups(array: jax.Array) -> jax.Array:
-    """Pads an array (rows, columns) with zero rows if TMA could not load its last rows."""
-    return array if has_whole_groups(array.shape[0]) else jnp.pad(array, ((0, -array.shape[0] % _ROWS), (0, 0)))
+    """Pads an array (rows, columns) with zero rows to whole groups, or leaves fewer rows than one as they are."""
+    return array if has_whole_groups(array.shape[0]) else padded_rows(array, _ROWS)
 
 
 def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:

@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def a_form(self) -> TileForm:
-        """The layout of a left operand's tiles."""
+        """Shared-memory layout of a left operand's tiles."""
         return TileForm(size=self.a_block[1], dtype=self.dtype, in_panels=self.in_panels, swizzle=self.swizzle)
 
     @property

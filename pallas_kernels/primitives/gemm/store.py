@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.gemm.epilogue import Epilogue, Heads, rotated_piece, store_order
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation, rotated_piece, store_order
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
@@ -78,7 +78,7 @@ class Store:
     buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
     arrived: barriers for the residual's pieces, of all warpgroups.
     first_barrier: this warpgroup's first barrier among them.
-    heads: the rotation of heads, or None. Only with a single result, without activation and residual.
+    rotation: of heads, or None. Only with a single result, without activation and residual.
     squares: the output for the sums, over a tile's columns, of the first rounded result's squares; see
         `Problem.squares_shape`. None if not requested.
     line: returns the line of `squares` for a tile's first column.
@@ -91,7 +91,7 @@ class Store:
     buffers: Sequence[RowTiles]
     arrived: Any
     first_barrier: jax.Array
-    heads: Heads | None = None
+    rotation: HeadRotation | None = None
     squares: Any = None
     line: Callable[[jax.Array], jax.Array] | None = None
 
@@ -133,7 +133,7 @@ class Store:
         pieces = self.pieces
         results_of = self._results(products, row, column)
         squares = []
-        for i, start in enumerate(store_order(self.heads, pieces.width, pieces.columns)):
+        for i, start in enumerate(store_order(self.rotation, pieces.width, pieces.columns)):
             slot = i % pieces.slots
             residual = None
             if "residual" in self.extras:
@@ -168,7 +168,7 @@ class Store:
         def parts(start):
             return [product[:, start : start + size] for product in products]
 
-        if self.heads is None:
+        if self.rotation is None:
             return lambda start, residual: self.epilogue.apply(
                 parts(start),
                 scale=factor,
@@ -176,17 +176,17 @@ class Store:
                 residual=residual,
                 dtype=self.outputs[0].dtype,
             )
-        return self._results_of_heads(self.heads, parts, factor, row, column)
+        return self._rotated_results(self.rotation.size, parts, factor, row, column)
 
-    def _results_of_heads(self, heads, parts, scale, row, column):
-        """Returns the same for heads, with row factors multiplied last.
+    def _rotated_results(self, head_size, parts, scale, row, column):
+        """Returns the same for rotated heads, with row factors multiplied last.
 
         Rotation commutes with row factors, and after it they apply to one piece only.
         """
         size = self.pieces.columns
         before, after = (scale, None) if "bias" in self.extras else (None, scale)
 
-        def value(start, _):
+        def value(start):
             bias = self._columns_vector("bias", column + start)
             return self.epilogue.apply(parts(start), scale=before, bias=bias, residual=None, dtype=jnp.float32)[0]
 
@@ -199,7 +199,7 @@ class Store:
             return load(cosine), load(sine)
 
         def result(start, _):
-            rotated = rotated_piece(value, angles, heads, start, size)
+            rotated = rotated_piece(value, angles, head_size, start)
             return (rotated if after is None else rotated * after,)
 
         return result

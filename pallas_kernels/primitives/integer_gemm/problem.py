@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.few_rows.weights import widened
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, has_whole_groups
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.integer_gemm.config import GROUP, IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.packing import widened_packed
 from pallas_kernels.primitives.platform import target_device
@@ -105,19 +105,13 @@ class Problem:
         return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.cluster * self.config.columns)
 
     @property
-    def in_panels(self) -> bool:
-        """Whether tiles of x and of the result lie in panels (`row_tiles`), as m is no multiple of 8."""
-        return not has_whole_groups(self.m)
-
-    @property
     def x_form(self) -> TileForm:
-        """The layout of x's tiles in shared memory."""
-        depth = self.config.depth
-        return TileForm(size=depth, dtype=self.dtype, in_panels=self.in_panels, swizzle=SWIZZLE_BYTES)
+        """Shared-memory layout of x's tiles."""
+        return TileForm.of(self.m, size=self.config.depth, dtype=self.dtype, swizzle=SWIZZLE_BYTES)
 
     def result_form(self, dtype: jnp.dtype) -> TileForm:
-        """The layout of the buffers for pieces of the result, or of the residual."""
-        return TileForm(size=GROUP, dtype=dtype, in_panels=self.in_panels)
+        """Shared-memory layout of a piece of the result or residual."""
+        return TileForm.of(self.m, size=GROUP, dtype=dtype)
 
     @property
     def steps(self) -> int:
