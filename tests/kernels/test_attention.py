@@ -17,6 +17,7 @@ from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of, widened
@@ -242,6 +243,25 @@ def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, see
     assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
+
+
+def test_windows_behind_the_last_key_visit_one_masked_tile(interpreter, seed):
+    query, key, value = operands(seed, queries=520, keys=128, heads=1)
+    window = (70, 0)
+    problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
+    config = ForwardConfig()
+    schedule = Schedule.of(problem, config.rows, config.columns, None)
+    places = {"index": jnp.int32(0), "extras": {}, "buffers": {}, "barriers": {}}
+    block = Block(problem=problem, config=config, schedule=schedule, **places)
+    for tile in range(schedule.tiles):
+        first, _, _, last = block.key_tiles(jnp.int32(0), jnp.int32(tile))
+        assert (first, last) == (0, 1)
+    out, lse = attention_forward(query, key, value, extras, problem=problem, config=config, lse_of_nothing=-np.inf)
+    want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)
+    assert not np.asarray(out[:, 198:], np.float32).any(), f"seed={seed}"
+    assert (np.asarray(lse[..., 198:]) == -np.inf).all(), f"seed={seed}"
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 

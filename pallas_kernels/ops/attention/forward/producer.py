@@ -73,6 +73,9 @@ class Block:
         first, full_first, full_last, last = (jnp.asarray(bound, jnp.int32) for bound in bounds)
         tiles = -(-masking.keys // config.columns)
         first = jnp.minimum(first, tiles - 1)
+        if masking.left is not None and masking.queries > masking.keys:
+            # A window may lie behind the last key: its range is then empty, and beyond all tiles.
+            last = jnp.minimum(last, tiles)
         return TileRange(first, full_first, full_last, jnp.maximum(last, first + 1))
 
 
