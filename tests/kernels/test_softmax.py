@@ -114,8 +114,8 @@ def test_long_rows_in_shared_memory(seed, features, dtype):
     expected = softmax_backward(x, dy, masking=masking, config=RowConfig(register_columns=features))
     expected = np.asarray(expected.astype("float32"))
     # A gradient is a difference, which a few roundings of its larger terms may change.
-    tolerance = {"rtol": 1e-6, "atol": 1e-6 * np.abs(expected).max()} if dtype == "float32" else {"rtol": 1e-2}
-    np.testing.assert_allclose(got, expected, **tolerance, err_msg=f"seed={seed}")
+    rtol, atol = 1e-6 if dtype == "float32" else 1e-2, 1e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
