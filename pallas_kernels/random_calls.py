@@ -16,6 +16,7 @@ from pallas_kernels.specs import ArgSpec, ArraySpec, OpSpec, plain
 
 _HEADS = ((32, 8), (32, 32), (12, 12), (16, 16), (8, 1), (16, 4), (24, 8), (6, 2), (1, 1))
 _HEAD_SIZES = (64, 64, 96, 128, 128, 128, 192, 256)
+_LONGEST_BAG = 128
 _DRAWS = 10_000
 
 
@@ -140,6 +141,8 @@ def _resized(rng: random.Random, op: OpSpec, spec: ArgSpec, limits: Limits) -> A
     leading, columns = _free(op.name, *(array.shape for array in arrays.values()))
     sizes = {size: _length(rng, limits.rows) for size in sorted(leading)}
     sizes |= {size: max(64, _length(rng, limits.columns)) // 8 * 8 for size in sorted(columns)}
+    if op.name == "embedding_bag":
+        sizes[arrays["indices"].shape[-1]] = _length(rng, min(limits.rows, _LONGEST_BAG))
     return _spec({**spec.arguments, **{name: _with(array, sizes) for name, array in arrays.items()}})
 
 

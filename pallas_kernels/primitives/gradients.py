@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.gemm.config import choose_config, fills
+from pallas_kernels.primitives.gemm.config import ProductCost, choose_config
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups, padded_rows
+from pallas_kernels.primitives.platform import target_device
 
 _MOST_MERGED_BYTES = 1 << 20
 """The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""
@@ -22,8 +24,9 @@ _MOST_JOINED_BYTES = 32 << 20
 """The most bytes of cotangents and weights to concatenate for one product: 21 and 32 MB were faster."""
 _MOST_JOINED_WEIGHTS = 16 << 20
 """The most bytes of weights among them: 13 MB were faster; more were not measured."""
-_SPLIT_ROWS = 64
-"""To a multiple of this number of rows they are padded, so that XLA need not pad again to split the sum over them."""
+_SPLIT_ROWS, _SPLIT_TILE = 64, 128
+"""XLA splits a sum over rows, here padded to a multiple of so many, if the result has fewer such tiles than the GPU has
+multiprocessors."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 
@@ -43,9 +46,13 @@ def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax
 
     x: (rows, features); d: (rows, outputs). The copies would be 0.3 GB for query, key and value of llama3-8b at 8192
     rows. Small gradients XLA may merge: 13716 rows, 128 features and three times 128 outputs take 20 µs less.
+
+    For gradients with few tiles XLA splits the sum over the rows, and then pads x for each product. So x is padded once
+    before: 6790 rows, 1024 features and 1024, 256 and 256 outputs take 73 µs instead of 93 (H200).
     """
     outputs = sum(d.shape[1] for d in cotangents)
-    if not has_whole_groups(x.shape[0]):  # or XLA pads x once for each product
+    tiles = min(pl.cdiv(x.shape[1], _SPLIT_TILE) * pl.cdiv(d.shape[1], _SPLIT_TILE) for d in cotangents)
+    if len(cotangents) > 1 and not has_whole_groups(x.shape[0]) and tiles < target_device().core_count:
         x, *cotangents = (padded_rows(array, _SPLIT_ROWS) for array in (x, *cotangents))
     if x.dtype.itemsize * x.shape[1] * outputs <= _MOST_MERGED_BYTES:
         return tuple(x.T @ d for d in cotangents)
@@ -64,13 +71,12 @@ def input_gradient(
     d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. dtype: the
     result's, if another. The layer's own kernel has run, so that Mosaic GPU's kernels take these sizes.
 
-    Many rows have one launch, where XLA has one for each product and one for the sum (see gemm/TUNING.md). Small
+    Many rows have one launch where that is faster: XLA has one for each product and one for the sum. Small
     operands are joined for one product of XLA: 4353 rows, 128 features and 512 outputs take 7 µs less, 128 rows, 1024
     features and 3072 outputs 2 µs.
     """
     rows, features = cotangents[0].shape[0], weights[0].shape[0]
-    is_large = rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and fills(rows, features)
-    if is_large:
+    if is_faster_summed(rows, features, sum(d.shape[1] for d in cotangents)):
         config = choose_config(rows, features, is_even=True)
         arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
         return gemm(cotangents, weights, config=config, **arguments)[0]
@@ -80,6 +86,16 @@ def input_gradient(
         return jnp.matmul(d, w.T, preferred_element_type=dtype)
     pairs = zip(cotangents, weights, strict=True)
     return functools.reduce(operator.add, [jnp.matmul(d, w.T, preferred_element_type=dtype) for d, w in pairs])
+
+
+def is_faster_summed(rows: int, features: int, depth: int) -> bool:
+    """Whether one launch for the sum is estimated to be faster than XLA; depth: outputs of all cotangents.
+
+    On an H200, two cotangents of 4922 × 4416 outputs and 4416 features take 645 µs, and by XLA 524.
+    """
+    cost = ProductCost(rows=rows, outputs=features, features=depth, written_bytes=2 * rows * features)
+    ours, xla = cost.estimate(choose_config(rows, features, is_even=True))
+    return rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and ours < xla
 
 
 def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:

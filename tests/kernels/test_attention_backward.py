@@ -21,6 +21,7 @@ from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import keep_mask
 from pallas_kernels.specs import ErrorBound
 
@@ -309,22 +310,17 @@ def test_one_kernel_has_no_effects_without_which_checkpoint_would_leave_it_out(s
     assert "attention_backward_fused" in str(traced)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "lanes", "lane_bytes", "section_blocks"),
-    [(3, 7, 2**24, 0), (4, 5, 2**40, 0), (2, 3, 5, 0), (3, 7, 5, 10), (4, 6, 5, 8), (3, 2, 5, 1), (2, 3, 2**40, 99)],
-)
-def test_every_block_has_its_own_place(tiles, lanes, lane_bytes, section_blocks):
+@pytest.mark.parametrize(("tiles", "lanes", "waves"), [(3, 7, 2), (100, 7, 2), (40, 7, 1), (132, 3, 1), (300, 2, 1)])
+def test_every_block_has_its_own_place(tiles, lanes, waves):
     blocks = np.arange(tiles * lanes, dtype=np.int32)
-    sizes = {"tiles": tiles, "lanes": lanes, "lane_bytes": lane_bytes, "section_blocks": section_blocks}
-    tile, lane = jax.vmap(lambda block: block_place(block, **sizes))(blocks)
+    tile, lane = jax.vmap(lambda block: block_place(block, tiles=tiles, lanes=lanes, waves=waves))(blocks)
     places = list(zip(lane.tolist(), tile.tolist(), strict=True))
     # The blocks that one adds after have lower numbers, so that they run or are done, however few run at once.
     assert sorted(places) == sorted(places, key=lambda place: place[0])
     assert set(places) == {(i, j) for i in range(lanes) for j in range(tiles)}
-    if section_blocks:
-        section = max(1, min(lanes, section_blocks // tiles))
-        first = lanes % section or section
-        assert {i for i, _ in places[: first * tiles]} == set(range(first))
+    section = max(1, min(lanes, waves * target_device().core_count // tiles))
+    first = lanes % section or section
+    assert {i for i, _ in places[: first * tiles]} == set(range(first))
 
 
 def test_visits_go_over_every_tile_once():

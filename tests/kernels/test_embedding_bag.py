@@ -67,12 +67,19 @@ def test_sums_are_float32(seed):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("bags", "features", "taken"),
-    [(511, 512, "xla"), (512, 128, "mosaic"), (1025, 128, "xla"), (1025, 256, "mosaic"), (512, 127, "xla")],
+    ("bags", "size", "features", "taken"),
+    [
+        (511, 20, 512, "xla"),
+        (511, 21, 512, "mosaic"),
+        (512, 3, 128, "mosaic"),
+        (1025, 3, 511, "xla"),
+        (1025, 3, 512, "mosaic"),
+        (512, 3, 127, "xla"),
+    ],
 )
-def test_few_bags_and_long_rows_take_the_kernel(bags, features, taken):
+def test_long_bags_few_bags_and_long_rows_take_the_kernel(bags, size, features, taken):
     with recorded_choices() as choices:
-        jax.eval_shape(embedding_bag, jnp.ones((4, features)), jnp.zeros((bags, 3), jnp.int32))
+        jax.eval_shape(embedding_bag, jnp.ones((4, features)), jnp.zeros((bags, size), jnp.int32))
     assert choices[0].taken == taken
 
 

@@ -28,8 +28,7 @@ def exact(cotangents, weights):
 @pytest.mark.parametrize("dtype", [None, jnp.dtype(jnp.float32)], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
 def test_one_launch_sums_the_products(rows, outputs, dtype, seed, monkeypatch):
-    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", ROWS)
-    monkeypatch.setattr(gradients, "fills", lambda *_: True)
+    monkeypatch.setattr(gradients, "is_faster_summed", lambda *_: True)
     cotangents, weights = operands(seed, *outputs)
     given = [d[:rows] for d in cotangents], weights
     got = gradients.input_gradient(*given, dtype=dtype)
@@ -39,8 +38,7 @@ def test_one_launch_sums_the_products(rows, outputs, dtype, seed, monkeypatch):
 
 @pytest.mark.usefixtures("interpreter")
 def test_the_launch_under_vmap(seed, monkeypatch):
-    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", ROWS)
-    monkeypatch.setattr(gradients, "fills", lambda *_: True)
+    monkeypatch.setattr(gradients, "is_faster_summed", lambda *_: True)
     batches = [operands(seed + i, 128, 64) for i in (0, 100)]
     cotangents = [jnp.stack(pair) for pair in zip(*(each[0] for each in batches), strict=True)]
     weights = batches[0][1]
@@ -53,8 +51,6 @@ def test_the_launch_under_vmap(seed, monkeypatch):
 @pytest.mark.parametrize("most_joined", [0, 1 << 25], ids=["apart", "joined"])
 def test_sums_by_xla(most_joined, seed, monkeypatch):
     monkeypatch.setattr(gradients, "_MOST_JOINED_BYTES", most_joined)
-    monkeypatch.setattr(gradients, "FEWEST_SUMMED_ROWS", ROWS + 1)
-    monkeypatch.setattr(gradients, "fills", lambda *_: True)
     monkeypatch.delattr(gradients, "gemm")
     given = operands(seed, 128, 64)
     got = gradients.input_gradient(*given, dtype=jnp.dtype(jnp.float32))

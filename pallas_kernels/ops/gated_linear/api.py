@@ -55,7 +55,7 @@ def gated_linear(
 
     The backward pass needs x, the weights and both products. So a call that is differentiated has XLA's products,
     rounded to x's dtype, and a kernel for the gating. The backward pass is another kernel for the gating, XLA's
-    products for the weights, and, where many rows keep the GPU busy, one launch for x.
+    products for the weights, and one launch for x where it is estimated to be faster.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.

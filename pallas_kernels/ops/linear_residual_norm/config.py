@@ -8,9 +8,6 @@ from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig, choose_c
 
 FEWEST_ROWS = 512
 """Between `FEW_ROWS` and this many rows, the kernel has not been compared with XLA, but for 77 (23 and 13 µs)."""
-FEWEST_FEATURES_OF_MANY_ROWS = 512
-"""Behind shallower products the sums of squares take longest: 11958 rows, 64 features and 256 outputs take 19.6 µs, by
-XLA 10.1."""
 MOST_FEW_ROWS, FEWEST_FEATURES, FEWEST_OUTPUTS = 16, 8192, 4096
 """The measured range of the product of few rows."""
 
@@ -37,7 +34,7 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
     if rows <= FEW_ROWS:
         return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES // 2 and rows > FEW_ROWS // 2
     ours, xla = estimate_sum(rows, outputs, features)
-    return rows >= FEWEST_ROWS and features >= FEWEST_FEATURES_OF_MANY_ROWS and ours < xla
+    return rows >= FEWEST_ROWS and ours < xla
 
 
 def estimate_sum(rows: int, outputs: int, features: int) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def qkv_projection(
     dtype.
 
     The backward pass needs x, the weights and, if heads are normalised, the products of query and key. It is one launch
-    for the heads, XLA's products for the weights, and, where many rows keep the GPU busy, one launch for x.
+    for the heads, XLA's products for the weights, and one launch for x where it is estimated to be faster.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.

@@ -22,8 +22,6 @@ FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
 FUSED_ROWS = {64: 128, **dict.fromkeys((80, 96, 128), 64)}
 """Queries of a step of the fused kernel, by head size: as many as there are registers for."""
-WAVES = 2
-"""A section has so many times the blocks that run at once, see `block_place`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS, WAVES
+from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, FUSED_ROWS, WARPGROUPS
 from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Lane, Visits, block_place
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
 STAGES = 2
@@ -123,9 +122,9 @@ class Launch:
         return not self.masking.is_causal
 
     @property
-    def section_blocks(self) -> int:
-        """See `block_place`."""
-        return WAVES * target_device().core_count if self.masking.is_causal else 0
+    def waves(self) -> int:
+        """See `block_place`; with blocks of as much work each, one was as fast or up to 2 % faster."""
+        return 2 if self.masking.is_causal else 1
 
     @property
     def overlaps(self) -> bool:
@@ -327,14 +326,7 @@ class Block:
         tiles = {name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
         share, done = scratch.share
         scratch = scratch._replace(**tiles, share=share, done=Done(done))
-        tile, lane = block_place(
-            number,
-            tiles=launch.key_tiles,
-            lanes=launch.lanes,
-            # Queries, dout, and the sums in float32.
-            lane_bytes=8 * launch.group * inputs.query.shape[1] * launch.size,
-            section_blocks=launch.section_blocks,
-        )
+        tile, lane = block_place(number, tiles=launch.key_tiles, lanes=launch.lanes, waves=launch.waves)
         lane = Lane.of(lane, problem.key_heads, launch.parts)
         if launch.warps_apart:
             tile, lane = lax.optimization_barrier((tile, lane))

@@ -25,7 +25,6 @@ from pallas_kernels.ops.attention.backward.config import (
     KEY_ROWS,
     WARPGROUP_ROWS,
     WARPGROUPS,
-    WAVES,
     KeysConfig,
     columns_at_once,
 )
@@ -47,7 +46,6 @@ from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.pipeline import drain
-from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
@@ -148,13 +146,7 @@ class _Block:
         form, config, problem = launch.form, launch.config, launch.problem
         scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")})
         # Under a causal mask the first keys are seen by the most queries.
-        tile_index, lane = block_place(
-            lax.axis_index("block"),
-            tiles=launch.blocks,
-            lanes=launch.lanes,
-            lane_bytes=4 * launch.heads * inputs.query.shape[1] * form.size,
-            section_blocks=WAVES * target_device().core_count,
-        )
+        tile_index, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
         lane = Lane.of(lane, problem.key_heads, config.parts)
         first_key = tile_index * (config.columns * config.tiles)
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)

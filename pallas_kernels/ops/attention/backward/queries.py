@@ -155,12 +155,7 @@ class _Block:
         problem, form, config, masking = launch.problem, launch.form, launch.config, launch.problem.masking
         scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in ("q", "do", "ring")})
         # Under a causal mask the last queries see the most keys.
-        place, lane = block_place(
-            lax.axis_index("block"),
-            tiles=launch.blocks,
-            lanes=launch.lanes,
-            lane_bytes=-(-4 * inputs.key.shape[1] * form.size // problem.group),
-        )
+        place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
         tile_index = launch.blocks - 1 - place
         lane = Lane.of(lane, problem.heads, config.parts)
         key_head = lax.div(lane.head, problem.group)

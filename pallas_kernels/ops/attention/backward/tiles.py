@@ -17,6 +17,7 @@ from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
 from pallas_kernels.ops.attention.scores import capped, load_dense
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
 
@@ -306,26 +307,21 @@ def not_invariant(step: Any) -> jax.Array:
     return lax.shift_right_logical(step, 30)
 
 
-_CACHE_BYTES = 40 * 2**20
-"""The share of the H200's 50 MiB of L2 cache for what the blocks that run at once read repeatedly."""
-
-
-def block_place(block: Any, *, tiles: int, lanes: int, lane_bytes: int, section_blocks: int = 0) -> tuple[Any, Any]:
+def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[Any, Any]:
     """(tile, lane) of a block of a one-dimensional grid.
 
     Lanes come in sections. A section starts with the first tiles of all its lanes, then the second ones, and so on: if
-    the first tiles have the most work, no long block starts late.
+    the first tiles have the most work, no long block starts late. The first section has the remaining lanes: at the
+    end, their long blocks would start when little other work is left.
     Source: the order of blocks of Shah et al., "FlashAttention-3", 2024, https://arxiv.org/abs/2407.08608
 
-    lane_bytes: the size of a lane's arrays; those of a section fit in the L2 cache together. The last section has the
-        remaining lanes. Where those are few, their long blocks start when little other work is left.
-    section_blocks: if not 0, the blocks of a section, and the first section has the remaining lanes.
+    waves: a section has at most so many times the blocks that run at once, which read its lanes from the L2 cache.
     """
-    section = max(1, min(lanes, section_blocks // tiles if section_blocks else _CACHE_BYTES // lane_bytes))
-    missing = -lanes % section if section_blocks else 0
+    section = max(1, min(lanes, waves * target_device().core_count // tiles))
+    missing = -lanes % section
     number = lax.div(block + missing * tiles, section * tiles)
     first = jnp.maximum(number * section - missing, 0) if missing else number * section
-    here = jnp.minimum(jnp.where(number == 0, section - missing, section) if missing else section, lanes - first)
+    here = jnp.where(number == 0, section - missing, section) if missing else section
     rest = block - first * tiles
     tile = lax.div(rest, here)
     return tile, first + rest - tile * here
