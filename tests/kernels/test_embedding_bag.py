@@ -69,12 +69,16 @@ def test_sums_are_float32(seed):
 @pytest.mark.parametrize(
     ("bags", "size", "features", "taken"),
     [
-        (511, 20, 512, "xla"),
-        (511, 21, 512, "mosaic"),
-        (512, 3, 128, "mosaic"),
-        (1025, 3, 511, "xla"),
+        (63, 23, 512, "xla"),
+        (64, 3, 128, "mosaic"),
+        (64, 3, 127, "xla"),
+        (1025, 23, 511, "xla"),
+        (1025, 24, 511, "mosaic"),
         (1025, 3, 512, "mosaic"),
-        (512, 3, 127, "xla"),
+        (10, 128, 528, "xla"),
+        (32, 128, 528, "mosaic"),
+        (16, 26, 128, "mosaic"),
+        (16, 26, 4096, "xla"),
     ],
 )
 def test_long_bags_few_bags_and_long_rows_take_the_kernel(bags, size, features, taken):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.embedding_bag.config import is_preferred
 from pallas_kernels.ops.embedding_bag.mosaic_gpu import MOST_FEATURES, embedding_bag_forward
 from pallas_kernels.ops.embedding_bag.reference import embedding_bag_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
@@ -16,7 +17,6 @@ from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
 
 MODES = ("sum", "mean")
-_LONG_BAG, _FEW_BAGS, _LONG_ROW = 20, range(512, 1025), 512
 
 
 @usual_promotion
@@ -49,8 +49,8 @@ def embedding_bag(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; 128 to 4096 features.
             "xla": always runs.
-            None: "mosaic", if it can run, for bags of more than 20 indices, for 512 to 1024 bags, and for more of at
-                least 512 features; else "xla", which is up to 2.8 times as fast.
+            None: "mosaic", if it can run, for 64 to 1024 bags, for more of at least 512 features, and for most bags of
+                at least 24 indices; else "xla", which is up to 2.3 times as fast.
 
     Returns:
         y, (..., features), of the table's dtype. An empty bag sums to zeros; its mean is NaN.
@@ -63,13 +63,8 @@ def embedding_bag(
     (weights,) = optional_arrays("embedding_bag", weights=weights)
     _check(table, indices, weights, mode)
     indices = _as_int32(indices)
-    # On an H200, 16 bits: 752 bags of 256 columns take 2.0 µs and by XLA 2.6, 6056 of 584 16.0 and 17.1, 11632 of 1216
-    # 53.8 and 56.8; but 25518 of 320 36.5 and 29.7, 11944 of 128 17.9 and 11.5, and float32 16 of 1960 2.2 and 1.3,
-    # 32768 of 256 32.6 and 24.5. XLA does not unroll the sum of longer bags: 8192 of 128 columns with 20 indices each
-    # take 13.1 and 8.9, with 26 17.5 and 28.9, with 50 31.2 and 166.
-    bags = indices.size // max(1, indices.shape[-1])
-    is_best = bags in _FEW_BAGS or (bags > max(_FEW_BAGS) and table.shape[1] >= _LONG_ROW)
-    is_best = is_best or indices.shape[-1] > _LONG_BAG
+    size = indices.shape[-1]
+    is_best = is_preferred(indices.size // max(1, size), size, table.shape[1], table.dtype.itemsize)
     support = {"mosaic": partial(mosaic_unsupported, table, indices, weights), "xla": lambda: None}
     chosen = choose("embedding_bag", implementation, support, preferred=("mosaic",) if is_best else ())
     if chosen == "xla" or table.size == 0 or indices.size == 0:
