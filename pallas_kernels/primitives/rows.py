@@ -43,13 +43,14 @@ ACCESS_BYTES = 16
 LOWEST = float(np.finfo(np.float32).min)
 """The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
-SHORT_ROW_BYTES = 1536
-"""Rows of up to so many bytes are short: each warp holds whole ones.
+SHORT_ROW_BYTES = 2048
+"""Rows of fewer bytes are short: each warp holds whole ones.
 
 A GPU starts 1.6 blocks a nanosecond, which for short rows takes longer than to read and write them. On an H200, bf16,
 µs with a warp and with a warpgroup for each row, and of XLA: at 65536 x 128 softmax takes 8.7, 41.0 and 26.9, RMS norm
-with its gradient 25.3, 98.8 and 46.0; at 65536 x 512 32.8, 46.4 and 88.9, and 86.9, 116.6 and 166.4; at 32768 x 1024
-32.8, 34.4 and 88.5, and 100.2, 91.5 and 169.3.
+with its gradient 25.3, 98.8 and 46.0; at 65536 x 512 32.8, 46.4 and 88.9, and 86.9, 116.6 and 166.4; at 40000 x 896
+softmax takes 35.0, 50.7 and 94.9, RMS norm with its gradient 105, 119 and 122; at 32768 x 1024 32.8, 34.4 and 88.5, and
+100.2, 91.5 and 169.3.
 """
 MANY_ROWS = 256
 """The fewest rows for which that was measured, and was as fast."""
@@ -183,13 +184,23 @@ def split_warp_row(features: int, itemsize: int, *, warpgroups: int) -> tuple[Wa
 def short_rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
     """Returns how many of (rows, features) a warpgroup takes at once, if its warps hold whole ones; else 0."""
     rows, features = shape
-    is_short = features * itemsize <= SHORT_ROW_BYTES and rows >= MANY_ROWS
+    is_short = features * itemsize < SHORT_ROW_BYTES and rows >= MANY_ROWS
     return WARPS * max(1, VALUES_AT_ONCE // (LANES * -(-features // LANES))) if is_short else 0
 
 
-def row_of_block(block: jax.Array, rows: int, at_once: int) -> Row:
-    """Returns what a block computes: its row, or `at_once` rows. The last of several blocks may repeat some."""
-    return pl.ds(jnp.minimum(block * at_once, rows - at_once), at_once) if at_once else block
+def row_of_block(block: jax.Array, rows: int, at_once: int, *, parts: int = 1) -> Row:
+    """Returns what a block computes: its row, or `at_once` rows of one of `parts` equal parts of the rows.
+
+    The last block of a part may repeat some.
+    """
+    if not at_once:
+        return block
+    if parts == 1:
+        return pl.ds(jnp.minimum(block * at_once, rows - at_once), at_once)
+    part_rows = rows // parts
+    part_blocks = pl.cdiv(part_rows, at_once)
+    first = jnp.minimum(lax.rem(block, part_blocks) * at_once, part_rows - at_once)
+    return pl.ds(lax.div(block, part_blocks) * part_rows + first, at_once)
 
 
 def split_short_rows(features: int, itemsize: int, *, rows: int) -> tuple[WarpSegment, ...]:

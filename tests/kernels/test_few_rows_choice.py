@@ -58,7 +58,10 @@ def test_a_warpgroup_alone_where_tiles_are_nearly_enough(rows):
 
 
 def test_projections_have_heads_of_one_block():
-    cuts = [getattr(default_config(16, (1024, 256, 256), head_size=size), "mma", None) for size in (64, 128, 256)]
+    cuts = [
+        getattr(default_config(16, (1024, 256, 256), features=1024, head_size=size), "mma", None)
+        for size in (64, 128, 256)
+    ]
     assert cuts == [None, HEADS, None]
 
 

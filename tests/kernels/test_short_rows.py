@@ -41,6 +41,8 @@ CASES = {
         {"x": array(2, 3, 8, 128), "mask": mask(2, 1, 8, 128)},
         {"x": array(2, 16, 128), "mask": array(2, 1, 128, dtype="float32")},
         {"x": array(3, 7, 128), "mask": mask(7, 128)},
+        {"x": array(2, 2, 31, 128), "mask": mask(2, 1, 31, 128)},
+        {"x": array(3, 18, 128), "mask": mask(3, 1, 128)},
     ],
     "cross_entropy": [
         {"logits": array(35, 136), "label_smoothing": 0.1},

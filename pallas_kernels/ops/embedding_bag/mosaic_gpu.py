@@ -22,9 +22,9 @@ MOST_FEATURES = 4096
 _ROWS_AT_ONCE, _VALUES_AT_ONCE = 8, 4096
 """The most rows of a bag, and the most values in them, whose loads are in flight together: 16 KiB of float32."""
 _FEW_BAGS = 2
-"""For so many bags a multiprocessor, other blocks hide little of the loads' latency, so four times as many are in flight:
-32 bags of 64 from rows of 128 take 1.9 µs instead of 4.0, 132 of 128 from 512 4.6 and 8.1 (H200). For 528 bags of 50
-from 2048 it would be 14.4 instead of 14.0."""
+"""For so many bags a multiprocessor, other blocks hide little of the loads' latency, so four times as many loads are in
+flight. On an H200, 32 bags of 64 rows of 128 take 1.9 µs instead of 4.0, 132 of 128 rows of 512 4.6 and 8.1; but 528 of
+50 rows of 2048 would take 14.4 instead of 14.0."""
 
 
 def embedding_bag_forward(

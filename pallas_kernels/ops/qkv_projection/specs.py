@@ -127,7 +127,7 @@ QKV_PROJECTION = OpSpec(
         _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags="gpu"),
         _call(17, features=1024, heads=(16, 4), head_size=128, tags="gpu"),
         _call(3, features=256, heads=(3, 1), head_size=128, tags="gpu"),
-        _call(13, features=512, heads=(3, 1), head_size=128, biases=True, tags="gpu"),
+        _call(13, features=5120, heads=(3, 1), head_size=128, biases=True, tags="gpu"),
         *(_LLAMA(rows, tags="gpu bench block") for rows in (8192, 512, 16, 1)),
         *(_LLAMA(rows, scaled=False, mean_square=True, tags="gpu bench") for rows in (8192, 512)),
     ),

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 CAUSAL_PIECES = 8
 """The most pieces of a causal row in registers; pieces right of the diagonal are not read from memory."""
 
+MOST_REPEATED = 1.25
+"""The most rows computed for each row, where a warpgroup takes several rows at once and the last one repeats some."""
+
 SHARED_BYTES = 220 * 1024
 """The most shared memory for the rows of a block."""
 

@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import CAUSAL_PIECES
+from pallas_kernels.ops.softmax.config import CAUSAL_PIECES, MOST_REPEATED
 from pallas_kernels.primitives.rows import (
     LANES,
     WARPS,
@@ -50,10 +50,17 @@ class Masking:
 
     def rows_at_once(self, x: jax.Array) -> int:
         """Returns how many rows a warpgroup takes at once, or 0 for one; they have one mask row, or rows in order."""
-        several = short_rows_at_once(x.shape, x.dtype.itemsize)
-        while several and any((size if divisor == 1 else divisor) % several for divisor, size, _ in self.mask_index):
+        several, part = short_rows_at_once(x.shape, x.dtype.itemsize), x.shape[0] // self.parts(x.shape[0])
+        while several > part or (several and pl.cdiv(part, several) * several > MOST_REPEATED * part):
             several = several // 2 if several > WARPS else 0
         return several
+
+    def parts(self, rows: int) -> int:
+        """Returns the number of parts of the rows in which a mask row is the same for all, or the next for each."""
+        if not self.mask_index:
+            return 1
+        divisor, size, _ = self.mask_index[0]
+        return rows // (size if divisor == 1 else divisor)
 
     def mask_row(self, row: jax.Array) -> jax.Array:
         """Returns the mask's row for a row of x."""

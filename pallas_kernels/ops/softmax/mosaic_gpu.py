@@ -8,6 +8,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -60,20 +61,22 @@ def softmax_forward(
     config = config or DEFAULT_FORWARD
     is_whole = x.shape[1] <= config.register_columns
     rows, at_once = x.shape[0], masking.rows_at_once(x) if is_whole else 0
+    parts = masking.parts(rows) if at_once else 1
+    row_of = functools.partial(row_of_block, rows=rows, at_once=at_once, parts=parts)
     body = (_whole_row_body if is_whole else _online_body)(without_values(x), masking, config)
 
     def softmax(x_ref, y_ref):
-        body(row_of_block(lax.axis_index("block"), rows, at_once), x_ref, None, y_ref)
+        body(row_of(lax.axis_index("block")), x_ref, None, y_ref)
 
     def softmax_masked(x_ref, mask_ref, y_ref):
-        row = row_of_block(lax.axis_index("block"), rows, at_once)
+        row = row_of(lax.axis_index("block"))
         body(row, x_ref, mask_ref.at[masking.mask_rows(row)], y_ref)
 
     operands = (x,) if mask is None else (x, mask)
     y = settings.kernel(
         softmax if mask is None else softmax_masked,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(pl.cdiv(rows, at_once or 1),),
+        grid=(parts * pl.cdiv(rows // parts, at_once or 1),),
         grid_names=("block",),
         compiler_params=compiler_params(x.dtype),
     )(*operands)

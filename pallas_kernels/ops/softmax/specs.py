@@ -108,6 +108,7 @@ SOFTMAX = OpSpec(
         *calls(_call, (517, 4096), (300, 8192), (100, 16384), dtype="float32", tags="gpu"),
         _call(1000, 4096, dtype="float16", scale=0.3, tags="gpu"),
         _call(4, 8, 32, 128, mask=(4, 1, 32, 128), tags="gpu"),  # a row for each warp
+        _call(4, 8, 31, 128, mask=(4, 1, 31, 128), tags="gpu"),
         _call(3, 201, 136, is_causal=True, mask=(136,), tags="gpu"),
         _call(2, 4, 1024, 1024, is_causal=True, tags="gpu"),
         _call(2, 2, 333, 1000, is_causal=True, dtype="float32", tags="gpu"),
