@@ -56,7 +56,7 @@ class Masking:
         return several
 
     def parts(self, rows: int) -> int:
-        """Returns the number of parts of the rows in which a mask row is the same for all, or the next for each."""
+        """Returns into how many equal parts the rows fall, each with one mask row or with consecutive ones."""
         if not self.mask_index:
             return 1
         divisor, size, _ = self.mask_index[0]
