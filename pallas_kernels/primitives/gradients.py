@@ -24,9 +24,10 @@ _MOST_JOINED_BYTES = 32 << 20
 """The most bytes of cotangents and weights to concatenate for one product: 21 and 32 MB were faster."""
 _MOST_JOINED_WEIGHTS = 16 << 20
 """The most bytes of weights among them: 13 MB were faster; more were not measured."""
-_SPLIT_ROWS, _SPLIT_TILE = 64, 128
-"""XLA splits a sum over rows, here padded to a multiple of so many, if the result has fewer such tiles than the GPU has
-multiprocessors."""
+_SPLIT_ROWS = 64
+"""XLA's split-K over rows needs no padding at multiples of this."""
+_SPLIT_TILE = 128
+"""XLA splits K if a result has fewer square tiles of this size than the GPU has multiprocessors (an estimate)."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 
@@ -89,7 +90,7 @@ def input_gradient(
 
 
 def is_faster_summed(rows: int, features: int, depth: int) -> bool:
-    """Whether one launch for the sum is estimated to be faster than XLA; depth: outputs of all cotangents.
+    """Whether one launch for all products should beat XLA, by `ProductCost`. depth: outputs of all cotangents.
 
     On an H200, two cotangents of 4922 × 4416 outputs and 4416 features take 645 µs, and by XLA 524.
     """

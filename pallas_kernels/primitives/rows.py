@@ -44,7 +44,7 @@ LOWEST = float(np.finfo(np.float32).min)
 """The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
 SHORT_ROW_BYTES = 2048
-"""Rows of fewer bytes are short: each warp holds whole ones.
+"""Rows of fewer bytes are short: a warp holds whole rows.
 
 A GPU starts 1.6 blocks a nanosecond, which for short rows takes longer than to read and write them. On an H200, bf16,
 µs with a warp and with a warpgroup for each row, and of XLA: at 65536 x 128 softmax takes 8.7, 41.0 and 26.9, RMS norm
@@ -189,9 +189,9 @@ def short_rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
 
 
 def row_of_block(block: jax.Array, rows: int, at_once: int, *, parts: int = 1) -> Row:
-    """Returns what a block computes: its row, or `at_once` rows of one of `parts` equal parts of the rows.
+    """Returns the row that a block computes, or a slice of `at_once` rows.
 
-    The last block of a part may repeat some.
+    No slice crosses from one of `parts` equal parts of the rows to the next: a part's last slice may repeat rows.
     """
     if not at_once:
         return block

@@ -66,6 +66,21 @@ def test_projections_have_heads_of_one_block():
 
 
 @pytest.mark.parametrize(
+    ("rows", "features", "widths", "splits"),
+    [
+        (8, 9152, (384, 128, 128), 8),
+        (8, 8192, (2048, 512, 512), 4),
+        (8, 4096, (4096, 1024, 1024), 1),  # enough tiles
+        (8, 2048, (384, 128, 128), 1),
+    ],
+)
+def test_deep_projections_to_few_heads_split_k(rows, features, widths, splits):
+    config = default_config(rows, widths, features=features, head_size=128)
+    assert isinstance(config, FewRowsConfig)
+    assert (config.splits, config.mma is None) == (splits, splits > 1)
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, True),

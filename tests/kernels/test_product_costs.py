@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.linear import config as linear
 from pallas_kernels.ops.linear_residual_norm import config as linear_residual_norm
+from pallas_kernels.primitives.gradients import is_faster_summed
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,20 @@ def test_gated_linear(sizes, is_best):
 )
 def test_linear_residual_norm(sizes, is_best):
     assert linear_residual_norm.is_preferred(*sizes) == is_best
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_best"),
+    [
+        ((4922, 4416, 2 * 4416), False),
+        ((18816, 320, 2 * 3392), False),
+        ((3000, 2048, 2 * 5504), False),
+        ((1500, 1536, 2 * 4096), False),
+        ((6000, 4096, 2 * 11008), True),
+        ((2048, 1024, 2 * 2752), True),
+        ((1000, 4096, 2 * 1024), True),
+        ((6790, 1024, 1024 + 256 + 256), True),
+    ],
+)
+def test_input_gradient(sizes, is_best):
+    assert is_faster_summed(*sizes) == is_best

@@ -31,12 +31,14 @@ CASES = {
     "layer_norm": [
         {"x": array(38, 136), "scale": array(136), "bias": array(136)},
         {"x": array(17, 384, dtype="float32"), "residual": array(17, 384, dtype="float32")},
+        {"x": array(17, 1000)},
     ],
     "dropout_residual_norm": [
         {"x": array(19, 256), "residual": array(19, 256), "scale": array(256), "rate": 0.3, "key": KEY},
     ],
     "softmax": [
         {"x": array(33, 136), "scale": 0.3},
+        {"x": array(18, 896)},
         {"x": array(2, 20, 144, dtype="float32"), "is_causal": True, "mask": mask(144)},
         {"x": array(2, 3, 8, 128), "mask": mask(2, 1, 8, 128)},
         {"x": array(2, 16, 128), "mask": array(2, 1, 128, dtype="float32")},

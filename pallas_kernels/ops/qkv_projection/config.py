@@ -15,9 +15,10 @@ from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NAR
 from pallas_kernels.primitives.platform import target_device
 
 MOST_FEW_ROWS = 16
-_DEEP, _MOST_BLOCKS = 4096, 0.75
-"""The fewest features, and the most blocks a multiprocessor, with which blocks share the depth of few rows' tiles. 8
-rows of 9152 features and 5 heads of 128 take 9.9 µs, with a block a tile 27.3 (H200); see TUNING.md."""
+_SPLIT_FEATURES = 4096
+"""The fewest features with which few rows are worth split-K; see TUNING.md."""
+_SPLIT_BLOCKS = 0.75
+"""The most blocks a multiprocessor with split-K."""
 NARROW_COST = 1.25
 """How much longer a column takes in tiles of 128 columns. 3264 rows of 2048 features, 2048 and twice 512 outputs take
 78.9 µs in three waves of wide tiles, 85.8 in five of narrow ones; 128 rows of 1024, three times 1024, 15.2 and 10.1."""
@@ -60,7 +61,7 @@ def default_config(rows: int, widths: Sequence[int], *, features: int, head_size
     """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
     if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
         config = _transposed(head_size)
-        splits = _blocks_of_tile(features, sum(-(-width // config.columns) for width in widths))
+        splits = _split_k(features, sum(-(-width // config.columns) for width in widths))
         return config if splits == 1 else replace(config, splits=splits, mma=None)
     return gemm_config(rows, widths, head_size=head_size)
 
@@ -83,12 +84,12 @@ def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> G
     return NARROW if NARROW_COST * cost(NARROW) < cost(wide) else wide
 
 
-def _blocks_of_tile(features: int, tiles: int) -> int:
-    """Returns how many blocks share the depth of each tile."""
+def _split_k(features: int, tiles: int) -> int:
+    """Returns the number of blocks that split each tile's depth."""
     device = target_device()
-    if features < _DEEP or device.is_interpreted:  # the interpreter has no stores to another block's memory
+    if features < _SPLIT_FEATURES or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return 1
-    return next((splits for splits in (8, 4) if tiles * splits <= _MOST_BLOCKS * device.core_count), 1)
+    return next((splits for splits in (8, 4) if tiles * splits <= _SPLIT_BLOCKS * device.core_count), 1)
 
 
 def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:

@@ -123,7 +123,7 @@ class Launch:
 
     @property
     def waves(self) -> int:
-        """See `block_place`; with blocks of as much work each, one was as fast or up to 2 % faster."""
+        """Waves of a section of lanes: two if blocks have unequal work, else one, which is up to 2 % faster."""
         return 2 if self.masking.is_causal else 1
 
     @property
