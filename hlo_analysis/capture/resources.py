@@ -87,16 +87,14 @@ def ptx_resources(files: list[Path], compute_capability: tuple[int, int]) -> tup
 
 
 def find_ptxas() -> str | None:
-    """The ptxas on PATH (which XLA's Mosaic also takes first), else the one in the nvidia-cuda-nvcc wheel."""
-    if found := shutil.which("ptxas"):
-        return found
+    """The ptxas of the nvidia-cuda-nvcc wheel, else the one on PATH, which may be too old for XLA's PTX."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     for pattern in ("cu*/bin/ptxas", "cuda_nvcc/bin/ptxas"):
         for root in roots:
             if wheels := sorted(root.glob(pattern)):
                 return str(wheels[-1])
-    return None
+    return shutil.which("ptxas")
 
 
 def _launch(log: Path) -> dict[str, Any]:

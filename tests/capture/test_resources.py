@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,22 @@ def test_mosaic_launch(log: str | None, grid: list[int] | None, shared: int | No
 
 def test_no_mosaic_kernels(tmp_path: Path) -> None:
     assert resources.mosaic_resources(tmp_path) is None
+
+
+def test_the_ptxas_of_the_wheel_is_taken_before_an_older_one_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, wheel = tmp_path / "bin/ptxas", tmp_path / "nvidia/cu13/bin/ptxas"
+    for path in (old, wheel):
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(old.parent))
+    monkeypatch.setattr(resources, "find_spec", lambda _: ModuleSpec("nvidia", None, is_package=True))
+    assert resources.find_ptxas() == str(old)
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "nvidia")]
+    monkeypatch.setattr(resources, "find_spec", lambda _: spec)
+    assert resources.find_ptxas() == str(wheel)
 
 
 def test_ptxas_that_is_missing_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
