@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state, shared_memory
 
-_now = threading.local()
+now = threading.local()
 """`repeats`: whether what this thread has just written left all values as earlier writes had left them."""
+_lock = threading.Lock()
+"""A warpgroup that repeats a write sets earlier ones aside meanwhile: another would miss them, or call it a race."""
 
 
 def extend(monkeypatch) -> None:
@@ -30,26 +32,30 @@ class _SharedMemory(shared_memory.GPUSharedMemory):
         """Which values of each buffer have been written."""
 
     def swap_buffer_content(self, key, access, value, mask, *args, **kwargs):
-        before, described, clock = super().swap_buffer_content(key, access, value, mask, *args, **kwargs)
-        if before is not None and mask is None and access.permutation is None:
-            written = self.written.setdefault(key, np.zeros(described.shape, bool))
-            _now.repeats = bool(np.all((_bits(before) == _bits(value)) | ~written[access.range]))
-            written[access.range] = True
+        with _lock:
+            before, described, clock = super().swap_buffer_content(key, access, value, mask, *args, **kwargs)
+            if before is not None and mask is None and access.permutation is None:
+                written = self.written.setdefault(key, np.zeros(described.shape, bool))
+                now.repeats = bool(np.all((_bits(before) == _bits(value)) | ~written[access.range]))
+                written[access.range] = True
         return before, described, clock
 
 
 class _Races(race_detection_state.GPURaceDetectionState):
     def check_write(self, thread, clock, buffer_key, rnge, source_info=None):
-        repeats, _now.repeats = getattr(_now, "repeats", None), None
+        repeats, now.repeats = getattr(now, "repeats", None), None
         memory: Any = gpu_callbacks._get_shared_memory()
         written = memory.written
         if repeats is None and buffer_key in written:  # a copy, whose values are not compared
             written[buffer_key][...] = True
-        with self.lock:
+        with _lock:
             earlier = self.writes.pop(buffer_key, []) if repeats else []
-        super().check_write(thread, clock, buffer_key, rnge, source_info)
-        with self.lock:
+            super().check_write(thread, clock, buffer_key, rnge, source_info)
             self.writes[buffer_key] = earlier + self.writes[buffer_key]
+
+    def check_read(self, *args, **kwargs):
+        with _lock:
+            super().check_read(*args, **kwargs)
 
 
 def _bits(values: Any) -> np.ndarray:

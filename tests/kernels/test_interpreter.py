@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import interpreter_gpu
+import interpreter_overlaps
 import interpreter_programs
 import jax
 import jax.experimental.pallas as pl
@@ -11,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.pallas.mosaic.interpret import vector_clock
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -79,6 +87,39 @@ def test_two_blocks_may_write_the_same_values(interpreter, same):
     if same:
         np.testing.assert_array_equal(result, x)
     interpreter_gpu.launches.reset()  # the race that was wanted
+
+
+def test_many_warpgroups_may_repeat_a_write_at_once(monkeypatch):
+    """Of 8 rows that an earlier block wrote, and that nothing orders before them."""
+    interpreter_overlaps.extend(monkeypatch)
+    monkeypatch.setattr(gpu_callbacks, "_get_shared_memory", lambda: types.SimpleNamespace(written={}))
+    switch_interval = sys.getswitchinterval()
+
+    def clock(thread):
+        clock = vector_clock.NpVectorClock(9)
+        clock.inc(thread)
+        return clock
+
+    def found_races():
+        make_races: Any = gpu_callbacks.GPURaceDetectionState
+        races = make_races("warn")  # `on_race` of jax 0.12; of 0.11.2 the number of cores, which it does not use
+        races.writes["result"] = [("before", clock(8), (row, slice(0, 128, 1)), "") for row in range(8)]
+
+        def write(warpgroup):
+            for _ in range(20):
+                interpreter_overlaps.now.repeats = True
+                access = types.SimpleNamespace(range=(warpgroup, slice(2, 130, 1)))
+                races.check_write(warpgroup, clock(warpgroup), "result", access)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(write, range(8)))
+        return races.races_found
+
+    sys.setswitchinterval(1e-6)
+    try:
+        assert not any(found_races() for _ in range(20))
+    finally:
+        sys.setswitchinterval(switch_interval)
 
 
 def test_only_the_same_kernel_shares_a_program(interpreted):
