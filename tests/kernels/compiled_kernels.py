@@ -84,12 +84,16 @@ def _closed_over(value: Any) -> Any:
 
 @functools.cache
 def _source(path: str) -> str:
-    """Equal for modules that differ in docstrings, comments and layout alone."""
+    """Equal for modules that differ in docstrings, texts below constants, comments and layout alone."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 @functools.cache
