@@ -87,7 +87,7 @@ def ptx_resources(files: list[Path], compute_capability: tuple[int, int]) -> tup
 
 
 def find_ptxas() -> str | None:
-    """The ptxas of the nvidia-cuda-nvcc wheel, else the one on PATH, which may be too old for XLA's PTX."""
+    """Returns the ptxas of the nvidia-cuda-nvcc wheel, else of PATH, which may be too old for XLA's PTX."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     for pattern in ("cu*/bin/ptxas", "cuda_nvcc/bin/ptxas"):

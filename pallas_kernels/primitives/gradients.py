@@ -27,7 +27,7 @@ _MOST_JOINED_WEIGHTS = 16 << 20
 _SPLIT_ROWS = 64
 """XLA's split-K over rows needs no padding at multiples of this."""
 _SPLIT_TILE = 128
-"""XLA splits K if a result has fewer square tiles of this size than the GPU has multiprocessors (an estimate)."""
+"""XLA is assumed to use split-K if a result has fewer square tiles of this size than the GPU has multiprocessors."""
 FEWEST_SUMMED_ROWS = 512
 """The fewest rows for which one launch for several products' sum was measured."""
 
@@ -90,9 +90,9 @@ def input_gradient(
 
 
 def is_faster_summed(rows: int, features: int, depth: int) -> bool:
-    """Whether one launch for all products should beat XLA, by `ProductCost`. depth: outputs of all cotangents.
+    """Returns whether `ProductCost` expects one launch for all products to beat XLA; times are in gemm/TUNING.md.
 
-    On an H200, two cotangents of 4922 × 4416 outputs and 4416 features take 645 µs, and by XLA 524.
+    depth: outputs of all cotangents together.
     """
     cost = ProductCost(rows=rows, outputs=features, features=depth, written_bytes=2 * rows * features)
     ours, xla = cost.estimate(choose_config(rows, features, is_even=True))

@@ -90,7 +90,7 @@ def test_two_blocks_may_write_the_same_values(interpreter, same):
 
 
 def test_many_warpgroups_may_repeat_a_write_at_once(monkeypatch):
-    """Of 8 rows that an earlier block wrote, and that nothing orders before them."""
+    """Eight threads rewrite an earlier block's rows with no barrier between: no race is reported."""
     interpreter_overlaps.extend(monkeypatch)
     monkeypatch.setattr(gpu_callbacks, "_get_shared_memory", lambda: types.SimpleNamespace(written={}))
     switch_interval = sys.getswitchinterval()

@@ -16,9 +16,9 @@ from pallas_kernels.primitives.platform import target_device
 
 MOST_FEW_ROWS = 16
 _SPLIT_FEATURES = 4096
-"""The fewest features with which few rows are worth split-K; see TUNING.md."""
+"""Split-K pays from this many features on; see TUNING.md."""
 _SPLIT_BLOCKS = 0.75
-"""The most blocks a multiprocessor with split-K."""
+"""Split-K makes at most this many blocks a multiprocessor."""
 NARROW_COST = 1.25
 """How much longer a column takes in tiles of 128 columns. 3264 rows of 2048 features, 2048 and twice 512 outputs take
 78.9 µs in three waves of wide tiles, 85.8 in five of narrow ones; 128 rows of 1024, three times 1024, 15.2 and 10.1."""
@@ -85,7 +85,7 @@ def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> G
 
 
 def _split_k(features: int, tiles: int) -> int:
-    """Returns the number of blocks that split each tile's depth."""
+    """Returns the split-K factor."""
     device = target_device()
     if features < _SPLIT_FEATURES or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return 1

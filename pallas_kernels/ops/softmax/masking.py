@@ -56,7 +56,7 @@ class Masking:
         return several
 
     def parts(self, rows: int) -> int:
-        """Returns into how many equal parts the rows fall, each with one mask row or consecutive ones."""
+        """Returns the number of equal parts of the rows that share one mask row or step through consecutive ones."""
         if not self.mask_index:
             return 1
         divisor, size, _ = self.mask_index[0]

@@ -123,7 +123,7 @@ class Launch:
 
     @property
     def waves(self) -> int:
-        """Waves of a section of lanes: two if blocks have unequal work, else one, which is up to 2 % faster."""
+        """Waves of blocks per section of lanes (`block_place`): two if causal, as blocks differ in work, else one."""
         return 2 if self.masking.is_causal else 1
 
     @property
