@@ -94,7 +94,7 @@ def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles
     """Returns the results of one part of one model, and what the model is."""
     if part == "numerics":
         return {"source": model.source, "numerics": checked(model, checkouts)}
-    program = model.build(checkouts, jnp.bfloat16, False)
+    program = model.build(checkouts, jnp.bfloat16, "page")
     params = jax.eval_shape(program.init, jax.random.key(0))
     arguments = (params, *program.batch)
     fn, outer = part_of(program, part)
@@ -115,7 +115,7 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
 
 def times_of(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
     """Times a part of a model on the attached GPU."""
-    program = model.build(checkouts, jnp.bfloat16, False)
+    program = model.build(checkouts, jnp.bfloat16, "page")
     params = jax.jit(program.init)(jax.random.key(0))
     state = (OPTIMIZER.init(params),) if part == "step" else ()
     fn, outer = part_of(program, part)
@@ -188,14 +188,14 @@ def checked(model: PublicModel, checkouts: Path) -> dict[str, Any] | None:
     Operations run by their XLA references. The exact run is in float64; in float32 where the model cannot, or where
     its random masks would be others.
     """
-    program = model.build(checkouts, jnp.bfloat16, True)
+    program = model.build(checkouts, jnp.bfloat16, "tiny")
     arguments = (disturbed(program.init(jax.random.key(0))), *program.batch)
     plain = jax.device_get(jax.jit(jax.value_and_grad(program.loss))(*arguments))
     ours = jax.device_get(jax.jit(jax.value_and_grad(by_reference(program.loss)))(*arguments))
     for reference, dtype in (("float64", jnp.float64), ("float32", jnp.float32)):
         try:
             with jax.enable_x64(reference == "float64"):
-                exact = exactly(model.build(checkouts, dtype, True), arguments)
+                exact = exactly(model.build(checkouts, dtype, "tiny"), arguments)
         except (TypeError, ValueError):
             continue
         error, baseline, passed = judge(ours, plain, exact)

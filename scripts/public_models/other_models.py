@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from programs import KEY, Program, importing, linen_program, normal, tokens_of
+from sizes import Graphs, Levels, Stack
 
 
-def haiku_rnn(folder: Path, dtype: Any, small: bool) -> Program:
+def haiku_rnn(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Haiku's example of two LSTMs, in float32."""
     import haiku as hk
     from absl import flags
@@ -23,9 +24,8 @@ def haiku_rnn(folder: Path, dtype: Any, small: bool) -> Program:
     with importing(Path(str(hk.__file__)).parents[2], *names):
         train = importlib.import_module("examples.rnn.train")
     flags.FLAGS.mark_as_parsed()
-    width, length, batch = (32, 8, 2) if small else (256, 128, 32)
-    flags.FLAGS.hidden_size = width
-    tokens = tokens_of(length, batch, 128)
+    flags.FLAGS.hidden_size = sizes.width
+    tokens = tokens_of(sizes.length, sizes.batch, sizes.vocabulary)
     loss = hk.without_apply_rng(hk.transform(train.sequence_loss))
 
     def unrolled(batch: Any) -> Any:
@@ -38,7 +38,7 @@ def haiku_rnn(folder: Path, dtype: Any, small: bool) -> Program:
         return {"input": tokens, "target": targets}
 
     return Program(
-        size=f"{length} steps x {batch}, width {width}, 2 LSTMs",
+        size=f"{sizes.length} steps x {sizes.batch}, width {sizes.width}, 2 LSTMs",
         init=lambda key: loss.init(key, given(tokens, tokens)),
         batch=(tokens, jnp.roll(tokens, -1, 0)),
         forward=lambda params, *batch: forward.apply(params, given(*batch)),
@@ -46,16 +46,17 @@ def haiku_rnn(folder: Path, dtype: Any, small: bool) -> Program:
     )
 
 
-def graph_net(folder: Path, dtype: Any, small: bool) -> Program:
+def graph_net(folder: Path, dtype: Any, sizes: Graphs) -> Program:
     """Makes Flax's example of a GraphNetwork for molecules, in float32."""
     import jraph
 
     names = ("clu", "ml_collections", "tensorflow", "sklearn", "sklearn.metrics", "input_pipeline")
     with importing(folder / "flax/examples/ogbg_molpcba", *names):
         models, train = importlib.import_module("models"), importlib.import_module("train")
-    nodes, edges, graphs, width = (24, 40, 4, 32) if small else (16384, 32768, 512, 256)
+    nodes, edges, graphs = sizes.nodes, sizes.edges, sizes.graphs
     generator = np.random.default_rng(0)
-    ends = [jnp.asarray(generator.integers(0, nodes, edges), jnp.int32) for _ in range(2)]
+    first = np.arange(edges) * graphs // edges * (nodes // graphs)  # of the edge's molecule
+    ends = [jnp.asarray(first + generator.integers(0, nodes // graphs, edges), jnp.int32) for _ in range(2)]
     each = [jnp.full(graphs, count // graphs, jnp.int32) for count in (nodes, edges)]
     graph = jraph.GraphsTuple(
         nodes=normal(nodes, 9),
@@ -67,12 +68,12 @@ def graph_net(folder: Path, dtype: Any, small: bool) -> Program:
         n_edge=each[1],
     )
     module = models.GraphNet(
-        latent_size=width,
+        latent_size=sizes.width,
         num_mlp_layers=2,
-        message_passing_steps=1,
+        message_passing_steps=sizes.steps,
         output_globals_size=128,
         dropout_rate=0.1,
-        deterministic=small,  # in float64, the precision to check against, the masks would be others
+        deterministic=not sizes.dropout,
     )
     labels = (normal(graphs, 128) > 0).astype(jnp.float32)
 
@@ -80,41 +81,42 @@ def graph_net(folder: Path, dtype: Any, small: bool) -> Program:
         mask = jnp.ones_like(labels, bool)
         return train.binary_cross_entropy_with_mask(logits=out.globals, labels=labels, mask=mask).mean()
 
-    size = f"{nodes} nodes, {edges} edges, width {width}, 1 step"
+    steps = "1 step" if sizes.steps == 1 else f"{sizes.steps} steps"
+    size = f"{nodes} nodes, {edges} edges, width {sizes.width}, {steps}"
     return linen_program(module, (graph,), {}, loss, size=size, batch=(graph, labels, KEY))
 
 
-def unet(folder: Path, dtype: Any, small: bool) -> Program:
-    """Makes the U-Net of Stable Diffusion with two levels."""
+def unet(folder: Path, dtype: Any, sizes: Levels) -> Program:
+    """Makes the U-Net of Stable Diffusion."""
     from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
-    size, widths, batch, heads = (8, (32, 64), 1, 4) if small else (64, (320, 640), 4, 8)
+    batch, side, deeper = sizes.batch, sizes.side, len(sizes.widths) - 1
     module = FlaxUNet2DConditionModel(
-        sample_size=size,
-        block_out_channels=widths,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=2 * widths[0],
-        attention_head_dim=heads,
+        sample_size=side,
+        block_out_channels=sizes.widths,
+        layers_per_block=sizes.blocks,
+        down_block_types=("CrossAttnDownBlock2D",) * deeper + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * deeper,
+        cross_attention_dim=sizes.context,
+        attention_head_dim=sizes.heads,
         dtype=dtype,
     )
-    noisy, noise = (normal(batch, 4, size, size, dtype=dtype) for _ in range(2))
-    words = normal(batch, 77, 2 * widths[0], dtype=dtype)
+    noisy, noise = (normal(batch, 4, side, side, dtype=dtype) for _ in range(2))
+    words = normal(batch, 77, sizes.context, dtype=dtype)
     times = jnp.arange(batch, dtype=jnp.int32)
 
     def loss(out: Any, noisy: Any, times: Any, words: Any, noise: jax.Array) -> jax.Array:
         return jnp.square(noise - out.sample).mean()
 
-    size_ = f"{batch} x {size} x {size}, widths {widths[0]} and {widths[1]}"
-    return linen_program(module, (noisy, times, words), {}, loss, size=size_, batch=(noisy, times, words, noise, KEY))
+    size = f"{batch} x {side} x {side}, widths {', '.join(map(str, sizes.widths))}"
+    return linen_program(module, (noisy, times, words), {}, loss, size=size, batch=(noisy, times, words, noise, KEY))
 
 
-def equinox_gru(folder: Path, dtype: Any, small: bool) -> Program:
+def equinox_gru(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes a GRU that classifies sequences, of Equinox' cell, in float32."""
     import equinox as eqx
 
-    width, length, batch = (32, 8, 2) if small else (256, 128, 64)
+    width, length, batch = sizes.width, sizes.length, sizes.batch
 
     def make(key: jax.Array) -> Any:
         first, second = jax.random.split(key)

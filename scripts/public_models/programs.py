@@ -16,6 +16,7 @@ import flax.io  # noqa: F401  it looks for tensorflow, which must not be a stand
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sizes import Size, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +30,22 @@ class Program:
     loss: Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublicModel:
     """A model of a package or repository.
 
-    source: package and version, or repository and commit. build: makes the program of (folder of checkouts, dtype of
-    the computation, whether it is to be small enough for the CPU).
+    source: package and version, or repository and commit. sizes: by name. make: makes the program of (folder of
+    checkouts, dtype of the computation, sizes).
     """
 
     name: str
     source: str
-    build: Callable[[Path, Any, bool], Program]
+    sizes: dict[Size, Any]
+    make: Callable[[Path, Any, Any], Program]
+
+    def build(self, folder: Path, dtype: Any, size: Size, layers: int = 8) -> Program:
+        """Makes the program at a size, with at most so many layers."""
+        return self.make(folder, dtype, resolve(self.sizes, size, layers))
 
 
 def tokens_of(batch: int, length: int, vocabulary: int, seed: int = 0) -> jax.Array:
