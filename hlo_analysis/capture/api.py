@@ -16,6 +16,7 @@ from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
 from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
 from hlo_analysis.capture.process import Worker
+from hlo_analysis.capture.runner import ARGUMENTS
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.targets import Target, load_target
 
@@ -77,8 +78,9 @@ def capture(
       label: a name for reports; the function's own by default.
       keep: a folder to write to, which must be empty or not exist. By default the files go when the Capture does.
       lower_context: entered while the function is traced.
-      measure: also run the program, on the target "attached" or "cpu", with drawn arguments (see `capture/runner.py`).
-        `analyze` then gives `Analysis.measured`.
+      measure: also run the program, on the target "attached" or "cpu", with drawn arguments (see `capture/runner.py`),
+        but with the integers and booleans of the arrays that were given: which rows a gather or a scatter touches
+        decides its time. `analyze` then gives `Analysis.measured`.
 
     Raises:
       CaptureError: `fn` does not trace with these shapes, or XLA failed, died or took too long: with its last words.
@@ -112,6 +114,8 @@ def capture(
             if measure and goal.kind == "attached":
                 # Else XLA launches one by one while it is profiled, with gaps that no run has.
                 options = {"xla_enable_command_buffers_during_profiling": True} | options
+            if measure:
+                program.save_values(folder / ARGUMENTS)
             result = worker.ask(_request(goal, program, options, folder) | {"measure": measure}, timeout)
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):

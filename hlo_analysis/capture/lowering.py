@@ -9,9 +9,9 @@ import linecache
 import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -68,6 +68,12 @@ class Lowered:
     """Of this thread, to trace and lower it: other threads' work does not count."""
     devices: int = 1
     """How many the program is spread over, by a mesh of its own."""
+    values: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """Integers and booleans that were given as arrays, by their position among the program's arguments."""
+
+    def save_values(self, file: Path) -> None:
+        """Saves `values` in NumPy's format."""
+        np.savez(file, allow_pickle=False, **{str(place): value for place, value in self.values.items()})
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -126,12 +132,13 @@ def lower(
             if lower_context is not None:
                 stack.enter_context(lower_context)
             try:
-                module = _module_for(alone, fn, arguments, mode)
+                lowered = _lowered_for(alone, fn, arguments, mode)
             except ValueError as error:
                 if NEEDS_DEVICES not in str(error):
                     raise
                 with without_devices():
-                    module = _module_for(alone, fn, arguments, mode)
+                    lowered = _lowered_for(alone, fn, arguments, mode)
+            module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
             if platform == "cuda":
@@ -148,7 +155,14 @@ def lower(
             f"{user_line(error)}"
         ) from error
     seconds = time.thread_time() - started
-    return Lowered(bytecode=bytecode, function=name, arguments=described, seconds=seconds, devices=devices)
+    return Lowered(
+        bytecode=bytecode,
+        function=name,
+        arguments=described,
+        seconds=seconds,
+        devices=devices,
+        values=_values(shapes, lowered),
+    )
 
 
 def user_line(error: BaseException) -> str:
@@ -167,28 +181,41 @@ def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES
 
 
-def _module_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
-    """The StableHLO module for one device `alone`, for the meshes that the function brings, or for the CPU."""
+def _lowered_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
+    """The function lowered for one device `alone`, for the meshes that the function brings, or for the CPU."""
     if alone is None:
-        return _module(fn, arguments, mode, "cpu")
+        return _lowered(fn, arguments, mode, "cpu")
     try:
         with jax.sharding.use_abstract_mesh(alone):
-            return _module(fn, arguments, mode, "cuda")
+            return _lowered(fn, arguments, mode, "cuda")
     except ValueError as error:
         if f"'{AXIS}'" not in str(error):
             raise
-    return _module(fn, arguments, mode, "cuda")
+    return _lowered(fn, arguments, mode, "cuda")
 
 
-def _module(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:
-    """The StableHLO module of the function, or of its gradient."""
+def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:
+    """The function, or its gradient, lowered by JAX."""
     if mode == "grad":
         program, cotangents = gradient(fn, arguments)
         traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
     else:
         jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
         traced = jitted.trace(*arguments)
-    return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    return traced.lower(lowering_platforms=(platform,))
+
+
+def _values(given: Sequence[Any], lowered: Any) -> dict[int, np.ndarray]:
+    """The integers and booleans among the given arrays, by position in the lowered program, which drops unused ones."""
+    leaves = jax.tree.leaves([each for each in given if not isinstance(each, (int, str))])
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    return {
+        place: np.asarray(leaves[index])
+        for place, index in enumerate(kept)
+        if index < len(leaves)
+        and isinstance(leaves[index], (np.ndarray, np.generic, jax.Array))
+        and np.dtype(leaves[index].dtype).kind in "iub"
+    }
 
 
 def _spread_over(module: Any) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 PROFILE = "profile.xplane.pb"
+ARGUMENTS = "arguments.npz"
+"""Values of arguments, by position. The others are drawn."""
 _PROFILED_CALLS = 10
 _WARM_UP_SECONDS, _TURN_SECONDS, _TURNS = 0.5, 0.03, 15
 # Arguments take turns, so that a small program does not find them in the L2 cache (60 MB of an H200), in at most so
@@ -35,16 +37,22 @@ _GPU_STATE = {
 
 
 def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], device: Any, folder: Path) -> dict:
-    """Runs an executable with drawn arguments; leaves the profile in `folder` and returns the rest.
+    """Runs an executable with the arguments in `folder`, or drawn ones; leaves the profile there, returns the rest.
 
     Floats are random normal: those of two dimensions of a weight's deviation (rows**-0.5), those of one dimension
     around 1. Integers of more than eight bits count up along the last dimension; others are drawn.
     """
     import jax
+    import numpy as np
 
     jax.config.update("jax_enable_x64", True)
     with jax.default_device(device):
         first = jax.jit(lambda: [_draw(jax.random.key(i), *each) for i, each in enumerate(argument_types)])()
+    if (folder / ARGUMENTS).is_file():
+        with np.load(folder / ARGUMENTS) as given:
+            for place in given:
+                dtype = jax.numpy.dtype(argument_types[int(place)][1])
+                first[int(place)] = jax.device_put(given[place].astype(dtype), device)
     jax.block_until_ready(first)
     size = sum(each.nbytes for each in first)
     before = _peak_bytes(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from profiles import RUN, as_run
 
@@ -31,6 +32,15 @@ def test_the_cpu_has_a_wall_clock(shapes):
     assert 1 < measured.wall_us < 1e6
     assert measured.compile_seconds is not None
     assert "the profile shows no kernel of a GPU" in measured.notes[-1]
+
+
+def test_integers_that_are_given_are_those_of_the_run():
+    def steps(unused, x, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: x * 0.5 + 1.0, x)
+
+    x, unused = jax.ShapeDtypeStruct((8,), jnp.float32), np.zeros(3, np.int32)
+    few, many = (analyze(capture(steps, unused, x, np.int32(n), target="cpu", measure=True)) for n in (1, 1_000_000))
+    assert many.measured.wall_us > 20 * few.measured.wall_us
 
 
 def test_a_gpu_that_is_only_described_runs_nothing(shapes):
