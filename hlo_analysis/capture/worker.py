@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +70,8 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         where = {"executable_devices": _jax.DeviceList(tuple(devices)), "compile_options": options}
         if request["kind"] == "attached" or request.get("measure"):
             # Loading is what makes XLA tune on the GPU and link as it would for a run.
-            executable = device.client.compile_and_load(module, **where)
+            with gpu_lock(request, alone=False):
+                executable = device.client.compile_and_load(module, **where)
         else:
             executable = device.client.compile(module, **where)
         compiled = time.perf_counter() - started
@@ -79,7 +82,8 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     if runner:
         close_log(folder)
         try:
-            run = runner.run(executable, arguments, device, folder) | {"compile_seconds": compiled}
+            with gpu_lock(request, alone=True):
+                run = runner.run(executable, arguments, device, folder) | {"compile_seconds": compiled}
         except Exception as error:  # what was compiled can be analysed all the same
             run = {"error": f"{type(error).__name__}: {error}"}
     return {
@@ -92,6 +96,19 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
             "peak_bytes": getattr(stats, "peak_memory_in_bytes", 0),
         },
     }
+
+
+@contextlib.contextmanager
+def gpu_lock(request: dict[str, Any], *, alone: bool) -> Iterator[None]:
+    """Keeps a measurement on the attached GPU apart from other captures, whose autotuning would disturb it."""
+    if request["kind"] != "attached":
+        yield
+        return
+    import fcntl
+
+    with (Path(tempfile.gettempdir()) / f"hlo_analysis-gpu-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def close_log(folder: Path) -> None:

@@ -1,0 +1,81 @@
+"""Measures public models launch by launch on the attached GPU, for the estimates to be checked against.
+
+    python scripts/public_models/record.py -o OUT --checkouts FOLDER [--only bert/step ...] [--layers 2] [--at-once 6]
+
+OUT/<model>-<part>.zip is an archive of what XLA made of the program, with its run and profile: `Capture.load` opens it,
+and `analyze` gives estimated and measured times of each launch. Programs compile side by side; a program runs alone.
+Sizes are the real ones, with fewer layers, since equal layers tell nothing new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the machine with the GPU need not have the package installed
+
+PARTS = ("step", "forward", "gradient")
+
+
+def record(name: str, part: str, layers: int, checkouts: Path, output: Path) -> str:
+    """Compiles, runs and saves a part of a model; returns a line of its times."""
+    import jax
+    import jax.numpy as jnp
+    from record_measured import line, slim
+    from sources import MODELS
+
+    from hlo_analysis import analyze, capture
+
+    whole = runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="public_models")
+    model = next(each for each in MODELS if each.name == name)
+    program = model.build(checkouts, jnp.bfloat16, "real", layers)
+    params = jax.eval_shape(program.init, jax.random.key(0))
+    fn, outer = whole["part_of"](program, part)
+    state = (jax.eval_shape(whole["OPTIMIZER"].init, params),) if part == "step" else ()
+    step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
+    captured = slim(capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=500))
+    captured.save(output / f"{name}-{part}.zip")
+    return line(f"{name}/{part}", program.size, analyze(captured))
+
+
+def main() -> int:
+    """Records what fits into the time; 1 when a program was not measured."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--checkouts", type=Path, required=True, help="folder of the repositories")
+    parser.add_argument("--only", nargs="+", metavar="MODEL/PART", help="default: all parts of all models")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=6, help="programs that compile side by side")
+    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this long")
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU, and would take memory of the measured program's
+    from sources import MODELS
+
+    wanted = options.only or [f"{model.name}/{part}" for part in PARTS for model in MODELS]
+    options.output.mkdir(parents=True, exist_ok=True)
+    began, failed, waiting = time.perf_counter(), 0, {}
+    with ProcessPoolExecutor(options.at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for each in wanted:
+            work = (*each.split("/"), options.layers, options.checkouts, options.output)
+            waiting[pool.submit(record, *work)] = each
+        for done in as_completed(waiting):
+            if done.cancelled():
+                continue
+            error = done.exception()  # the others are worth having
+            failed += error is not None
+            result = f"{waiting[done]} {type(error).__name__}: {error}"[:600] if error else done.result()
+            print(f"{time.perf_counter() - began:4.0f} s  {result}", flush=True)
+            if time.perf_counter() - began > options.seconds:
+                pool.shutdown(wait=False, cancel_futures=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
