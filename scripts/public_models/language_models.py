@@ -150,6 +150,40 @@ def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
     )
 
 
+def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
+    """Makes Bonsai's umT5, which fills in spans, without dropout and all in one dtype."""
+    with importing(folder / "bonsai"):
+        library = importlib.import_module("bonsai.models.umt5.modeling")
+    from flax import nnx
+
+    config = library.ModelConfig(
+        vocab_size=sizes.vocabulary,
+        d_model=sizes.width,
+        d_kv=sizes.head_width,
+        d_ff=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        dropout_rate=0.0,
+    )
+
+    def forward(module: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        mask = jnp.ones_like(tokens)
+        return module.lm_head(module(tokens, mask, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))), jnp.ones_like(targets)))
+
+    def loss(logits: jax.Array, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+    tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
+    targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
+    return nnx_program(
+        lambda: library.UMT5Model(config, param_dtype=dtype, rngs=nnx.Rngs(0)),
+        forward,
+        loss,
+        size=f"{sizes}, {sizes.targets} targets",
+        batch=(tokens, targets),
+    )
+
+
 @contextlib.contextmanager
 def _policies(policies: dict[type, Any]) -> Iterator[None]:
     """Sets Haiku's mixed precision policies of classes."""

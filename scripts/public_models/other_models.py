@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from programs import KEY, Program, importing, linen_program, normal, tokens_of
+from programs import KEY, Program, importing, linen_program, molecules, normal, tokens_of
 from sizes import Graphs, Levels, Stack
 
 
@@ -53,19 +52,15 @@ def graph_net(folder: Path, dtype: Any, sizes: Graphs) -> Program:
     names = ("clu", "ml_collections", "tensorflow", "sklearn", "sklearn.metrics", "input_pipeline")
     with importing(folder / "flax/examples/ogbg_molpcba", *names):
         models, train = importlib.import_module("models"), importlib.import_module("train")
-    nodes, edges, graphs = sizes.nodes, sizes.edges, sizes.graphs
-    generator = np.random.default_rng(0)
-    first = np.arange(edges) * graphs // edges * (nodes // graphs)  # of the edge's molecule
-    ends = [jnp.asarray(first + generator.integers(0, nodes // graphs, edges), jnp.int32) for _ in range(2)]
-    each = [jnp.full(graphs, count // graphs, jnp.int32) for count in (nodes, edges)]
+    senders, receivers, atoms, bonds = molecules(sizes)
     graph = jraph.GraphsTuple(
-        nodes=normal(nodes, 9),
-        edges=normal(edges, 3),
-        senders=ends[0],
-        receivers=ends[1],
-        globals=normal(graphs, 4),
-        n_node=each[0],
-        n_edge=each[1],
+        nodes=normal(sizes.nodes, 9),
+        edges=normal(sizes.edges, 3),
+        senders=senders,
+        receivers=receivers,
+        globals=normal(sizes.graphs, 4),
+        n_node=atoms,
+        n_edge=bonds,
     )
     module = models.GraphNet(
         latent_size=sizes.width,
@@ -75,14 +70,14 @@ def graph_net(folder: Path, dtype: Any, sizes: Graphs) -> Program:
         dropout_rate=0.1,
         deterministic=not sizes.dropout,
     )
-    labels = (normal(graphs, 128) > 0).astype(jnp.float32)
+    labels = (normal(sizes.graphs, 128) > 0).astype(jnp.float32)
 
     def loss(out: Any, _: Any, labels: jax.Array) -> jax.Array:
         mask = jnp.ones_like(labels, bool)
         return train.binary_cross_entropy_with_mask(logits=out.globals, labels=labels, mask=mask).mean()
 
     steps = "1 step" if sizes.steps == 1 else f"{sizes.steps} steps"
-    size = f"{nodes} nodes, {edges} edges, width {sizes.width}, {steps}"
+    size = f"{sizes.nodes} nodes, {sizes.edges} edges, width {sizes.width}, {steps}"
     return linen_program(module, (graph,), {}, loss, size=size, batch=(graph, labels, KEY))
 
 

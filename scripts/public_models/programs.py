@@ -16,7 +16,7 @@ import flax.io  # noqa: F401  it looks for tensorflow, which must not be a stand
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sizes import Size, resolve
+from sizes import Graphs, Size, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,20 @@ def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
 
 
+def molecules(sizes: Graphs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns senders and receivers of edges that stay in one graph, and each graph's numbers of nodes and edges."""
+    generator, atoms = np.random.default_rng(0), sizes.nodes // sizes.graphs
+    first = np.arange(sizes.edges) * sizes.graphs // sizes.edges * atoms
+    ends = [jnp.asarray(first + generator.integers(0, atoms, sizes.edges), jnp.int32) for _ in range(2)]
+    counts = [jnp.full(sizes.graphs, count // sizes.graphs, jnp.int32) for count in (sizes.nodes, sizes.edges)]
+    return (*ends, *counts)
+
+
+def statistics_of(shapes: Any) -> Any:
+    """Returns means of zero and variances of one, for batch norms."""
+    return jax.tree.map_with_path(lambda path, leaf: jnp.full(leaf.shape, float(path[-1].key == "var")), shapes)
+
+
 KEY = np.asarray([0, 7], np.uint32)
 """A key for dropout, in the batch."""
 
@@ -95,9 +109,12 @@ def importing(folder: Path, *stand_ins: str) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        for name in set(sys.modules) - set(before):
-            file = getattr(sys.modules[name], "__file__", None)
-            if name in stand_ins or (isinstance(file, str) and Path(file).is_relative_to(folder)):
+        added = {name: sys.modules[name] for name in set(sys.modules) - set(before)}
+        places = {
+            name: [getattr(each, "__file__", None), *getattr(each, "__path__", ())] for name, each in added.items()
+        }
+        for name, found in places.items():
+            if name in stand_ins or any(isinstance(each, str) and Path(each).is_relative_to(folder) for each in found):
                 del sys.modules[name]
 
 
@@ -126,6 +143,13 @@ def linen_program(
     return Program(init=init, forward=forward, loss=whole, **more)
 
 
+def _random_state(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a key or a count of a module's random numbers."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(7), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
 def nnx_program(make: Callable[[], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any) -> Program:
     """Makes the program of an NNX module. forward: of module and batch; loss: of the result and batch."""
     from flax import nnx
@@ -133,6 +157,7 @@ def nnx_program(make: Callable[[], Any], forward: Callable[..., Any], loss: Call
     graph, state = nnx.split(nnx.eval_shape(make))
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)]
     structure = jax.tree.structure(state)
+    constants = [_random_state(leaf) for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def init(key: jax.Array) -> Any:
         leaves = jax.tree.leaves(nnx.state(make()))
@@ -140,7 +165,7 @@ def nnx_program(make: Callable[[], Any], forward: Callable[..., Any], loss: Call
 
     def run(params: Any, *batch: Any) -> Any:
         given = iter(params)
-        others = iter(())
+        others = iter(constants)
         leaves = [next(given) if is_floating else next(others) for is_floating in floating]
         return forward(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *batch)
 

@@ -12,8 +12,8 @@ Size = Literal["tiny", "page", "real"]
 class Stack:
     """Sizes of a stack of equal layers and of its batch of sequences.
 
-    length: tokens, steps, or pixels of an image's side. hidden: of the MLP. window: of local attention.
-    vocabulary: or the number of classes.
+    length: tokens, steps, or pixels of an image's side. hidden: of the MLP. window: of local attention. targets:
+    tokens of the decoder. vocabulary: or the number of classes.
     """
 
     batch: int
@@ -25,6 +25,7 @@ class Stack:
     head_width: int = 0
     hidden: int = 0
     window: int = 0
+    targets: int = 0
     vocabulary: int = 0
 
     def __str__(self) -> str:
@@ -47,14 +48,17 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """Sizes of a U-Net. widths: of each level. blocks: per level. context: the width of the text's embeddings."""
+    """Sizes of a network of images at several resolutions, each of its own width.
+
+    blocks: per level. context: width of the text's embeddings.
+    """
 
     batch: int
     side: int
     widths: tuple[int, ...]
     blocks: int
-    heads: int
-    context: int
+    heads: int = 0
+    context: int = 0
 
 
 def resolve(table: dict[Size, Any], size: Size, layers: int) -> Any:
@@ -145,4 +149,57 @@ UNET: dict[Size, Levels] = {  # Stable Diffusion 1.5
     "tiny": Levels(batch=1, side=8, widths=(32, 64), blocks=1, heads=4, context=64),
     "page": Levels(batch=4, side=64, widths=(320, 640), blocks=1, heads=8, context=640),
     "real": Levels(batch=4, side=64, widths=(320, 640, 1280, 1280), blocks=2, heads=8, context=768),
+}
+UMT5: dict[Size, Stack] = {  # base, and T5's targets of spans
+    "tiny": replace(_TINY, targets=8),
+    "page": replace(_PAGE, width=768, heads=12, hidden=2048, targets=114),
+    "real": replace(_PAGE, batch=16, width=768, layers=12, heads=12, hidden=2048, targets=114, vocabulary=256384),
+}
+WHISPER: dict[Size, Stack] = {  # small
+    "tiny": replace(_TINY, targets=8),
+    "page": replace(_PAGE, width=768, heads=12, hidden=3072, targets=128, vocabulary=51865),
+    "real": replace(
+        _PAGE, batch=16, length=1500, width=768, layers=12, heads=12, hidden=3072, targets=448, vocabulary=51865
+    ),
+}
+SIGLIP: dict[Size, Stack] = {  # B/16, and a text tower alike
+    "tiny": replace(_TINY, targets=8),
+    "page": replace(_PAGE, length=224, width=768, heads=12, hidden=3072, targets=64),
+    "real": replace(
+        _PAGE, batch=128, length=224, width=768, layers=12, heads=12, hidden=3072, targets=64, vocabulary=32000
+    ),
+}
+RESNET: dict[Size, Levels] = {  # 50
+    "tiny": Levels(batch=2, side=32, widths=(8, 16), blocks=1),
+    "page": Levels(batch=64, side=224, widths=(64, 128, 256, 512), blocks=3),
+    "real": Levels(batch=128, side=224, widths=(64, 128, 256, 512), blocks=3),
+}
+S5: dict[Size, Stack] = {  # run_lra_cifar.sh; heads: blocks of the state's matrix
+    "tiny": Stack(batch=2, length=32, width=16, heads=3, hidden=24, vocabulary=10),
+    "page": Stack(batch=50, length=1024, width=512, heads=3, hidden=384, vocabulary=10),
+    "real": Stack(batch=50, length=1024, width=512, layers=6, heads=3, hidden=384, vocabulary=10),
+}
+GRIFFIN: dict[Size, Stack] = {  # RecurrentGemma 2B
+    "tiny": replace(_TINY, layers=3, window=16),
+    "page": replace(_PAGE, layers=3, heads=8, hidden=3072, window=256),
+    "real": Stack(
+        batch=2,
+        length=2048,
+        width=2560,
+        layers=26,
+        heads=10,
+        hidden=7680,
+        window=2048,
+        vocabulary=256000,
+    ),
+}
+EVOFORMER: dict[Size, Stack] = {  # of the first training: crops of 256 residues, 128 sequences
+    "tiny": Stack(batch=8, length=12, width=16),
+    "page": Stack(batch=128, length=256, width=256),
+    "real": Stack(batch=128, length=256, width=256, layers=48),
+}
+E3NN: dict[Size, Graphs] = {  # the example's network on molecules of 18 atoms, as QM9's are, all pairs joined
+    "tiny": Graphs(nodes=24, edges=40, graphs=4, width=32),
+    "page": Graphs(nodes=1152, edges=19584, graphs=64, width=32),
+    "real": Graphs(nodes=2304, edges=39168, graphs=128, width=32),
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sizes
-from language_models import flax_gemma, haiku_transformer, lm1b, mamba2, qwen3
+from language_models import flax_gemma, haiku_transformer, lm1b, mamba2, qwen3, umt5
 from other_models import equinox_gru, graph_net, haiku_rnn, unet
 from programs import PublicModel
-from transformers_models import bert, gpt2, llama, vit
+from science_models import e3nn, evoformer
+from sequence_models import griffin, s5
+from transformers_models import bert, gpt2, llama, vit, whisper
+from vision_models import resnet, siglip
 
 _HF, _FLAX = "transformers 4.48.3", "google/flax 18f8f311"
 _BONSAI, _HAIKU = "jax-ml/bonsai 36284254", "dm-haiku 0.0.17"
@@ -27,4 +30,12 @@ MODELS = (
     PublicModel("graphnet", _GRAPHS, sizes.GRAPH_NET, graph_net),
     PublicModel("lstm", f"{_HAIKU}, examples/rnn", sizes.LSTM, haiku_rnn),
     PublicModel("gru", f"{_EQUINOX}, GRUCell and Linear in a scan", sizes.GRU, equinox_gru),
+    PublicModel("umt5", f"{_BONSAI}, NNX", sizes.UMT5, umt5),
+    PublicModel("whisper", f"{_HF}, FlaxWhisperForConditionalGenerationModule", sizes.WHISPER, whisper),
+    PublicModel("siglip", "google-research/big_vision 0127fb6, two_towers", sizes.SIGLIP, siglip),
+    PublicModel("resnet", f"{_FLAX}, examples/imagenet, ResNet-50", sizes.RESNET, resnet),
+    PublicModel("s5", "lindermanlab/S5 3c18fdb, BatchClassificationModel", sizes.S5, s5),
+    PublicModel("griffin", "recurrentgemma 1.0.1, Griffin", sizes.GRIFFIN, griffin),
+    PublicModel("evoformer", "google-deepmind/alphafold c77e5d2, EvoformerIteration", sizes.EVOFORMER, evoformer),
+    PublicModel("e3nn", "e3nn-jax 0.21.0, e3nn/e3nn-jax 04e761c, examples/tetris_point", sizes.E3NN, e3nn),
 )

@@ -87,6 +87,36 @@ def vit(folder: Path, dtype: Any, sizes: Stack) -> Program:
     return linen_program(module, (images,), {"deterministic": False}, loss, size=size, batch=(images, labels, KEY))
 
 
+def whisper(folder: Path, dtype: Any, sizes: Stack) -> Program:
+    """Makes Whisper, of spectrograms of 80 bands and twice the encoder's positions."""
+    module = _module(
+        "whisper",
+        "FlaxWhisperForConditionalGenerationModule",
+        dtype,
+        vocab_size=sizes.vocabulary,
+        d_model=sizes.width,
+        encoder_layers=sizes.layers,
+        decoder_layers=sizes.layers,
+        encoder_attention_heads=sizes.heads,
+        decoder_attention_heads=sizes.heads,
+        encoder_ffn_dim=sizes.hidden,
+        decoder_ffn_dim=sizes.hidden,
+        max_source_positions=sizes.length,
+        max_target_positions=sizes.targets,
+        pad_token_id=0,
+    )
+    sound = normal(sizes.batch, 80, 2 * sizes.length, dtype=dtype)
+    targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary)
+    positions = jnp.broadcast_to(jnp.arange(sizes.targets), targets.shape)
+    inputs = (sound, targets, jnp.ones_like(targets), positions)
+
+    def loss(out: Any, *rest: Any) -> jax.Array:
+        return _cross_entropy(out.logits, rest[-1]).mean()
+
+    batch = (*inputs, jnp.roll(targets, -1, 1), KEY)
+    return linen_program(module, inputs, {"deterministic": False}, loss, size=str(sizes), batch=batch)
+
+
 def _module(family: str, module: str, dtype: Any, **config: Any) -> Any:
     """Makes a module of a family, of its configuration."""
     transformers = importlib.import_module("transformers")
