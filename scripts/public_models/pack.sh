@@ -40,7 +40,7 @@ from sources import MODELS
 for model in MODELS:
     program = model.build(checkouts, jnp.bfloat16, "tiny")
     params = jax.eval_shape(program.init, jax.random.key(0))
-    jax.eval_shape(jax.value_and_grad(program.loss), params, *program.batch)
+    jax.eval_shape(program.loss, params, *program.batch)
 
 left_out = {name.lower() for name in sys.argv[5:]}
 for folder in (checkouts, packages):
@@ -51,7 +51,7 @@ for folder in (checkouts, packages):
 PYTHON
 
 mkdir -p "$work/pack/checkouts" "$work/pack/packages"
-tar -C "$checkouts" -cf - -T "$work/${checkouts##*/}" | tar -C "$work/pack/checkouts" -xf -
-tar -C "$packages" -cf - -T "$work/${packages##*/}" | tar -C "$work/pack/packages" -xf -
+tar -C "$checkouts" -chf - -T "$work/${checkouts##*/}" | tar -C "$work/pack/checkouts" -xf -
+tar -C "$packages" -chf - -T "$work/${packages##*/}" | tar -C "$work/pack/packages" -xf -
 XZ_OPT=-9 tar -C "$work/pack" -cJf "$out" checkouts packages
 du -h "$out"

@@ -64,7 +64,7 @@ def molecules(sizes: Graphs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array
     first = np.arange(sizes.edges) * sizes.graphs // sizes.edges * atoms
     ends = [jnp.asarray(first + generator.integers(0, atoms, sizes.edges), jnp.int32) for _ in range(2)]
     counts = [jnp.full(sizes.graphs, count // sizes.graphs, jnp.int32) for count in (sizes.nodes, sizes.edges)]
-    return (*ends, *counts)
+    return ends[0], ends[1], counts[0], counts[1]
 
 
 def statistics_of(shapes: Any) -> Any:

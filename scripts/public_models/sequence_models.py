@@ -1,4 +1,4 @@
-"""Public models of sequences with recurrences in place of attention: S5 and Griffin."""
+"""Public models of sequences beside plain transformers: recurrences (S5, Griffin) and experts (Gemma 4)."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -105,3 +105,41 @@ def griffin(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     given = {"return_cache": False}
     return linen_program(module, (tokens, positions), given, loss, size=str(sizes), batch=(tokens, positions, KEY))
+
+
+def gemma4_experts(folder: Path, dtype: Any, sizes: Stack) -> Program:
+    """Makes the experts of Gemma 4's blocks, each after its norm and added to the rest, all in one dtype."""
+    import flax.linen as nn
+
+    with importing(folder / "gemma"):
+        experts, layers = (importlib.import_module(f"gemma.gm.nn.gemma4.{name}") for name in ("_moe", "_layers"))
+
+    class Blocks(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for _ in range(sizes.layers):
+                layer = experts.MoERagged(
+                    features=sizes.width,
+                    hidden_dim=sizes.hidden,
+                    num_experts=sizes.experts,
+                    num_experts_per_datapoint=sizes.chosen,
+                )
+                x += layers.RMSNorm()(layer(layers.RMSNorm()(x), unnormalized_x=x))
+            return x
+
+    module = Blocks()
+    x, expected = (normal(sizes.batch, sizes.length, sizes.width, dtype=dtype) for _ in range(2))
+
+    def forward(params: Any, x: jax.Array, _: Any) -> Any:
+        return module.apply({"params": jax.tree.map(lambda leaf: leaf.astype(dtype), params)}, x)
+
+    def loss(params: Any, x: jax.Array, expected: jax.Array) -> jax.Array:
+        return jnp.square((forward(params, x, expected) - expected).astype(jnp.float32)).mean()
+
+    return Program(
+        size=f"{sizes}, {sizes.chosen} of {sizes.experts} experts",
+        init=lambda key: module.init(key, x)["params"],
+        batch=(x, jnp.flip(expected, 1)),
+        forward=forward,
+        loss=loss,
+    )

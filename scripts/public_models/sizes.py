@@ -13,7 +13,7 @@ class Stack:
     """Sizes of a stack of equal layers and of its batch of sequences.
 
     length: tokens, steps, or pixels of an image's side. hidden: of the MLP. window: of local attention. targets:
-    tokens of the decoder. vocabulary: or the number of classes.
+    tokens of the decoder. experts, chosen: in all, and of each token. vocabulary: or the number of classes.
     """
 
     batch: int
@@ -26,6 +26,8 @@ class Stack:
     hidden: int = 0
     window: int = 0
     targets: int = 0
+    experts: int = 0
+    chosen: int = 0
     vocabulary: int = 0
 
     def __str__(self) -> str:
@@ -192,6 +194,11 @@ GRIFFIN: dict[Size, Stack] = {  # RecurrentGemma 2B
         window=2048,
         vocabulary=256000,
     ),
+}
+GEMMA4_EXPERTS: dict[Size, Stack] = {  # 26B A4B; of its 30 layers 2, whose AdamW's state fits beside XLA's masks
+    "tiny": Stack(batch=2, length=16, width=32, hidden=16, experts=8, chosen=2),
+    "page": Stack(batch=2, length=512, width=1024, hidden=704, experts=32, chosen=4),
+    "real": Stack(batch=1, length=2048, width=2816, layers=2, hidden=704, experts=128, chosen=8),
 }
 EVOFORMER: dict[Size, Stack] = {  # of the first training: crops of 256 residues, 128 sequences
     "tiny": Stack(batch=8, length=12, width=16),

@@ -7,7 +7,7 @@ from language_models import flax_gemma, haiku_transformer, lm1b, mamba2, qwen3, 
 from other_models import equinox_gru, graph_net, haiku_rnn, unet
 from programs import PublicModel
 from science_models import e3nn, evoformer
-from sequence_models import griffin, s5
+from sequence_models import gemma4_experts, griffin, s5
 from transformers_models import bert, gpt2, llama, vit, whisper
 from vision_models import resnet, siglip
 
@@ -36,6 +36,7 @@ MODELS = (
     PublicModel("resnet", f"{_FLAX}, examples/imagenet, ResNet-50", sizes.RESNET, resnet),
     PublicModel("s5", "lindermanlab/S5 3c18fdb, BatchClassificationModel", sizes.S5, s5),
     PublicModel("griffin", "recurrentgemma 1.0.1, Griffin", sizes.GRIFFIN, griffin),
+    PublicModel("experts", "google-deepmind/gemma 7691fd4, Gemma 4, MoERagged", sizes.GEMMA4_EXPERTS, gemma4_experts),
     PublicModel("evoformer", "google-deepmind/alphafold c77e5d2, EvoformerIteration", sizes.EVOFORMER, evoformer),
     PublicModel("e3nn", "e3nn-jax 0.21.0, e3nn/e3nn-jax 04e761c, examples/tetris_point", sizes.E3NN, e3nn),
 )
