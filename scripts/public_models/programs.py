@@ -59,12 +59,13 @@ def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def molecules(sizes: Graphs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns senders and receivers of edges that stay in one graph, and each graph's numbers of nodes and edges."""
+    """Returns senders and receivers, two nodes of one graph, and each graph's numbers of nodes and edges."""
     generator, atoms = np.random.default_rng(0), sizes.nodes // sizes.graphs
     first = np.arange(sizes.edges) * sizes.graphs // sizes.edges * atoms
-    ends = [jnp.asarray(first + generator.integers(0, atoms, sizes.edges), jnp.int32) for _ in range(2)]
+    senders = generator.integers(0, atoms, sizes.edges)
+    receivers = (senders + generator.integers(1, atoms, sizes.edges)) % atoms
     counts = [jnp.full(sizes.graphs, count // sizes.graphs, jnp.int32) for count in (sizes.nodes, sizes.edges)]
-    return ends[0], ends[1], counts[0], counts[1]
+    return jnp.asarray(first + senders, jnp.int32), jnp.asarray(first + receivers, jnp.int32), counts[0], counts[1]
 
 
 def statistics_of(shapes: Any) -> Any:

@@ -142,7 +142,7 @@ GRU: dict[Size, Stack] = {
     "page": Stack(batch=64, length=128, width=256),
     "real": Stack(batch=64, length=128, width=256),
 }
-GRAPH_NET: dict[Size, Graphs] = {  # molecules of 26 atoms, each bond an edge both ways, and loops
+GRAPH_NET: dict[Size, Graphs] = {  # molecules of 26 atoms, and the edges of the example's: bonds both ways and loops
     "tiny": Graphs(nodes=24, edges=40, graphs=4, width=32, dropout=False),  # float64 would draw other masks
     "page": Graphs(nodes=16384, edges=32768, graphs=512, width=256),
     "real": Graphs(nodes=6656, edges=20736, graphs=256, width=256, steps=5),
@@ -205,7 +205,7 @@ EVOFORMER: dict[Size, Stack] = {  # of the first training: crops of 256 residues
     "page": Stack(batch=128, length=256, width=256),
     "real": Stack(batch=128, length=256, width=256, layers=48),
 }
-E3NN: dict[Size, Graphs] = {  # the example's network on molecules of 18 atoms, as QM9's are, all pairs joined
+E3NN: dict[Size, Graphs] = {  # the example's network; QM9's molecules have 18 atoms, here with an edge a pair
     "tiny": Graphs(nodes=24, edges=40, graphs=4, width=32),
     "page": Graphs(nodes=1152, edges=19584, graphs=64, width=32),
     "real": Graphs(nodes=2304, edges=39168, graphs=128, width=32),
