@@ -22,6 +22,7 @@ from hlo_analysis.program.intermediates import find_intermediates
 from hlo_analysis.program.launch_rows import Context, launch_row
 from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
+from hlo_analysis.rules import attempt, failures_as_notes
 
 
 def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue = ()) -> Analysis:
@@ -46,11 +47,16 @@ def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue 
     try:
         module, notes = _final_module(capture)
         table = find_launches(module, capture.text("thunk_sequence"), capture.text("thunk_metadata"))
-        analysis = _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
+        with failures_as_notes() as failures:
+            analysis = _assemble(capture, module, table, label or capture.manifest.label, notes, catalogue)
+            analysis = attempt(measured_run, analysis, analysis, capture)
     except HloParseError as error:
         message = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
         raise HloParseError(message, line=error.line, column=error.column) from error
-    return measured_run(analysis, capture)
+    if not failures:
+        return analysis
+    provenance = analysis.provenance
+    return replace(analysis, provenance=replace(provenance, notes=(*provenance.notes, *failures.values())))
 
 
 def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:

@@ -58,6 +58,10 @@ class Kernel:
                 f"{nearest_names(self.pattern, list(PATTERNS))}"
             )
 
+    def refusal(self, launches: Sequence[LaunchRow]) -> str | None:
+        """Returns why it cannot replace these launches, or None where it can, as far as they show."""
+        return self.unsupported(launches)
+
 
 Catalogue = Sequence[Kernel]
 

@@ -9,6 +9,7 @@ from hlo_analysis.patterns.launch_patterns import calls_python
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.program.launch_kinds import EMITTERS
 from hlo_analysis.records import OPAQUE_KINDS
+from hlo_analysis.rules import gather
 
 _LARGE_PRODUCT = 10**9
 """FLOPs from which a product belongs on the matrix units; for smaller ones, XLA's loops may be the better choice."""
@@ -30,12 +31,12 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterato
         launches: the launch table.
         outputs: names of the values that the program returns.
     """
-    yield from _slow_products(launches)
-    yield from _opaque_kernels(launches)
-    yield from _spills(launches)
-    yield from _small_updates(launches, outputs)
-    yield from _offloading(launches)
-    yield from _callbacks(launches)
+    yield from gather(_slow_products, launches)
+    yield from gather(_opaque_kernels, launches)
+    yield from gather(_spills, launches)
+    yield from gather(_small_updates, launches, outputs)
+    yield from gather(_offloading, launches)
+    yield from gather(_callbacks, launches)
 
 
 def _slow_products(launches: Sequence[LaunchRow]) -> Iterator[str]:

@@ -22,6 +22,9 @@ XLA_FLAGS = (
 )
 
 
+os.environ["HLO_ANALYSIS_STRICT"] = "1"  # a rule of the analyzer that raises fails the test
+
+
 def _take_flags() -> None:
     """XLA reads the variable once a process; captures, and processes of their own, are not to see it."""
     given = os.environ.get("XLA_FLAGS")

@@ -15,19 +15,31 @@ Kinds of missed fusion, by module:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
-from hlo_analysis.missed.layout_roundtrip import find_transposed, transposed_for_updates
+from hlo_analysis.missed.layout_roundtrip import transposed_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
+from hlo_analysis.missed.program import Program
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
 from hlo_analysis.patterns.attention_scores import attention_scores
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion
+from hlo_analysis.rules import attempt, gather
+
+_RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
+    between_launches,
+    through_updates,
+    filled_for_loops,
+    read_at_once,
+    read_again,
+    kept_for_gradients,
+)
+"""The rules that find missed fusions, beside `transposed_for_updates`."""
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
@@ -58,22 +70,20 @@ def rank(
         donated: names of the arguments whose buffers the program may overwrite.
         catalogue: kernels that remedies may name.
     """
-    scores = attention_scores(launches, intermediates)
-    transposed = find_transposed(launches, intermediates)
-    moves = {move.index for found in transposed for move in found.moves}
-    missed = [
-        *between_launches(
-            launches, intermediates, decisions, device, scores, frozenset(outputs), frozenset(donated), catalogue
-        ),
-        *through_updates(launches, intermediates, device, frozenset(outputs)),
-        *filled_for_loops(launches, intermediates, device),
-        *read_at_once(launches, intermediates, device, scores),
-        *read_again(launches, device, catalogue),
-        *kept_for_gradients(launches, intermediates, device, frozenset(outputs), catalogue),
-    ]
-    missed = [one for one in missed if one.found.producer not in moves]  # without the transpose there are none
-    missed += transposed_for_updates(transposed, device, donated)
-    missed = [one for one in missed if _passes(one, launches)]
+    program = Program(
+        launches=launches,
+        intermediates=intermediates,
+        decisions=decisions,
+        device=device,
+        outputs=frozenset(outputs),
+        donated=frozenset(donated),
+        catalogue=catalogue,
+        scores=attempt(attention_scores, frozenset(), launches, intermediates),
+    )
+    transposed = gather(transposed_for_updates, program)
+    moves = {index for one in transposed for index in one.removed}  # without the transpose, these are missing nothing
+    missed = [one for rule in _RULES for one in gather(rule, program) if one.found.producer not in moves]
+    missed = [one for one in (*missed, *transposed) if _passes(one, launches)]
     return tuple(
         replace(one.found, rank=position, remaining_us=remaining)
         for position, (one, remaining) in enumerate(in_order(missed, launches, device), start=1)

@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, written
+from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Device, Intermediate
-from hlo_analysis.remedies import Table, kept_value_remedy
+from hlo_analysis.records import Intermediate
+from hlo_analysis.remedies import kept_value_remedy
 
 
-def kept_for_gradients(
-    launches: Sequence[LaunchRow],
-    intermediates: Sequence[Intermediate],
-    device: Device,
-    outputs: frozenset[str],
-    catalogue: Catalogue,
-) -> Iterator[Candidate]:
+def kept_for_gradients(program: Program) -> Iterator[Candidate]:
     """Yields one missed fusion for all values that a launch of the forward pass keeps for the same readers."""
-    table = Table(launches)
+    launches, device = program.launches, program.device
     kept: dict[tuple[int, tuple[int, ...]], list[Intermediate]] = defaultdict(list)
-    for value in intermediates:
-        if value.name not in outputs and _is_known_again(launches, value):
+    for value in program.intermediates:
+        if value.name not in program.outputs and _is_known_again(launches, value):
             kept[value.producer, value.consumers].append(value)
     for (index, indices), values in kept.items():
         producer, readers = launches[index], [launches[reader] for reader in indices]
@@ -42,7 +36,7 @@ def kept_for_gradients(
             ends=[producer, *readers],
             reason="[kept for the backward pass, which also reads all that it is computed from]",
             category=categories.KEPT,
-            remedy=kept_value_remedy(table, producer, catalogue),
+            remedy=kept_value_remedy(program.table, producer, program.catalogue),
         )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, updates_in_place
+from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Device, Intermediate
+from hlo_analysis.records import Intermediate
 from hlo_analysis.remedies.texts import TRANSPOSED, TRANSPOSED_NOT_DONATED
 
 
@@ -24,7 +25,7 @@ class TransposedArgument:
     updates: list[LaunchRow] = field(default_factory=list)
 
 
-def find_transposed(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> list[TransposedArgument]:
+def _find_transposed(launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate]) -> list[TransposedArgument]:
     """Returns the arguments that are transposed whole and then updated in part, in place."""
     written: dict[int, list[Intermediate]] = {}
     for value in intermediates:
@@ -37,11 +38,9 @@ def find_transposed(launches: Sequence[LaunchRow], intermediates: Sequence[Inter
     return [each for each in found if each.updates]
 
 
-def transposed_for_updates(
-    found: Sequence[TransposedArgument], device: Device, donated: Collection[str]
-) -> Iterator[Candidate]:
+def transposed_for_updates(program: Program) -> Iterator[Candidate]:
     """Yields a missed fusion for each argument that is transposed to be updated."""
-    for each in found:
+    for each in _find_transposed(program.launches, program.intermediates):
         transpose, *later = each.moves
         update = each.updates[0]
         back = ", and it is transposed back" if any(has(move, "transpose") for move in later) else ""
@@ -50,13 +49,13 @@ def transposed_for_updates(
             producer=transpose.index,
             consumers=tuple(sorted({launch.index for launch in (*each.updates, *later)})),
             stake=sum(map(_moved, each.moves)),
-            saved_us={move.index: memory_us(move, _moved(move), device) for move in each.moves},
+            saved_us={move.index: memory_us(move, _moved(move), program.device) for move in each.moves},
             removed=each.moves,
-            device=device,
+            device=program.device,
             ends=[*each.moves, *(update for update in each.updates if update not in each.moves)],
             reason=f"[all of {each.argument} is transposed, {update.name} updates a part of it{back}]",
             category=categories.IN_PLACE,
-            remedy=TRANSPOSED if each.argument in donated else TRANSPOSED_NOT_DONATED,
+            remedy=TRANSPOSED if each.argument in program.donated else TRANSPOSED_NOT_DONATED,
         )
 
 

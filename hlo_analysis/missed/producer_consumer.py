@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, updates_in_place, written
+from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import (
     calls_python,
@@ -58,26 +58,17 @@ class _Stake:
     """Bytes, by index of each reader, in one run."""
 
 
-def between_launches(
-    launches: Sequence[LaunchRow],
-    intermediates: Sequence[Intermediate],
-    decisions: Sequence[Decision],
-    device: Device,
-    scores: frozenset[str],
-    outputs: frozenset[str],
-    donated: frozenset[str],
-    catalogue: Catalogue,
-) -> Iterator[Candidate]:
+def between_launches(program: Program) -> Iterator[Candidate]:
     """Yields one missed fusion for all values that one launch writes for the same readers."""
-    reasons = _Reasons(decisions, launches)
-    table = Table(launches)
-    products = attention_products(launches, intermediates, scores)
+    launches, table, device, scores = program.launches, program.table, program.device, program.scores
+    reasons = _Reasons(program.decisions, launches)
+    products = attention_products(launches, program.intermediates, scores)
     of_attention = [launches[index] for index in sorted(products)]
     transposed = {launch.index for launch in launches if _transposes_for_attention(table, launch, products)}
     ancestors = find_ancestors(launches)
     known = [product for product in of_attention if factors(product)]
     is_wide = bool(known) and not any(map(takes_sixteen_bits, known))
-    for (index, indices), stakes in _stakes(launches, intermediates, scores, outputs).items():
+    for (index, indices), stakes in _stakes(program).items():
         producer, near = launches[index], [launches[reader] for reader in indices]
         if _is_copied_again(producer, near):
             continue
@@ -93,12 +84,12 @@ def between_launches(
             or index in transposed
             or transposed.issuperset(indices),
             of_attention=index in products,
-            donated=donated,
+            donated=program.donated,
         )
         ends = of_attention if remedy.pattern == "attention" else (producer, *near)
         if remedy.pattern == "attention" and is_wide:
             remedy = ATTENTION_CAST
-        named = remedy.named(catalogue, ends)
+        named = remedy.named(program.catalogue, ends)
         at_stake, saved_us, removed = _saved(
             remedy, table, ancestors, producer, near, stakes, device, keeps_input=named.keeps_input
         )
@@ -117,19 +108,15 @@ def between_launches(
         )
 
 
-def _stakes(
-    launches: Sequence[LaunchRow],
-    intermediates: Sequence[Intermediate],
-    scores: frozenset[str],
-    outputs: frozenset[str],
-) -> Mapping[tuple[int, tuple[int, ...]], list[_Stake]]:
+def _stakes(program: Program) -> Mapping[tuple[int, tuple[int, ...]], list[_Stake]]:
     """Returns the values at stake, by their producer and those of its readers that could be one kernel with it."""
+    launches = program.launches
     stakes: dict[tuple[int, tuple[int, ...]], list[_Stake]] = defaultdict(list)
-    for value in intermediates:
+    for value in program.intermediates:
         producer = launches[value.producer]
         readers = [launches[index] for index in value.consumers if index != value.producer]
         near = _without_libraries(
-            producer, [reader for reader in readers if could_join(producer, reader, value.name in scores)]
+            producer, [reader for reader in readers if could_join(producer, reader, value.name in program.scores)]
         )
         if not near and _is_carried(value):
             near = readers = [producer]
@@ -137,7 +124,7 @@ def _stakes(
             most = written(value, producer)
             stake = _Stake(
                 value=value,
-                kept_for=_kept_for(value, producer, near, len(readers), outputs),
+                kept_for=_kept_for(value, producer, near, len(readers), program.outputs),
                 written=most,
                 # A reader of the whole buffer that was updated in place would read the rest of it anyway.
                 read={index: min(read, most) for index, read in read_by_each(value, launches).items()},
@@ -260,12 +247,11 @@ class _Reasons:
         return reason, category
 
 
-def through_updates(
-    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, outputs: frozenset[str]
-) -> Iterator[Candidate]:
+def through_updates(program: Program) -> Iterator[Candidate]:
     """Yields arrays that one launch writes, a second updates in part and in place, and a third reads whole."""
-    updated = {(value.producer, value.bytes): value for value in intermediates}
-    for value in intermediates:
+    launches, device, outputs = program.launches, program.device, program.outputs
+    updated = {(value.producer, value.bytes): value for value in program.intermediates}
+    for value in program.intermediates:
         producer, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
         if len(value.consumers) > 1 or after is None or value.name in outputs or after.name in outputs:
             continue
@@ -300,12 +286,11 @@ def through_updates(
             )
 
 
-def filled_for_loops(
-    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device
-) -> Iterator[Candidate]:
+def filled_for_loops(program: Program) -> Iterator[Candidate]:
     """Yields arrays filled with one value before a loop overwrites all of them, as the stacks of `lax.scan`."""
+    launches, device = program.launches, program.device
     whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
-    for value in intermediates:
+    for value in program.intermediates:
         filler = launches[value.producer]
         writers = [
             reader

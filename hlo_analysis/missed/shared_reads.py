@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each
+from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
 from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Device, Intermediate, Value
-from hlo_analysis.remedies import Table, rows_remedy, shared_input_remedy
+from hlo_analysis.records import Value
+from hlo_analysis.remedies import rows_remedy, shared_input_remedy
 
 _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "triton", "copy"}
 
 
-def read_at_once(
-    launches: Sequence[LaunchRow], intermediates: Sequence[Intermediate], device: Device, scores: frozenset[str]
-) -> Iterator[Candidate]:
+def read_at_once(program: Program) -> Iterator[Candidate]:
     """Launches that depend on one another in no way and read the same values."""
+    launches, device = program.launches, program.device
     readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
     for launch in launches:
         for value in launch.inputs:
             readers[value.name].append(launch)
             values[value.name] = value
-    handed = {value.name: read_by_each(value, launches) for value in intermediates}
+    handed = {value.name: read_by_each(value, launches) for value in program.intermediates}
     ancestors = find_ancestors(launches)
     groups: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for name, found in readers.items():
@@ -42,7 +41,7 @@ def read_at_once(
         group = [launches[index] for index in indices]
         _, name = max((count, name) for name, count in shared.items())
         remedy = shared_input_remedy(group, name)
-        if remedy is None or name in scores:
+        if remedy is None or name in program.scores:
             continue
         largest, stake = values[name], sum(shared.values())
         what = f"{name} and {len(shared) - 1} more" if len(shared) > 1 else name
@@ -61,10 +60,9 @@ def read_at_once(
         )
 
 
-def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalogue) -> Iterator[Candidate]:
+def read_again(program: Program) -> Iterator[Candidate]:
     """Yields arguments of which one kernel could read each row once, with its sum and with what needs the sum."""
-    table = Table(launches)
-    for found in find_rereads(launches):
+    for found in find_rereads(program.launches):
         first, *later = found.readers
         again = found.value.bytes * first.repeat
         removed, ends = [*later, *found.between], [*found.readers, *found.between]
@@ -73,13 +71,13 @@ def read_again(launches: Sequence[LaunchRow], device: Device, catalogue: Catalog
             producer=first.index,
             consumers=tuple(launch.index for launch in found.readers),
             stake=again * len(later),
-            saved_us={launch.index: memory_us(launch, again, device) for launch in later},
+            saved_us={launch.index: memory_us(launch, again, program.device) for launch in later},
             removed=removed,
-            device=device,
+            device=program.device,
             ends=ends,
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,
-            remedy=rows_remedy(table, ends).named(catalogue, ends),
+            remedy=rows_remedy(program.table, ends).named(program.catalogue, ends),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.rules import attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Remedy:
         refusal = "no XLA option and no kernel of the catalogue does this"
         for kernel in catalogue:
             if kernel.pattern == self.pattern:
-                reason = kernel.unsupported(launches)
+                reason = attempt(kernel.refusal, "its check of these launches failed", launches)
                 if reason is None:
                     code = kernel.code or self.code
                     return replace(self, text=f"{kernel.name}: {self.text}", kernel=kernel.name, code=code)

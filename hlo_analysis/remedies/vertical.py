@@ -22,6 +22,7 @@ from hlo_analysis.remedies.products import of_products, summed_in_a_loop
 from hlo_analysis.remedies.rows import of_rows
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.rules import attempt
 
 
 def vertical_remedy(
@@ -49,16 +50,16 @@ def vertical_remedy(
     """
     ends = (producer, *readers)
     return (
-        _by_category(table, producer, readers, category, donated)
+        attempt(_by_category, None, table, producer, readers, category, donated)
         or (texts.ATTENTION if is_score else None)
         or (loop_texts.INVARIANT if is_invariant(producer) else None)
         or (loop_texts.DRAWN if draws_in_a_loop(producer) else None)
-        or _of_devices(table, producer, readers)
-        or of_convolutions(producer, readers)
-        or of_places(table, producer, readers, is_projected=is_projected)
+        or attempt(_of_devices, None, table, producer, readers)
+        or attempt(of_convolutions, None, producer, readers)
+        or attempt(of_places, None, table, producer, readers, is_projected=is_projected)
         or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
-        or of_products(table, producer, readers, of_attention=of_attention)
-        or of_rows(table, producer, readers, category)
+        or attempt(of_products, None, table, producer, readers, of_attention=of_attention)
+        or attempt(of_rows, texts.ONE_KERNEL, table, producer, readers, category)
     )
 
 

@@ -1,0 +1,41 @@
+"""Holds what the rules for missed fusions read of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hlo_analysis.catalogue import Catalogue
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.records import Decision, Device, Intermediate
+from hlo_analysis.remedies import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program's launches and values, as the rules for missed fusions read them.
+
+    launches: the launch table.
+    intermediates: values that one launch writes and another reads.
+    decisions: why XLA left launches apart.
+    device: bandwidth and launch overhead.
+    outputs: names of values (as in `Intermediate.name`) that the program returns.
+    donated: names of the arguments whose buffers the program may overwrite.
+    catalogue: kernels that remedies may name.
+    scores: names of the values that are attention scores, or are made from them.
+    """
+
+    launches: Sequence[LaunchRow]
+    intermediates: Sequence[Intermediate]
+    decisions: Sequence[Decision]
+    device: Device
+    outputs: frozenset[str]
+    donated: frozenset[str]
+    catalogue: Catalogue
+    scores: frozenset[str]
+
+    @cached_property
+    def table(self) -> Table:
+        """Returns the launches with the producers and readers of each."""
+        return Table(self.launches)
