@@ -10,7 +10,7 @@ from hlo_analysis.catalogue import Catalogue, kernels_for
 from hlo_analysis.caveats import notes_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.occupancy import multiprocessor_limits
-from hlo_analysis.costs.resources import ptx_by_kernel, read_resources, resources_of
+from hlo_analysis.costs.resources import Resources, ptx_by_kernel, read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
@@ -19,7 +19,7 @@ from hlo_analysis.measured.run import measured_run
 from hlo_analysis.missed import rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
-from hlo_analysis.program.launch_rows import Context, launch_row
+from hlo_analysis.program.launch_rows import Context, launch_row, row_of_thunk
 from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.rules import attempt, failures_as_notes
@@ -81,12 +81,7 @@ def _assemble(
     device = capture.manifest.device
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
     flow = Dataflow(module)
-    resources = resources_of(
-        table.sites,
-        mosaic=read_resources(capture.text("mosaic_resources")),
-        ptx=read_resources(capture.text("ptx_resources")),
-        sources=ptx_by_kernel(capture.ptx()),
-    )
+    resources = attempt(_resources, {}, capture, table)
     ptx = tuple(dict.fromkeys(text for index in sorted(resources) if (text := resources[index].ptx)))
     context = Context(
         module=module,
@@ -97,14 +92,17 @@ def _assemble(
         library_packages=frozenset(kernel.package for kernel in catalogue),
         resources=resources,
         ptx=ptx,
-        limits=multiprocessor_limits(capture.text("target_config")),
+        limits=attempt(multiprocessor_limits, None, capture.text("target_config")),
     )
-    rows = [launch_row(index, site, context) for index, site in enumerate(table.sites)]
+    rows = [
+        attempt(launch_row, None, index, site, context) or row_of_thunk(index, site, context)
+        for index, site in enumerate(table.sites)
+    ]
     launches = tuple(row.launch for row in rows)
     intermediates = find_intermediates(
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads]
     )
-    decisions = decide(capture, module, launch_of)
+    decisions = attempt(decide, (), capture, module, launch_of)
     outputs = _outputs(module, flow)
     missed = rank(
         launches,
@@ -125,9 +123,18 @@ def _assemble(
         intermediates=intermediates,
         missed=missed,
         traffic=_total(launches, intermediates),
-        memory=_memory(capture),
+        memory=attempt(_memory, Memory(), capture),
         silent=silent_instructions(module, table),
         ptx=ptx,
+    )
+
+
+def _resources(capture: Capture, table: LaunchTable) -> dict[int, Resources]:
+    return resources_of(
+        table.sites,
+        mosaic=read_resources(capture.text("mosaic_resources")),
+        ptx=read_resources(capture.text("ptx_resources")),
+        sources=ptx_by_kernel(capture.ptx()),
     )
 
 

@@ -6,16 +6,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import origins
 from hlo_analysis.decisions.dump import read_fusion_dump
 from hlo_analysis.decisions.edges import Edge, launch_edges
+from hlo_analysis.decisions.explanations import without_reason
 from hlo_analysis.decisions.fold import fold
 from hlo_analysis.decisions.fused import edges_inside, fused_edges
-from hlo_analysis.decisions.log import read_log
+from hlo_analysis.decisions.log import LogMessages, read_log
 from hlo_analysis.decisions.unfused_edges import UnfusedEdges
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.records import Decision
+from hlo_analysis.rules import attempt, gather
 
 
 class Texts(Protocol):
@@ -41,13 +44,13 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
         HloParseError: one of the modules exists and is incomplete.
     """
     dump_text = capture.text("priority_fusion_dump")
-    dump = read_fusion_dump(dump_text) if dump_text else None
-    folded = fold(dump.steps) if dump else None
-    log = read_log(capture.text("worker_log") or "")
+    dump = attempt(read_fusion_dump, None, dump_text) if dump_text else None
+    folded = attempt(fold, None, dump.steps) if dump else None
+    log = attempt(read_log, LogMessages(), capture.text("worker_log") or "")
     before, early = _stage(capture, "before_priority_fusion"), _stage(capture, "after_priority_fusion")
     if before is None and dump is not None:
-        before = parse_module(dump.module_text)
-    came_from = origins([early, *_between(capture), final]) if early else {}
+        before = attempt(parse_module, None, dump.module_text)
+    came_from = attempt(origins, {}, [early, *_between(capture), final]) if early else {}
 
     edges = launch_edges(final, launch_of.keys())
     is_cpu = capture.text("before_cpu_fusion") is not None
@@ -57,13 +60,13 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     unfused = UnfusedEdges(final, early, came_from, folded, log, before, edges, _disabled(capture), no_record)
     decisions = _unfused_decisions(unfused, edges, final, launch_of)
     if early is None or folded is None:
-        return (*decisions, *edges_inside(final, launch_of))
+        return (*decisions, *gather(edges_inside, final, launch_of))
     held: dict[str, list[int]] = defaultdict(list)
     for name, index in launch_of.items():
         for origin in came_from.get(name, ()):
             held[origin].append(index)
     launches = {name: tuple(sorted(indices)) for name, indices in held.items()}
-    return (*decisions, *fused_edges(before, folded, log, launches))
+    return (*decisions, *gather(fused_edges, before, folded, log, launches))
 
 
 def _disabled(capture: Texts) -> frozenset[str]:
@@ -74,7 +77,7 @@ def _disabled(capture: Texts) -> frozenset[str]:
 
 def _stage(capture: Texts, key: str) -> Module | None:
     text = capture.text(key)
-    return parse_module(text) if text else None
+    return attempt(parse_module, None, text) if text else None
 
 
 def _between(capture: Texts) -> list[Module]:
@@ -88,9 +91,10 @@ def _unfused_decisions(
     unfused: UnfusedEdges, edges: Sequence[Edge], final: Module, launch_of: Mapping[str, int]
 ) -> list[Decision]:
     op_names = {name: i.op_name for c in final.computations.values() for name, i in c.instructions.items()}
+    unknown = without_reason("no pass recorded a reason for this edge", categories.UNRECORDED)
     decisions: list[Decision] = []
     for edge in edges:
-        why = unfused.explain(edge)
+        why = attempt(unfused.explain, unknown, edge)
         decisions.append(
             Decision(
                 producer=edge.producer,

@@ -13,8 +13,9 @@ from hlo_analysis.records import Intermediate
 class Access:
     """One launch that reads or writes a buffer of `size` bytes: `bytes` of it, each of `repeat` times.
 
-    `usual` is False for a buffer that the launch reads only sometimes (in a loop's first iteration). `own` is True if a
-    later pass over an instruction reads the instruction's own result. `updates` is True for a write into a program
+    `usual` is False for a buffer that the launch reads only sometimes (in a loop's first iteration). `own` is True for
+    the instruction's own result where that is no value from another launch or run: a later pass over the instruction
+    reads it, or the next run updates it in place and reads nothing of it. `updates` is True for a write into a program
     argument: no launch wrote the rest of that buffer.
     """
 
@@ -38,8 +39,9 @@ class _Value:
 def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tuple[Intermediate, ...]:
     """Pairs each written value with its readers, in the order of writing.
 
-    Values without a reader (results of the program) or without a writer (arguments) are left out, as are values between
-    the passes of one instruction. Values that a launch in a loop passes to its next iteration count.
+    Values without a reader (results of the program) or without a writer (arguments) are left out, as are `own` reads.
+    Values that a launch in a loop passes to its next iteration count. So a launch is among the readers of each of its
+    inputs that a launch writes.
     """
     values = {access.source: _Value(access) for access in writes}
     for access in reads:
@@ -49,8 +51,7 @@ def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tup
         read = access.bytes * access.repeat
         if value.written.updates:
             read = min(read, value.written.bytes * max(value.written.repeat, access.repeat))
-        if read or access.launch != value.written.launch:
-            value.readers[access.launch] = value.readers.get(access.launch, 0) + read
+        value.readers[access.launch] = value.readers.get(access.launch, 0) + read
     return tuple(
         Intermediate(
             name=source.name,

@@ -62,9 +62,9 @@ class Row:
 def launch_row(index: int, site: Site, context: Context) -> Row:
     """Builds the row of one launch site."""
     module, thunk, instruction = context.module, site.thunk, site.instruction
-    kind = kind_of(module, instruction, thunk.kind)
     if instruction is None:
-        return _row_of_thunk(index, site, kind, context)
+        return row_of_thunk(index, site, context)
+    kind = kind_of(module, instruction, thunk.kind)
     whole = pass_usage(usage_of(module, site.computation, instruction), instruction, kind, site.step, site.steps)
     usage, host_bytes = without_host(whole, site.computation, instruction)
     reads, writes = _reads(index, site, usage, context), _writes(index, site, instruction, usage, context)
@@ -97,7 +97,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         op_name=op_name,
         scopes=scopes_of(facts, (scope, phase)),
         opcodes=opcode_counts(module, instruction),
-        inputs=tuple(_value(access, context) for access in reads if access.usual),
+        inputs=tuple(_value(access, context) for access in reads if access.usual and not access.own),
         outputs=tuple(_value(access, context) for access in writes),
         bytes_read=bytes_read,
         bytes_written=usage.bytes_written,
@@ -131,15 +131,15 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     return Row(launch=launch, writes=writes, reads=reads)
 
 
-def _row_of_thunk(index: int, site: Site, kind: LaunchKind, context: Context) -> Row:
-    """Builds the row of a thunk whose instruction is missing from the module: without traffic."""
+def row_of_thunk(index: int, site: Site, context: Context) -> Row:
+    """Builds a row without traffic, for an instruction that the module does not have or that cannot be counted."""
     thunk = site.thunk
     launch = LaunchRow(
         index=index,
         thunk_id=thunk.id,
-        name=thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
+        name=site.instruction.name if site.instruction else thunk.kernel or f"thunk {thunk.id} ({thunk.kind})",
         kernel=thunk.kernel,
-        kind=kind,
+        kind=kind_of(context.module, None, thunk.kind),
         computation=context.flow.home(site.computation.name),
         repeat=site.repeat,
         grid=thunk.grid,
@@ -194,26 +194,28 @@ def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Acce
     """Returns the reads of a launch, one for each buffer: two operands that are views of one buffer read it once.
 
     Where a value may come from several sources (a loop's first iteration, branches), the usual source has the bytes and
-    the others are listed with 0 bytes.
+    the others are listed with 0 bytes. A launch in a loop that updates its own result in place and reads nothing of it
+    is no reader of it.
     """
     instruction, computation = site.instruction, site.computation
     assert instruction is not None
     counts: dict[Source, int] = {}
     usual: set[Source] = set()
-    own: set[Source] = set()
+    passed: set[Source] = set()
     for (position, path), count in usage.reads.items():
         name = instruction.operands[position] if position >= 0 else instruction.name
         first, *others = context.flow.sources(computation.name, name, path)
         counts[first] = counts.get(first, 0) + count
         usual.add(first)
         if position < 0:
-            own.add(first)
+            passed.add(first)
         for other in others:
             counts.setdefault(other, 0)
     accesses: list[Access] = []
     for source, count in counts.items():
         written = context.module.computations[source.computation].instructions[source.instruction]
         shape = leaf_shape(written.shape, source.path)
+        is_result = (source.computation, source.instruction) == (computation.name, instruction.name)
         accesses.append(
             Access(
                 launch=index,
@@ -223,7 +225,7 @@ def _reads(index: int, site: Site, usage: Usage, context: Context) -> tuple[Acce
                 bytes=min(count, shape.byte_size),
                 repeat=site.repeat,
                 usual=source in usual,
-                own=source in own,
+                own=source in passed or (is_result and not count),
             )
         )
     return tuple(accesses)

@@ -124,7 +124,9 @@ def parse_thunk_sequence(text: str) -> tuple[Thunk, ...]:
             add(indent + 2, inline)
 
     for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.strip() == _NONE:
+        if line.lstrip().startswith(_NONE):  # XLA ends it with no line break: the next label or thunk follows
+            line = line.lstrip().removeprefix(_NONE)
+        if not line.strip():
             continue
         indent = len(line) - len(line.lstrip())
         if match := _THUNK.match(line.lstrip()):

@@ -72,6 +72,27 @@ def test_a_program_without_launches():
     assert parse_thunk_sequence("No thunks.") == ()
 
 
+def test_branches_without_launches():
+    """XLA ends the line of an empty region with no line break."""
+    text = """\
+001: kConditional  [source | next=008 (1)]   \n
+  branch_0:
+    No thunks.  branch_1:
+    002: kConditional  [source | sink]   \n
+      false_branch:
+        No thunks.      true_branch:
+        003: kCopy [source | sink] kCopy
+  branch_2:
+    No thunks.008: kCopy [prev=001 (1) | sink] kCopy
+"""
+    assert outline(parse_thunk_sequence(text)) == [
+        (0, "", 1, "kConditional"),
+        (1, "branch_1", 2, "kConditional"),
+        (2, "true_branch", 3, "kCopy"),
+        (0, "", 8, "kCopy"),
+    ]
+
+
 def test_kernel_dimensions():
     (gemm,) = [t for root in parse_thunk_sequence(NESTED) for t in root.walk() if t.id == 10]
     assert (gemm.kernel, gemm.grid, gemm.block, gemm.shared_memory_bytes) == ("gemm", (1024, 2, 1), (64, 1, 1), 1024)

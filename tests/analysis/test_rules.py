@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hlo_analysis import Analysis, Comparison, analyze, caveats, missed, to_json
+from hlo_analysis import Analysis, Comparison, analysis, analyze, caveats, missed, to_json
 from hlo_analysis.capture import Capture
 from hlo_analysis.catalogue import Kernel
+from hlo_analysis.decisions import table
+from hlo_analysis.program import launch_rows
 from hlo_analysis.records import StrategyResult
 from hlo_analysis.remedies import vertical
 from hlo_analysis.report import render_html, render_terminal
@@ -68,8 +70,8 @@ def analysis_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return analysis_of
 
 
-def failures(analysis: Analysis) -> list[str]:
-    return [note for note in analysis.provenance.notes if "findings are missing" in note]
+def failures(found: Analysis) -> list[str]:
+    return [note for note in found.provenance.notes if "findings are missing" in note]
 
 
 def test_a_rule_that_raises_costs_its_findings_alone(analysis_of, monkeypatch):
@@ -77,40 +79,59 @@ def test_a_rule_that_raises_costs_its_findings_alone(analysis_of, monkeypatch):
     assert not failures(whole)
     assert [found.remedy_kind for found in whole.missed] == ["kernel"]
     monkeypatch.setattr(missed, "_RULES", (broken, *missed._RULES))
-    analysis = analysis_of()
-    (note,) = failures(analysis)
+    found = analysis_of()
+    (note,) = failures(found)
     assert "The rule broken failed (KeyError: 'nobody wrote this', at test_rules.py:" in note
-    assert analysis.missed == whole.missed
+    assert found.missed == whole.missed
 
 
-@pytest.mark.parametrize(("room", "rule"), [(missed, "attention_scores"), (vertical, "of_rows"), (caveats, "_spills")])
+@pytest.mark.parametrize(
+    ("room", "rule"),
+    [
+        (missed, "attention_scores"),
+        (vertical, "of_rows"),
+        (caveats, "_spills"),
+        (analysis, "_memory"),
+        (table, "read_log"),
+        (table, "edges_inside"),
+        (table.UnfusedEdges, "explain"),
+    ],
+)
 def test_every_kind_of_rule_may_raise(analysis_of, monkeypatch, room, rule):
     monkeypatch.setattr(room, rule, broken)
-    analysis = analysis_of()
-    assert len(failures(analysis)) == 1
-    assert analysis.missed
+    found = analysis_of()
+    assert len(failures(found)) == 1
+    assert [launch.name for launch in found.launches] == ["sums", "norm"]
+    assert found.missed
     with pytest.raises(KeyError):
         analysis_of(strict=True)
 
 
+def test_a_launch_whose_cost_raises_is_listed_without_traffic(analysis_of, monkeypatch):
+    monkeypatch.setattr(launch_rows, "flops_of", broken)
+    found = analysis_of()
+    assert len(failures(found)) == 1
+    assert [(launch.name, launch.bytes_read) for launch in found.launches] == [("sums", 0), ("norm", 0)]
+
+
 def test_the_check_of_somebody_elses_kernel_may_raise(analysis_of):
     kernel = Kernel(name="their_norm", pattern="rms_norm", package="theirs", unsupported=refuses)
-    analysis = analysis_of(catalogue=(kernel,))
-    (note,) = failures(analysis)
+    found = analysis_of(catalogue=(kernel,))
+    (note,) = failures(found)
     assert "their_norm.refusal failed (ValueError: of a shape that I did not expect, at test_rules.py:" in note
-    assert "their_norm does not take this: its check of these launches failed" in analysis.missed[0].remedy
+    assert "their_norm does not take this: its check of these launches failed" in found.missed[0].remedy
     with pytest.raises(ValueError, match="I did not expect"):
         analysis_of(catalogue=(kernel,), strict=True)
 
 
 def test_the_note_is_in_every_view(analysis_of, monkeypatch):
     monkeypatch.setattr(missed, "_RULES", (broken,))
-    analysis = analysis_of(label="f")
-    only = StrategyResult(name="f", description="", analysis=analysis)
+    found = analysis_of(label="f")
+    only = StrategyResult(name="f", description="", analysis=found)
     comparison = Comparison(title="f", baseline="f", strategies=(only,))
     terminal = io.StringIO()
     render_terminal(comparison, Console(file=terminal, width=200))
-    for text in (to_json(analysis), render_html(comparison), terminal.getvalue()):
+    for text in (to_json(found), render_html(comparison), terminal.getvalue()):
         assert "The rule broken failed" in text
 
 
