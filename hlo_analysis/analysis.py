@@ -99,11 +99,11 @@ def _assemble(
         for index, site in enumerate(table.sites)
     ]
     launches = tuple(row.launch for row in rows)
+    outputs = _outputs(module, flow)
     intermediates = find_intermediates(
-        [access for row in rows for access in row.writes], [access for row in rows for access in row.reads]
+        [access for row in rows for access in row.writes], [access for row in rows for access in row.reads], outputs
     )
     decisions = attempt(decide, (), capture, module, launch_of)
-    outputs = _outputs(module, flow)
     missed = rank(
         launches,
         intermediates,
@@ -160,7 +160,7 @@ def _total(launches: Sequence[Launch], intermediates: Sequence[Intermediate]) ->
         bytes_written=sum(launch.bytes_written * launch.repeat for launch in launches),
         flops=sum(launch.flops * launch.repeat for launch in launches),
         unfused_bytes=sum(launch.unfused_bytes * launch.repeat for launch in launches),
-        intermediate_bytes=sum(value.bytes_moved for value in intermediates),
+        intermediate_bytes=sum(value.avoidable_bytes for value in intermediates),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.program.dataflow import Source
@@ -36,12 +36,19 @@ class _Value:
     readers: dict[int, int] = field(default_factory=dict)
 
 
-def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tuple[Intermediate, ...]:
+def find_intermediates(
+    writes: Sequence[Access], reads: Sequence[Access], outputs: Collection[str] = ()
+) -> tuple[Intermediate, ...]:
     """Pairs each written value with its readers, in the order of writing.
 
     Values without a reader (results of the program) or without a writer (arguments) are left out, as are `own` reads.
     Values that a launch in a loop passes to its next iteration count. So a launch is among the readers of each of its
     inputs that a launch writes.
+
+    Args:
+        writes: of all launches.
+        reads: of all launches.
+        outputs: names of the values that the program returns, which are written even if nothing reads them.
     """
     values = {access.source: _Value(access) for access in writes}
     for access in reads:
@@ -60,6 +67,8 @@ def find_intermediates(writes: Sequence[Access], reads: Sequence[Access]) -> tup
             producer=value.written.launch,
             consumers=tuple(sorted(value.readers)),
             bytes_moved=value.written.bytes * value.written.repeat + sum(value.readers.values()),
+            required_bytes=min(value.written.bytes * value.written.repeat, value.written.size)
+            * (source.name in outputs),
         )
         for source, value in values.items()
         if value.readers

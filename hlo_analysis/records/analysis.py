@@ -28,7 +28,7 @@ class Traffic:
     flops: int
     unfused_bytes: int
     intermediate_bytes: int
-    """Traffic of the values that one launch writes to HBM and another reads."""
+    """Traffic of the values that one launch writes to HBM and another reads, without the writes of results."""
 
     @property
     def bytes(self) -> int:

@@ -54,6 +54,13 @@ class Intermediate:
     consumers: tuple[int, ...]
     bytes_moved: int
     """Written once, and read once per consumer, times `repeat`."""
+    required_bytes: int = 0
+    """The part of them that moves in any case: the program returns the value, so it is written once."""
+
+    @property
+    def avoidable_bytes(self) -> int:
+        """Returns the bytes that would not move if one launch held the value's producer and consumers."""
+        return self.bytes_moved - self.required_bytes
 
     def __repr__(self) -> str:
         readers = _numbers(self.consumers)

@@ -161,7 +161,7 @@ def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
         scope = analysis.launches[value.producer].scope
         plain = without_numbers(scope)
         layers.setdefault(plain, set()).add(scope)
-        totals[plain] = totals.get(plain, 0) + value.bytes_moved
+        totals[plain] = totals.get(plain, 0) + value.avoidable_bytes
     # The layer's number is left out if several layers contribute to the sum.
     names = {plain: next(iter(found)) if len(found) == 1 else plain for plain, found in layers.items()}
     return {names[plain]: size for plain, size in sorted(totals.items(), key=lambda item: -item[1])}

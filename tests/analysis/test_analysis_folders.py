@@ -85,6 +85,28 @@ def test_of_a_copy_updated_in_place_all_is_handed_on(tmp_path):
     assert between(tmp_path, copied) == {"copy": whole, "update_fusion": 512 + whole}
 
 
+def test_what_the_program_returns_is_written_anyway(tmp_path):
+    """Of the cache, which is returned, only the read by the second launch can be saved."""
+    between(
+        tmp_path,
+        CACHE.replace("BASE", "%copy").replace("  %update", "  %copy = f32[64,128]{1,0} copy(%cache)\n  %update"),
+    )
+    analysis = analyze(Capture.load(tmp_path))
+    whole, row = 64 * 128 * 4, 128 * 4
+    assert {value.name: value.avoidable_bytes for value in analysis.intermediates} == {
+        "copy": whole,
+        "update_fusion": whole,
+    }
+    assert analysis.traffic.intermediate_bytes == 2 * whole
+    assert sum(value.bytes_moved for value in analysis.intermediates) == 2 * whole + row
+
+
+def test_of_a_loops_result_the_last_write_is_needed(tmp_path):
+    between(tmp_path, LOOP)
+    (value,) = analyze(Capture.load(tmp_path)).intermediates
+    assert value.avoidable_bytes == (8 + 7) * 4096
+
+
 def test_of_a_folder_with_hlo_alone_the_choice_of_products_is_not_known(tmp_path):
     between(tmp_path, LOOP)
     assert gemm_choice(Capture.load(tmp_path).provenance) == "not known"
