@@ -113,7 +113,7 @@ def _assemble(
         donated=_donated(module),
         catalogue=kernels_for(catalogue, capture.manifest.compute_capability),
     )
-    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs))
+    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs, device))
     return Analysis(
         label=label,
         provenance=replace(provenance, notes=notes),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from hlo_analysis.patterns.launch_patterns import calls_python
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.program.launch_kinds import EMITTERS
-from hlo_analysis.records import OPAQUE_KINDS
+from hlo_analysis.records import OPAQUE_KINDS, Device
 from hlo_analysis.rules import gather
 
 _LARGE_PRODUCT = 10**9
@@ -24,13 +24,18 @@ _MANY = 8
 _PART = 0.05
 
 
-def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
+def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: Device) -> Iterator[str]:
     """Yields the notes in order.
 
     Args:
         launches: the launch table.
         outputs: names of the values that the program returns.
+        device: what it was compiled for.
     """
+    if device.is_cpu:
+        yield "The program was compiled for a CPU: missed fusions and remedies are known for GPUs, and none is listed."
+        yield from gather(_callbacks, launches)
+        return
     yield from gather(_slow_products, launches)
     yield from gather(_opaque_kernels, launches)
     yield from gather(_spills, launches)
@@ -72,13 +77,13 @@ def _opaque_kernels(launches: Sequence[LaunchRow]) -> Iterator[str]:
 
 
 def _spills(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """A note on kernels whose threads have too few registers, those that spill most first."""
+    """Notes the kernels that spill registers, those that spill most first."""
     spilling = {launch.kernel or launch.name: launch.spill_bytes for launch in launches if launch.spill_bytes}
     if spilling:
         ranked = sorted(spilling.items(), key=lambda entry: -entry[1])
         named = ", ".join(f"{name} ({size} bytes a thread)" for name, size in ranked[:_NAMED])
         rest = f" and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
-        yield f"Registers do not suffice, so that threads store values to memory and load them again: {named}{rest}."
+        yield f"Kernels that spill registers to memory: {named}{rest}."
 
 
 def _small_updates(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ The estimate is the longest of these times, plus the least time of a kernel:
 
 - memory: HBM traffic at the share of the bandwidth that kernels reach;
 - compute: matrix products at the part of the peak that the power limit allows, at the share that products or attention
-  kernels reach, and no faster than their blocks fill the cores (a last wave of few blocks leaves some cores idle);
+  kernels reach, and no faster than their blocks fill the multiprocessors (a last wave of few blocks leaves some idle);
 - link: bytes that a collective sends to other GPUs, at the full rate of the links, which nobody has measured here;
 - cache: strided reads, which take a sector of 32 bytes from the L2 cache for each element (`coalescing.py`);
 - for Triton fusions other than products, XLA's own estimate, which knows their tiles.
@@ -62,7 +62,7 @@ def estimate(
 
 
 def _filled(grid: Sequence[int] | None, device: Device) -> float:
-    """Returns the share of the cores that are busy, over all waves with one block per core."""
+    """Returns the share of the multiprocessors that are busy, over all waves with one block on each."""
     blocks = math.prod(grid) if grid else 0
     if not blocks or not device.core_count:
         return 1.0

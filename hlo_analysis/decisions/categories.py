@@ -44,8 +44,8 @@ CATEGORIES: dict[str, str] = {
     "often because the producer would be computed again for each user.",
     BITCAST_USERS: "The value is only re-labelled with another shape before a kernel that takes no fusion reads it; "
     "priority fusion weighs a producer only against users that compute.",
-    LIBRARY_CALL: "One end is a call of cuBLAS, cuDNN, cuSOLVER or the like: a finished kernel that XLA cannot fuse "
-    "anything into.",
+    LIBRARY_CALL: "One end is a call of cuBLAS, cuDNN, cuSOLVER or the like. XLA fuses into it only what the library "
+    "offers, such as cuBLASLt's epilogues: a bias, GELU or ReLU, the sum with another matrix.",
     CUSTOM_KERNEL: "One end is a kernel from outside XLA (Pallas, Triton, a foreign call), or a finished one of "
     "XLA's own (TopK): opaque to its passes.",
     MATRIX_PRODUCT: "The Triton matrix-product rewriter weighed this work as a prologue or epilogue and declined: it "

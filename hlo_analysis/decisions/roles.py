@@ -6,6 +6,7 @@ from typing import Literal
 
 from hlo_analysis.decisions.align import contents
 from hlo_analysis.hlo import Instruction, Module
+from hlo_analysis.hlo.attributes import gemm_config
 
 _LIBRARIES = (
     "__cublas",
@@ -28,6 +29,7 @@ _WHOLE = frozenset(
 UNFUSIBLE_CONSUMERS = _CONTROL | _WHOLE
 """Opcodes that no producer can be fused into."""
 
+_EPILOGUES = {"BIAS": "a bias", "GELU": "GELU", "RELU": "ReLU", "SILU": "SiLU"}
 _TOP_K = "__gpu$TopK"
 _PYTHON = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 
@@ -56,6 +58,13 @@ def origin_of_kernel(instruction: Instruction) -> str:
     if target.startswith(_PYTHON):
         return "a call back to Python on the host"
     return "a finished kernel of XLA's own" if target == _TOP_K else "a kernel from outside XLA"
+
+
+def library_epilogue(call: Instruction) -> list[str]:
+    """Names the work that XLA fused into a product of cuBLASLt."""
+    config = gemm_config(call)
+    found = ["the sum with another matrix"] if config.get("beta") else []
+    return found + [text for name, text in _EPILOGUES.items() if name in config.get("epilogue", "")]
 
 
 def generator_of(fusion: Instruction) -> str:

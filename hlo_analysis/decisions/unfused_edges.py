@@ -12,7 +12,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.explanations import Explanation, our_reason, without_reason, xla_reason
 from hlo_analysis.decisions.fold import Folded, LastVerdict
 from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogMessages, Refusal
-from hlo_analysis.decisions.roles import UNFUSIBLE_CONSUMERS, Role, origin_of_kernel, role_of
+from hlo_analysis.decisions.roles import UNFUSIBLE_CONSUMERS, Role, library_epilogue, origin_of_kernel, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES
 
@@ -123,7 +123,9 @@ class UnfusedEdges:
         if shared:
             text = f"XLA had fused the two into {min(shared)}, then took a library for the product, {call}"
             return our_reason(text, categories.LIBRARY_CALL, CONFIG_PASS)
-        return self._opaque(edge, roles, categories.LIBRARY_CALL, f"{call} is a library call")
+        held = library_epilogue(self._final[call])
+        text = f"{call} is a library call" + (f" with {' and '.join(held)} in its epilogue" if held else "")
+        return self._opaque(edge, roles, categories.LIBRARY_CALL, text)
 
     def _opaque(self, edge: Edge, roles: tuple[Role, Role], category: str, text: str) -> Explanation:
         """Explains an edge at a kernel that takes no fusion, quoting what a pass said before XLA chose that kernel."""

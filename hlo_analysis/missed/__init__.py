@@ -59,7 +59,8 @@ def rank(
 
     Of a value that must be written anyway only the reads are at stake: an output of the program, what the forward pass
     keeps for the backward pass, or a buffer that its reader updates in place. Attention scores need not be kept, since
-    a fused kernel computes them again.
+    a fused kernel computes them again. The rules know what XLA:GPU fuses and what helps there: of a program for a CPU
+    they say nothing.
 
     Args:
         launches: the launch table.
@@ -70,6 +71,8 @@ def rank(
         donated: names of the arguments whose buffers the program may overwrite.
         catalogue: kernels that remedies may name.
     """
+    if device.is_cpu:
+        return ()
     program = Program(
         launches=launches,
         intermediates=intermediates,

@@ -71,7 +71,7 @@ class Efficiency:
     kernel_us: float = 0.0
     """GPU time of a kernel that does almost nothing."""
     cache_bytes_per_clock: float = 0.0
-    """L2 cache bandwidth of strided reads, in bytes per core and clock; 0 if not known."""
+    """L2 cache bandwidth of strided reads, in bytes per multiprocessor and clock; 0 if not known."""
     source: str = ""
 
 
@@ -89,17 +89,33 @@ class Device:
     launch_overhead_us: float
     """Time that one more kernel costs in a row of kernels: its own least time and the gap to the next."""
     core_count: int = 0
-    """0 if not known."""
+    """Multiprocessors, which XLA calls cores; 0 if not known."""
     link_bandwidth: float = 0.0
     """Bytes per second that one GPU can send to the others of its host while it receives as many; 0 if not known."""
     clock_hz: float = 0.0
-    """The highest clock of the cores; 0 if not known."""
+    """The highest clock of the multiprocessors; 0 if not known."""
     efficiency: Efficiency = Efficiency()
     source: str
 
     def __repr__(self) -> str:
-        peaks = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in self.matrix_flops[:3])
-        return f"Device({self.name!r}, {self.memory_bandwidth / 1e12:.2f} TB/s, {peaks or 'no matrix'} TFLOP/s)"
+        peaks = ", ".join(self.matrix_peaks[:3]) or "no matrix units"
+        return f"Device({self.name!r}, {self.memory_bandwidth / 1e12:.2f} TB/s, {peaks})"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether XLA:CPU made the program: its peaks are round figures, and no remedy for GPUs applies to it."""
+        return self.name == "cpu"
+
+    @property
+    def memory_name(self) -> str:
+        """Returns what a report calls the memory that launches read and write."""
+        return "memory" if self.is_cpu else "HBM"
+
+    @property
+    def matrix_peaks(self) -> tuple[str, ...]:
+        """Returns the peaks as text; that of float32 is the rate of TF32, to which matrix units round its operands."""
+        names = {"f32": "f32 as TF32"}
+        return tuple(f"{names.get(name, name)} {peak / 1e12:.0f} TFLOP/s" for name, peak in self.matrix_flops)
 
     @property
     def gap_us(self) -> float:

@@ -389,8 +389,8 @@ TWO_STEPS = Remedy(
 )
 OWN_KERNEL = Remedy(
     kind="kernel",
-    text="one in the library's place, which does the work beside it, too: XLA cannot fuse other work into a library's "
-    "kernel",
+    text="one in the library's place, which does the work beside it, too: XLA fuses no more into a library's "
+    "kernel than the epilogues that it offers",
 )
 KEEP_TRITON = Remedy(
     kind="option",

@@ -331,12 +331,12 @@ def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
         return []
     origin: Provenance = analysis.provenance
     device = analysis.device
-    peaks = ", ".join(f"{name} {flops / 1e12:.0f} TFLOP/s" for name, flops in device.matrix_flops)
+    peaks = ", ".join((f"{device.memory_bandwidth / 1e12:.2f} TB/s", *device.matrix_peaks))
     facts = [
         ("Function", f"{origin.function}, {origin.mode}"),
         ("Arguments", ", ".join(origin.arguments)),
         ("Target", f"{origin.target}: {device.description}"),
-        ("Peaks of the roofline", f"{device.memory_bandwidth / 1e12:.2f} TB/s, {peaks} ({device.source})"),
+        ("Peaks of the roofline", f"{peaks} ({device.source})"),
         ("GEMM choice", sentences.gemm_choice(origin)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in origin.versions)),
         ("Captured", origin.created),

@@ -193,16 +193,17 @@ def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
 def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     # A single program is named by its label.
     is_plain = comparison.baseline == "xla" or len(comparison.strategies) == 1
+    memory = analysis.device.memory_name
     subject = "XLA" if is_plain else comparison.baseline
     parts = [
         f"On {target_name(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
         f"of this program"
     ]
     if comparison.unfused not in (None, comparison.baseline):
-        parts.append(f"fusion saves {saved_percent(comparison, comparison.baseline)} of the unfused HBM traffic")
+        parts.append(f"fusion saves {saved_percent(comparison, comparison.baseline)} of the unfused {memory} traffic")
     moved = analysis.traffic.intermediate_bytes
     if not moved:
-        parts.append("no value goes through HBM between launches")
+        parts.append(f"no value goes through {memory} between launches")
     else:
         where = ""
         scopes = intermediates_by_scope(analysis)
@@ -211,7 +212,7 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
             share = largest / sum(scopes.values())
             amount = "most of it" if share > 0.5 else f"{share:.0%} of it"
             where = f", {amount} from {scope_name(scope)}"
-        parts.append(f"{format_bytes(moved)} still goes through HBM between launches{where}")
+        parts.append(f"{format_bytes(moved)} still goes through {memory} between launches{where}")
     return "; ".join(parts) + "."
 
 

@@ -176,7 +176,7 @@ def _device(name: str, device_name: str, info: Message) -> Device:
         clock = float(info.scalar("clock_rate_ghz", "0")) * 1e9
         units = int(info.scalar("core_count")) * int(info.scalar("fpus_per_core", "128"))
         matrix, vector = _matrix_flops(info), 2.0 * units * clock
-        source = "peaks computed from XLA's target config (cores × units × clock)"
+        source = "peaks computed from XLA's target config (multiprocessors × units × clock)"
     return Device(
         name=name,
         description=device_name,

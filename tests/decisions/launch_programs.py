@@ -147,4 +147,5 @@ class Program:
                         bytes_moved=size * MIB * repeats,
                     )
                 )
-        return rank(self.launches, between, self.decisions, DEVICE, **{"catalogue": CATALOGUE, **options})
+        options = {"catalogue": CATALOGUE, "device": DEVICE, **options}
+        return rank(self.launches, between, self.decisions, **options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from launch_programs import Program
+from launch_programs import DEVICE, Program
 
 from hlo_analysis.caveats import notes_of
+from hlo_analysis.targets import CPU_DEVICE
 
 
 def optimizer(count: int, **fields: str) -> Program:
@@ -31,7 +32,7 @@ def test_small_arrays_that_are_updated_apart(
 ) -> None:
     program = optimizer(count, **fields)
     outputs = [launch.name for launch in program.launches] if returned else []
-    notes = list(notes_of(program.launches, outputs))
+    notes = list(notes_of(program.launches, outputs, DEVICE))
     assert len(notes) == is_noted
     for note in notes:
         assert note.startswith(
@@ -41,7 +42,7 @@ def test_small_arrays_that_are_updated_apart(
 
 def test_what_goes_over_the_hosts_bus_is_told() -> None:
     program = Program().launch("a", {"x": 1}, 1, "copy", host_bytes=3_000_000, repeat=4).launch("b", {"a": 1}, 1)
-    (note,) = notes_of(program.launches, ())
+    (note,) = notes_of(program.launches, (), DEVICE)
     assert note.startswith("4 launches move 12 MB between the GPU's memory and the host's: counted apart")
 
 
@@ -49,7 +50,7 @@ def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
     hlo = '%c = f32[] custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"'
     program = Program().launch("x", {"a": 9}, 9).launch("c", {"x": 9}, 9, "custom_call", hlo=hlo, repeat=3)
     program.launch("y", {"c": 9}, 9)
-    (note,) = notes_of(program.launches, ())
+    (note,) = notes_of(program.launches, (), DEVICE)
     assert note.startswith("The program calls back to Python on the host, 3 times in a run (c), and waits for it")
     assert program.rank() == ()
 
@@ -58,9 +59,17 @@ def test_kernels_that_spill_are_named_once_those_that_spill_most_first() -> None
     program = Program().launch("a", {"x": 1}, 1).launch("b", {"a": 1}, 1, kernel="k", spill_bytes=8)
     program.launch("c", {"b": 1}, 1, kernel="k", spill_bytes=8).launch("d", {"c": 1}, 1, spill_bytes=1044)
     program.launch("e", {"d": 1}, 1, spill_bytes=0)
-    (note,) = notes_of(program.launches, ())
-    assert note.endswith("load them again: d (1044 bytes a thread), k (8 bytes a thread).")
+    (note,) = notes_of(program.launches, (), DEVICE)
+    assert note == "Kernels that spill registers to memory: d (1044 bytes a thread), k (8 bytes a thread)."
     for number in range(4):
         program.launch(f"f{number}", {"e": 1}, 1, spill_bytes=4)
-    (note,) = notes_of(program.launches, ())
+    (note,) = notes_of(program.launches, (), DEVICE)
     assert note.endswith("f1 (4 bytes a thread), f2 (4 bytes a thread) and 1 more.")
+
+
+def test_of_a_program_for_a_cpu_no_remedy_is_listed() -> None:
+    program = Program().launch("a", {"x": 100}, 100, spill_bytes=8).launch("b", {"a": 100}, 50)
+    (note,) = notes_of(program.launches, (), CPU_DEVICE)
+    assert note.startswith("The program was compiled for a CPU")
+    assert program.rank()
+    assert program.rank(device=CPU_DEVICE) == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hlo_analysis.decisions import categories, decide
 from hlo_analysis.hlo import parse_module
 
@@ -35,3 +37,36 @@ def test_what_takes_no_fusion_is_told_where_another_user_was_priced() -> None:
     (decision,) = decide(Texts(), parse_module(HLO), {"part": 0, "sorted": 1})
     assert (decision.verdict, decision.category) == ("ineligible", categories.CONSUMER)
     assert decision.reason == "[sorted sorts, and takes no fusion]"
+
+
+PRODUCT = """HloModule m
+
+ENTRY %main {
+  %x = bf16[64,64] parameter(0)
+  %n = bf16[64,64] negate(%x)
+  %p = bf16[64,64] custom-call(%n, %x, %x), custom_call_target="__cublas$lt$matmul", backend_config=CONFIG
+  ROOT %t = bf16[64,64] tanh(%p)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"beta":0,"epilogue":"DEFAULT"}', "p is a library call"),
+        ('{"beta":0,"epilogue":"BIAS_GELU"}', "p is a library call with a bias and GELU in its epilogue"),
+        ('{"beta":1,"epilogue":"DEFAULT"}', "p is a library call with the sum with another matrix in its epilogue"),
+    ],
+)
+def test_what_a_library_took_is_told(config: str, words: str) -> None:
+    class Texts:
+        def text(self, key: str) -> str | None:
+            return None
+
+    decisions = decide(
+        Texts(),
+        parse_module(PRODUCT.replace("CONFIG", f'{{"gemm_backend_config":{config}}}')),
+        {"n": 0, "p": 1, "t": 2},
+    )
+    apart = [decision for decision in decisions if decision.verdict != "fused"]
+    assert {decision.reason for decision in apart} == {f"[{words}]"}

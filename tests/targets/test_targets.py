@@ -39,6 +39,7 @@ def test_facts_of_shipped_targets(name: str) -> None:
     assert target.device.vector_flops < peaks["f32"]
     assert target.device.launch_overhead_us == 2.4
     assert "datasheet" in target.device.source or "whitepaper" in target.device.source
+    assert f"f32 as TF32 {peaks['f32'] / 1e12:.0f} TFLOP/s" in target.device.matrix_peaks
     text = target.config_text
     assert text.startswith("# ")
     assert "Source:" in text[:200], "every target says where its figures come from"

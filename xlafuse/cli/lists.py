@@ -14,7 +14,7 @@ def print_targets() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("target", no_wrap=True)
-    for heading in ("TB/s", "bf16 TFLOP/s", "cores"):
+    for heading in ("TB/s", "bf16 TFLOP/s", "multiprocessors"):
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("GEMM choice", overflow="fold")
     table.add_column("what it is", overflow="fold")

@@ -76,8 +76,8 @@ def _conclude(result: StudyResult) -> Conclusion:
             f"Of {len(result.cases)} programs {len(differing)} become different launches or bytes on different GPUs"
             + (f" (launches: {launches})." if differing else "."),
             f"By the roofline, fusion gains in the mean: {shown}.",
-            "The decisions are XLA's cost model's, which is given each GPU's bandwidth, clock and cores; product "
-            "kernels are replayed for the H200 and XLA's default elsewhere, which differs by itself.",
+            "The decisions are XLA's cost model's, which is given each GPU's bandwidth, clock and multiprocessors; "
+            "product kernels are replayed for the H200 and XLA's default elsewhere, which differs by itself.",
         ),
         findings=(
             Finding(

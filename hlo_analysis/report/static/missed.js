@@ -60,7 +60,7 @@ function showWorst() {
 function showMissed(name, count = FIRST_SHOWN) {
   const groups = missedGroups(name);
   const none = strategies.get(name).totals.between
-    ? "None: values between launches are small beside the launches' other traffic, or must be written anyway."
+    ? "None: values between launches are small beside the launches' other traffic, or must be written anyway; of a program for a CPU, nothing is listed."
     : "None: no value goes through HBM between launches.";
   const list = document.getElementById("missed-list");
   list.replaceChildren(...(groups.length ? missedCards(name, groups, count) : [el("li", { className: "empty", textContent: none })]));

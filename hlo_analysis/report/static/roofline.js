@@ -11,7 +11,7 @@ const timeOf = (launch) => launch.measured ?? launch.estimate;
 function roofsOf({ device }, launches) {
   const used = new Set(launches.flatMap((launch) => launch.inputs.map(([, shape]) => shape.split("[")[0])));
   const roofs = new Map([[device.vector, ["vector units"]]]);
-  for (const [type, rate] of device.matrix) if (used.has(type)) roofs.set(rate, [...(roofs.get(rate) ?? []), type]);
+  for (const [type, rate] of device.matrix) if (used.has(type)) roofs.set(rate, [...(roofs.get(rate) ?? []), type === "f32" ? "f32 as TF32" : type]);
   return [...roofs].filter(([rate]) => rate > 0).sort(([a], [b]) => b - a);
 }
 
