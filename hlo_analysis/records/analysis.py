@@ -176,7 +176,7 @@ class Analysis:
     def __repr__(self) -> str:
         return (
             f"Analysis({self.label!r} on {self.provenance.target}: {self.launch_count} launches, "
-            f"{self.traffic.bytes:,} bytes of HBM traffic, roofline {self.roofline_us:.1f} us, "
+            f"{self.traffic.bytes:,} bytes of {self.device.memory_name} traffic, roofline {self.roofline_us:.1f} us, "
             f"{len(self.decisions)} decisions, {len(self.missed)} missed fusions)"
         )
 

@@ -246,7 +246,7 @@ def _best_sentence(comparison: Comparison) -> str:
         return ""
     partial = [result.name for result, analysis in done if is_lower_bound(analysis, base.analysis)]
     done = [(result, analysis) for result, analysis in done if result.name not in partial]
-    return " ".join(filter(None, [_lowest_roofline(base.analysis, done), _partial_sentence(partial)]))
+    return " ".join(filter(None, [_lowest_roofline(base.name, base.analysis, done), _partial_sentence(partial)]))
 
 
 def _partial_sentence(names: Sequence[str]) -> str:
@@ -257,13 +257,13 @@ def _partial_sentence(names: Sequence[str]) -> str:
     return f"The roofline time of {listed} is a lower bound: XLA cannot see the matrix products in their kernels."
 
 
-def _lowest_roofline(base: Analysis, done: Sequence[tuple[StrategyResult, Analysis]]) -> str:
+def _lowest_roofline(name: str, base: Analysis, done: Sequence[tuple[StrategyResult, Analysis]]) -> str:
     if len(done) < 2:
         return ""
     best, analysis = min(done, key=lambda item: item[1].roofline_us)
     if analysis.roofline_us >= base.roofline_us * 0.995:
         if len(done) == 2:
-            other = next(result.name for result, other in done if other is not base)
+            other = next(result.name for result, _ in done if result.name != name)
             return f"{other} has no lower roofline time (estimated)."
         return f"None of the other {len(done) - 1} strategies has a lower roofline time (estimated)."
     traffic = format_change(analysis.traffic.bytes, base.traffic.bytes)

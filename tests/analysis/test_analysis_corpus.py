@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from hlo_analysis import Capture, DumpError, analyze
+from hlo_analysis import Analysis, Capture, Comparison, DumpError, analyze, from_json, to_json
+from hlo_analysis.explain import edges_of
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.program.dataflow import Dataflow
 from hlo_analysis.program.launch_sites import find_launches
 from hlo_analysis.program.thunks import WAITS, parse_thunk_sequence
-from hlo_analysis.records import Memory
+from hlo_analysis.records import Memory, StrategyResult
+from hlo_analysis.report import render_html, render_terminal
+from hlo_analysis.report.edges import edge_story
+from xlafuse.catalogue import KERNELS
 
 CONTAINERS = ("kSequential", "kWhile", "kConditional", "kAsyncStart", "kDynamicSliceFusion")
 
@@ -108,6 +114,25 @@ def test_producers_are_launches_that_write_the_value(analyses):
         for value in analysis.intermediates:
             assert value.name in {out.name for out in analysis.launches[value.producer].outputs}
             assert value.consumers, (name, value)
+
+
+def test_a_launch_is_among_the_readers_of_each_of_its_inputs(analyses):
+    for name, analysis in analyses.items():
+        readers = {value.name: value.consumers for value in analysis.intermediates}
+        for launch in analysis.launches:
+            for value in launch.inputs:
+                assert value.producer is None or launch.index in readers[value.name], (name, launch.name, value.name)
+
+
+def test_every_program_has_every_view(corpus):
+    for name, capture in corpus.items():
+        analysis = analyze(capture, label=name, catalogue=KERNELS)
+        only = StrategyResult(name=name, description="", analysis=analysis)
+        comparison = Comparison(title=name, baseline=name, strategies=(only,))
+        render_terminal(comparison, Console(file=io.StringIO(), width=80))
+        assert name in render_html(comparison)
+        assert from_json(Analysis, to_json(analysis)) == analysis, name
+        assert all(edge_story(analysis, edge) for edge in edges_of(analysis)), name
 
 
 def test_totals_are_sums_over_launches(analyses):

@@ -112,6 +112,8 @@ def test_one_other_program_without_a_lower_roofline_is_named(comparison: Compari
     base, best = comparison["xla"], comparison["xla_cudnn"]
     two = replace(comparison, unfused=None, strategies=(base, best), baseline="xla_cudnn")
     assert verdict(two).endswith("xla has no lower roofline time (estimated).")
+    same = replace(two, strategies=(replace(base, analysis=best.analysis), best))
+    assert verdict(same).endswith("xla has no lower roofline time (estimated).")
 
 
 def test_memory_that_nothing_was_said_of_is_no_zero(comparison: Comparison):
