@@ -44,7 +44,7 @@ def edge_story(analysis: Analysis, edge: Edge) -> list[str]:
         went = f"{value}, {format_bytes(edge.bytes)}, goes" if edge.bytes else "A value goes"
         head = [
             f"{_name(producer)} → {_name(consumer)}",
-            f"{went} from one to the other through HBM.",
+            f"{went} from one to the other through {analysis.device.memory_name}.",
             "",
             *_work("producer", producer),
             *_work("consumer", consumer),
