@@ -104,7 +104,9 @@ def _assemble(
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads], outputs
     )
     decisions = attempt(decide, (), capture, module, launch_of)
-    missed = rank(
+    missed = attempt(
+        rank,
+        (),
         launches,
         intermediates,
         decisions,
