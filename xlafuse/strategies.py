@@ -169,7 +169,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="best",
             description=(
-                "Each site by what was measured to be the fastest at this shape: our kernel, cuDNN's attention, or XLA."
+                "Each site by what was fastest when it alone was measured: our kernel, cuDNN's attention, or XLA."
             ),
             plan=_BEST,
             compiler_options=_PRODUCTS_APART,

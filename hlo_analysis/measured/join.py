@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from hlo_analysis.errors import DumpError
-from hlo_analysis.measured.profile import KernelEvent, Profile
+from hlo_analysis.measured.profile import UNNAMED_GPU, KernelEvent, Profile
 from hlo_analysis.records import Analysis, Launch, LaunchKind, LaunchTime, Measured
 
 _ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "collective", "mosaic", "jax_triton"})
 """Kinds of launches without a known kernel name that run at least one kernel; a custom call may run none."""
 _MOST_KERNELS = 8
 """The most kernels of one library call; more kernels with unknown names belong to another program."""
+_COMPILERS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+"""Packages whose version decides what XLA compiles."""
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
@@ -101,14 +103,33 @@ def _idle_us(events: Sequence[KernelEvent]) -> float:
 def with_measured(analysis: Analysis, measured: Measured) -> Analysis:
     """Returns the analysis with the measured times added, to itself and to its launches.
 
+    Of a run on another GPU or of another version only the totals are added, with `Measured.differs` and a note.
+
     Raises:
       ProfileMismatchError: another program was measured; says which launch differs first.
     """
     if measured.launches:
         _check(analysis, measured)
+    measured = _on_equal_terms(analysis, measured)
     times = {time.launch: time.median_us for time in measured.launches}
     launches = tuple(replace(launch, measured_us=times.get(launch.index)) for launch in analysis.launches)
     return replace(analysis, launches=launches, measured=measured)
+
+
+def _on_equal_terms(analysis: Analysis, measured: Measured) -> Measured:
+    """Returns the measurement with `differs`, and without times of launches, if another GPU or version was measured."""
+    if measured.differs:
+        return measured
+    gpu, ran = analysis.device.description, dict(measured.environment)
+    is_known = gpu.startswith("NVIDIA") and measured.device != UNNAMED_GPU
+    if is_known and not gpu.startswith(measured.device):
+        note = f"Measured on an {measured.device}; this program is compiled for an {gpu}."
+        return replace(measured, differs="another GPU", launches=(), notes=(*measured.notes, note))
+    for name, version in analysis.provenance.versions:
+        if name in _COMPILERS and ran.get(name, version) != version:
+            note = f"Measured with {name} {ran[name]}; this program is compiled with {version}."
+            return replace(measured, differs="another version", launches=(), notes=(*measured.notes, note))
+    return measured
 
 
 def _check(analysis: Analysis, measured: Measured) -> None:

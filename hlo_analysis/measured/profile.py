@@ -9,6 +9,8 @@ from typing import Any
 
 from hlo_analysis.errors import DumpError
 
+UNNAMED_GPU = "NVIDIA GPU"
+"""The device of an older profile, which does not state its name."""
 _GPU_PLANE = "/device:GPU:"
 _STREAM = "Stream #"
 _NO_WORK = frozenset(("MemoryAlloc", "MemoryFree", "MemoryResidency", "Overhead", "CudaGraph"))
@@ -76,7 +78,7 @@ def _profile_file(path: Path) -> Path:
 
 
 def _device(plane: Any) -> str:
-    return str(dict(plane.stats).get("gpu_device_name", "NVIDIA GPU"))  # older profiles do not state the name
+    return str(dict(plane.stats).get("gpu_device_name", UNNAMED_GPU))
 
 
 def _events(plane: Any) -> tuple[KernelEvent, ...]:

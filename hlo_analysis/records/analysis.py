@@ -109,7 +109,7 @@ class Device:
     @property
     def memory_name(self) -> str:
         """Returns what a report calls the memory that launches read and write."""
-        return "memory" if self.is_cpu else "HBM"
+        return "memory" if self.is_cpu or "RTX" in self.description else "HBM"
 
     @property
     def matrix_peaks(self) -> tuple[str, ...]:

@@ -56,15 +56,15 @@ class StrategyResult:
 
     @property
     def measured_us(self) -> float | None:
-        """Returns the measured GPU time of all kernels of one call, or None if no GPU ran it."""
+        """Returns the measured GPU time of all kernels of one call, or None if no such GPU ran this program."""
         measured = None if self.analysis is None else self.analysis.measured
-        return None if measured is None else measured.kernel_us
+        return None if measured is None or measured.differs else measured.kernel_us
 
     @property
     def wall_us(self) -> float | None:
-        """Returns the measured wall-clock time of one call, or None if it was not measured."""
+        """Returns the measured wall-clock time of one call, or None if it was not measured of this program."""
         measured = None if self.analysis is None else self.analysis.measured
-        return None if measured is None else measured.wall_us
+        return None if measured is None or measured.differs else measured.wall_us
 
 
 @dataclass(frozen=True, kw_only=True)

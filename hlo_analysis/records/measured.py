@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,9 @@ class Measured:
     launches: tuple[LaunchTime, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     """Driver, clocks, power limit, versions."""
+    differs: Literal["", "older program", "another GPU", "another version"] = ""
+    """What was not measured as it was analysed; '' if this program was, on this GPU, as these versions compile it. With
+    a difference only the totals stay, which are no times of this program."""
     notes: tuple[str, ...] = ()
     """Reasons to doubt the numbers, in sentences."""
 

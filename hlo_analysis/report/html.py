@@ -14,12 +14,13 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hlo_analysis.records import Analysis, Comparison, Launch, Provenance, ScopeRow, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Launch, Measured, Provenance, ScopeRow, StrategyResult
 from hlo_analysis.report import formats, launch_families, sentences
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.payload import embedded_json, page_ptx, payload, totals
+from hlo_analysis.report.ranking import is_lower_bound, ranking, rival
 from hlo_analysis.report.similar_layers import fold_layers, without_numbers
-from hlo_analysis.report.times import measured_sentences, rival
+from hlo_analysis.report.times import measured_sentences
 
 STYLES = ("page.css", "tables.css", "sections.css", "charts.css", "missed.css")
 SCRIPTS = (
@@ -48,6 +49,11 @@ def render_html(comparison: Comparison) -> str:
         KeyError: the comparison's baseline is not one of its strategies.
     """
     base = comparison[comparison.baseline]
+    shown = base.analysis or next((each.analysis for each in comparison.strategies if each.analysis), None)
+    memory = "HBM" if shown is None else shown.device.memory_name
+    strategies = [
+        _strategy(comparison, result, base.analysis, units_of(comparison)) for result in comparison.strategies
+    ]
     script = Markup(_static(SCRIPTS))
     ptx = page_ptx(comparison)
     units = units_of(comparison)
@@ -60,8 +66,9 @@ def render_html(comparison: Comparison) -> str:
             is_alone=sum(result.analysis is not None for result in comparison.strategies) < 2,
             units=units,
             verdict=sentences.verdict_sentences(comparison),
-            strategies=[_strategy(comparison, result, base.analysis, units) for result in comparison.strategies],
+            strategies=strategies,
             rival=rival(comparison),
+            ranking=ranking(comparison),
             tiles=_tiles(comparison, base, base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
@@ -73,6 +80,11 @@ def render_html(comparison: Comparison) -> str:
             measured_notes=[note for _, note in measured_sentences(comparison)],
             families=_families_present(comparison),
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
+            has_stale=any(each["stale"] for each in strategies),
+            memory=memory,
+            memory_title=memory[0].upper() + memory[1:],
+            is_gpu=shown is None or not shown.device.is_cpu,
+            compiled_by="" if shown is None else sentences.compiled_by(shown.provenance),
             has_wall=any(result.wall_us is not None for result in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),
             data=Markup(embedded_json(payload(comparison, ptx))),
@@ -99,6 +111,7 @@ def _environment() -> Environment:
         us=formats.format_us,
         family=launch_families.family_of,
         breakable=_breakable,
+        last_scope=sentences.last_scope,
     )
     environment.globals.update(change=formats.format_change, family_descriptions=launch_families.FAMILIES)
     return environment
@@ -127,6 +140,7 @@ def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | N
         "analysis": analysis,
         "numerics": sentences.numerics_text(result.numerics),
         "sites": result.sites,
+        "stale": _stale(result),
     }
     if analysis is None:
         return shown
@@ -136,10 +150,16 @@ def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | N
         "saved_percent": sentences.saved_percent(comparison, result.name),
         "roofline": sentences.roofline_text(analysis, base, units.time),
         "estimate": sentences.estimate_text(analysis, base, units.time),
-        "is_lower_bound": sentences.is_lower_bound(analysis, base),
+        "is_lower_bound": is_lower_bound(analysis, base),
         "gemm": sentences.gemm_choice(analysis.provenance),
         "kinds": sorted(analysis.launches_by_kind.items(), key=lambda item: _family_place(item[0])),
     }
+
+
+def _stale(result: StrategyResult) -> Measured | None:
+    """Returns a measurement that is not of this program, on this GPU and of this version, if it has a time."""
+    measured = None if result.analysis is None else result.analysis.measured
+    return measured if measured and measured.differs and measured.kernel_us is not None else None
 
 
 def _family_place(kind: str) -> int:
@@ -178,7 +198,13 @@ def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> 
         theirs = f"{other.name}: {sentences.saved_percent(comparison, other.name)}" if other else ""
         percent = sentences.saved_percent(comparison, comparison.baseline)
         saved_tile = [Tile(label="Saved by fusion", number=percent, remark=in_all, how="counted", beside=theirs)]
-    timed = base.measured_us
+    timed, stale = base.measured_us, _stale(base)
+    usual = "what kernels usually take"
+    if analysis.device.is_cpu:
+        usual = "at round figures, not those of a CPU: 100 GB/s and 1 TFLOP/s"
+    elif stale is not None:
+        usual += f"; {stale.differs}: {formats.format_us(stale.kernel_us or 0)}"
+    name = analysis.device.memory_name
     return [
         Tile(
             label="Launches",
@@ -188,7 +214,7 @@ def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> 
             beside=beside(lambda _, it: it.launch_count, lambda count: f"{count:,.0f}"),
         ),
         Tile(
-            label="HBM traffic",
+            label=f"{name[0].upper()}{name[1:]} traffic",
             number=formats.format_bytes(traffic.bytes),
             remark="read and written",
             how="counted",
@@ -198,21 +224,21 @@ def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> 
         Tile(
             label="Between launches",
             number=formats.format_bytes(traffic.intermediate_bytes),
-            remark="written by one launch, read by others",
+            remark="written by one launch, read by others; writes of outputs left out",
             how="counted",
             beside=beside(lambda _, it: it.traffic.intermediate_bytes, formats.format_bytes),
         ),
         Tile(
             label="Roofline time",
             number=formats.format_us(analysis.roofline_us),
-            remark=f"{formats.format_flops(traffic.flops)}, {traffic.intensity:.0f} FLOP/B",
+            remark=f"{formats.format_flops(traffic.flops)}, {formats.format_intensity(traffic.intensity)}",
             how="estimated",
             beside=beside(lambda _, it: it.roofline_us, formats.format_us),
         ),
         Tile(
             label="Time",
             number=formats.format_us(analysis.estimated_us if timed is None else timed),
-            remark="what kernels usually take"
+            remark=usual
             if timed is None
             else f"GPU time of all kernels; the estimate is {formats.format_us(analysis.estimated_us)}",
             how="estimated" if timed is None else "measured",
@@ -284,7 +310,8 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
                     "heat": round(cell.roofline_us / largest, 3),
                 }
             )
-        parent, _, name = row.scope.rpartition("/")
+        name = sentences.last_scope(row.scope) if any(map(str.isalpha, row.scope)) else row.scope
+        parent = row.scope[: len(row.scope) - len(name)].rstrip("/")
         rows.append(
             {"scope": row.scope, "parent": parent, "name": name, "phase": row.phase, "cells": cells, "alike": ""}
         )

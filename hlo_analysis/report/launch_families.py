@@ -5,7 +5,10 @@ from __future__ import annotations
 from hlo_analysis.records import LaunchKind
 
 FAMILIES: dict[str, tuple[str, str]] = {
-    "library": ("library", "A call of cuBLAS or cuDNN. XLA cannot fuse other operations into it."),
+    "library": (
+        "library",
+        "A call of cuBLAS or cuDNN. It takes in no more than the library offers, as a bias after a product.",
+    ),
     "triton-gemm": (
         "Triton GEMM",
         "A matrix product that XLA generates through Triton and fuses with elementwise work.",

@@ -241,6 +241,8 @@ def _trial(trial: Trial | None) -> dict[str, Any] | None:
 def _device(device: Device) -> dict[str, Any]:
     """Returns the roofs of the roofline chart: bytes per second, and FLOP/s by element type."""
     return {
+        "memory": device.memory_name,
+        "isCpu": device.is_cpu,
         "bandwidth": device.memory_bandwidth,
         "matrix": device.matrix_flops,
         "vector": device.vector_flops,

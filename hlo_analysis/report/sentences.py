@@ -17,6 +17,7 @@ from hlo_analysis.records import (
     Trial,
 )
 from hlo_analysis.report.formats import Unit, format_bytes, format_change, format_us, plural
+from hlo_analysis.report.ranking import Ranking, is_lower_bound, ranking
 from hlo_analysis.report.similar_layers import without_numbers
 
 AT_LEAST = "≥\N{NO-BREAK SPACE}"
@@ -36,6 +37,14 @@ TARGET_NAMES = {
 def target_name(name: str) -> str:
     """Returns the target's name as used in a sentence."""
     return TARGET_NAMES.get(name, name)
+
+
+def compiled_by(provenance: Provenance) -> str:
+    """Names the versions that decide what XLA makes: 'jax 0.11.2', with packages of other versions; '' if unknown."""
+    versions = dict(provenance.versions)
+    main = versions.get("jax", "")
+    compilers = {name: version for name, version in versions.items() if name.startswith("jax") and version != main}
+    return ", ".join(f"{name} {version}" for name, version in {"jax": main, **compilers}.items() if version)
 
 
 def seconds_to_compile(comparison: Comparison) -> str:
@@ -74,10 +83,19 @@ def numerics_text(numerics: Numerics | None) -> str:
     return ratio if numerics.passed else f"FAILED: {ratio}"
 
 
+def last_scope(scope: str) -> str:
+    """Returns the last part of a scope, with those before it as long as it has no letter: 'layers/3', 'scope 3'."""
+    parts = scope.split("/")
+    named = next((place for place in reversed(range(len(parts))) if any(map(str.isalpha, parts[place]))), None)
+    return "/".join(parts[named:]) if named is not None else scope and f"scope {scope}"
+
+
 def scope_name(scope: str) -> str:
-    """Returns a readable scope: its last part, or a phrase if the program named none."""
-    last = scope.rsplit("/", 1)[-1].replace("*", "").strip("_").replace("_", " ")
-    return last if scope else "launches without a scope"
+    """Returns a scope as it is used in a sentence; numbers of layers may be '*', and '' is no scope."""
+    if not any(map(str.isalnum, scope)):
+        return "numbered scopes" if "*" in scope else "launches without a scope or source line"
+    parts = (part.strip("_").replace("_", " ") for part in last_scope(scope).replace("*", "").split("/"))
+    return " ".join(part for part in parts if any(map(str.isalnum, part)))
 
 
 def saved_percent(comparison: Comparison, name: str) -> str:
@@ -154,13 +172,16 @@ def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
 
 
 def intermediates_by_scope(analysis: Analysis) -> dict[str, int]:
-    """Sums the bytes that values move between launches by producing scope, largest first; layers count as one scope."""
+    """Sums the bytes that values move between launches by producing scope, largest first; layers count as one scope.
+
+    Launches without a scope count under their source line, or ''.
+    """
     totals: dict[str, int] = {}
     layers: dict[str, set[str]] = {}
     for value in analysis.intermediates:
-        scope = analysis.launches[value.producer].scope
-        plain = without_numbers(scope)
-        layers.setdefault(plain, set()).add(scope)
+        producer = analysis.launches[value.producer]
+        plain = without_numbers(producer.scope) or producer.group
+        layers.setdefault(plain, set()).add(producer.group)
         totals[plain] = totals.get(plain, 0) + value.avoidable_bytes
     # The layer's number is left out if several layers contribute to the sum.
     names = {plain: next(iter(found)) if len(found) == 1 else plain for plain, found in layers.items()}
@@ -178,7 +199,7 @@ def caveats(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Returns one or two sentences about the baseline and the strategy with the lowest roofline time."""
+    """Returns one or two sentences about the baseline and the fastest strategy."""
     return " ".join(verdict_sentences(comparison))
 
 
@@ -191,9 +212,9 @@ def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
+    memory = analysis.device.memory_name
     # A single program is named by its label.
     is_plain = comparison.baseline == "xla" or len(comparison.strategies) == 1
-    memory = analysis.device.memory_name
     subject = "XLA" if is_plain else comparison.baseline
     parts = [
         f"On {target_name(analysis.provenance.target)}, {subject} makes {plural(analysis.launch_count, 'launch')} "
@@ -205,25 +226,20 @@ def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
     if not moved:
         parts.append(f"no value goes through {memory} between launches")
     else:
-        where = ""
-        scopes = intermediates_by_scope(analysis)
-        if any(scopes):  # otherwise the program names no scope
-            scope, largest = next(iter(scopes.items()))
-            share = largest / sum(scopes.values())
-            amount = "most of it" if share > 0.5 else f"{share:.0%} of it"
-            where = f", {amount} from {scope_name(scope)}"
-        parts.append(f"{format_bytes(moved)} still goes through {memory} between launches{where}")
+        parts.append(f"{format_bytes(moved)} still goes through {memory} between launches{_largest_part(analysis)}")
     return "; ".join(parts) + "."
 
 
-_PRODUCT_KINDS = ("cublas", "cublaslt", "cudnn", "triton_gemm")
-
-
-def is_lower_bound(analysis: Analysis, base: Analysis | None) -> bool:
-    """Whether a roofline time omits matrix products that the baseline counts, those inside opaque kernels."""
-    products = () if base is None else (launch for launch in base.launches if launch.kind in _PRODUCT_KINDS)
-    counted = sum(launch.flops * launch.repeat for launch in products)
-    return analysis.has_opaque_kernels and analysis.traffic.flops < counted / 2
+def _largest_part(analysis: Analysis) -> str:
+    """Names the scope, or the source line, that most of the traffic between launches comes from."""
+    scopes = intermediates_by_scope(analysis)
+    if not any(scopes):  # neither scopes nor source lines are known
+        return ""
+    scope, largest = next(iter(scopes.items()))
+    share = largest / sum(scopes.values())
+    amount = "all of it" if share == 1 else "most of it" if share > 0.5 else f"{share:.0%} of it"
+    is_line = any(launch.source == scope for launch in analysis.launches)
+    return f", {amount} from {scope if is_line else scope_name(scope)}"
 
 
 def roofline_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
@@ -237,16 +253,15 @@ def estimate_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
 
 
 def _best_sentence(comparison: Comparison) -> str:
-    """Describes the strategy with the lowest roofline time, if it is not the baseline."""
+    """Names the fastest strategy, if it is not the baseline, and by which times it is."""
     base = comparison[comparison.baseline]
-    done: list[tuple[StrategyResult, Analysis]] = [
-        (result, result.analysis) for result in comparison.strategies if result.analysis is not None
-    ]
-    if base.analysis is None or len(done) < 2:
+    if base.analysis is None or sum(each.analysis is not None for each in comparison.strategies) < 2:
         return ""
-    partial = [result.name for result, analysis in done if is_lower_bound(analysis, base.analysis)]
-    done = [(result, analysis) for result, analysis in done if result.name not in partial]
-    return " ".join(filter(None, [_lowest_roofline(base.name, base.analysis, done), _partial_sentence(partial)]))
+    ranked = ranking(comparison)
+    partial = [
+        each.name for each in comparison.strategies if each.analysis and is_lower_bound(each.analysis, base.analysis)
+    ]
+    return " ".join(filter(None, [_fastest_sentence(base, ranked), _partial_sentence(partial)]))
 
 
 def _partial_sentence(names: Sequence[str]) -> str:
@@ -257,18 +272,18 @@ def _partial_sentence(names: Sequence[str]) -> str:
     return f"The roofline time of {listed} is a lower bound: XLA cannot see the matrix products in their kernels."
 
 
-def _lowest_roofline(name: str, base: Analysis, done: Sequence[tuple[StrategyResult, Analysis]]) -> str:
-    if len(done) < 2:
+def _fastest_sentence(base: StrategyResult, ranked: Ranking) -> str:
+    best, time = ranked.winner, ranked.time_of
+    if best is None or best.analysis is None or base.analysis is None:
         return ""
-    best, analysis = min(done, key=lambda item: item[1].roofline_us)
-    if analysis.roofline_us >= base.roofline_us * 0.995:
-        if len(done) == 2:
-            other = next(result.name for result, _ in done if result.name != name)
-            return f"{other} has no lower roofline time (estimated)."
-        return f"None of the other {len(done) - 1} strategies has a lower roofline time (estimated)."
-    traffic = format_change(analysis.traffic.bytes, base.traffic.bytes)
-    time = format_change(analysis.roofline_us, base.roofline_us)
+    if best is base:
+        others = [result.name for result in ranked.results if result is not base]
+        none = f"{others[0]} is not" if len(others) == 1 else f"None of the other {len(others)} strategies is"
+        return f"{none} faster ({ranked.how})."
+    launches = plural(best.analysis.launch_count, "launch")
     return (
-        f"Lowest roofline of the {len(done)} strategies: {best.name}, {time} estimated time and {traffic} HBM traffic "
-        f"in {plural(analysis.launch_count, 'launch')}."
+        f"Fastest of the {len(ranked.results)} strategies ({ranked.how}): {best.name}, "
+        f"{format_change(time(best), time(base))} time and "
+        f"{format_change(best.analysis.traffic.bytes, base.analysis.traffic.bytes)} "
+        f"{base.analysis.device.memory_name} traffic in {launches}."
     )

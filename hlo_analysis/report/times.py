@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hlo_analysis.records import Analysis, Comparison, Launch, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Launch
 from hlo_analysis.report.formats import format_bytes, format_us
-from hlo_analysis.report.sentences import is_lower_bound
 
 FAR_OFF = 2.0
 """A model's time is reported if it is too small or too large by this factor."""
-
-
-def rival(comparison: Comparison) -> StrategyResult | None:
-    """Returns the fastest strategy other than the baseline: by measured GPU time if available, else by the estimate.
-
-    Returns None if no other strategy has an analysis. An estimate that omits work (`is_lower_bound`) ranks last.
-    """
-    base = comparison[comparison.baseline].analysis
-    others = [each for each in comparison.strategies if each.analysis is not None and each.name != comparison.baseline]
-
-    def rank(result: StrategyResult) -> tuple[bool, float, bool, float]:
-        assert result.analysis is not None
-        is_partial = is_lower_bound(result.analysis, base)
-        return result.measured_us is None, result.measured_us or 0.0, is_partial, result.analysis.estimated_us
-
-    return min(others, key=rank, default=None)
 
 
 def measured_sentences(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:

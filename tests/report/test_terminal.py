@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hlo_analysis.records import Comparison, Memory, SiteRecord, Trial
+from hlo_analysis.diff import compare_analyses
+from hlo_analysis.records import Comparison, Measured, Memory, SiteRecord, StrategyResult, Trial
 from hlo_analysis.report import formats, render_html, render_notebook, render_terminal, sentences, verdict
 from tests.report.example_steps import XLA_STEPS, Step
 from tests.report.examples import analysis_of, with_times
@@ -80,13 +81,29 @@ def test_failed_numerics_are_not_hidden(comparison: Comparison):
     assert "FAILED: pallas" in _printed(replace(comparison, strategies=tuple(strategies)), 200)
 
 
-def test_verdict_names_the_strategy_with_the_lowest_roofline(comparison: Comparison):
+def test_verdict_names_the_fastest_strategy_and_by_which_times(comparison: Comparison):
     assert verdict(comparison).endswith(
-        "Lowest roofline of the 4 strategies: xla_cudnn, −22% estimated time and −72% HBM traffic in 11 launches."
+        "Fastest of the 4 strategies (estimated): xla_cudnn, −22% time and −72% HBM traffic in 11 launches."
     )
     best = replace(comparison, baseline="xla_cudnn")
     assert verdict(best).startswith("On an H200, xla_cudnn makes 11 launches")
-    assert verdict(best).endswith("None of the other 3 strategies has a lower roofline time (estimated).")
+    assert verdict(best).endswith("None of the other 3 strategies is faster (estimated).")
+
+
+def test_measured_times_decide_only_if_every_strategy_has_one(comparison: Comparison):
+    def timed(times: dict[str, float]) -> Comparison:
+        strategies = []
+        for each in comparison.strategies:
+            if each.analysis and each.name in times:
+                measured = Measured(device="NVIDIA H200", source="test", calls=1, kernel_us=times[each.name])
+                each = replace(each, analysis=replace(each.analysis, measured=measured))
+            strategies.append(each)
+        return replace(comparison, strategies=tuple(strategies))
+
+    everywhere = {"unfused": 9e3, "xla": 8e3, "xla_cudnn": 7e3, "pallas": 4e3}
+    assert "Fastest of the 4 strategies (measured): pallas, −50% time" in verdict(timed(everywhere))
+    said = verdict(timed({"xla": 8e3, "pallas": 4e3}))
+    assert "(estimated, since not every strategy was measured): xla_cudnn, −22% time" in said
 
 
 def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparison: Comparison):
@@ -108,12 +125,12 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
     assert bounds(hidden) == [0, 0, 2]
 
 
-def test_one_other_program_without_a_lower_roofline_is_named(comparison: Comparison):
+def test_one_other_program_that_is_not_faster_is_named(comparison: Comparison):
     base, best = comparison["xla"], comparison["xla_cudnn"]
     two = replace(comparison, unfused=None, strategies=(base, best), baseline="xla_cudnn")
-    assert verdict(two).endswith("xla has no lower roofline time (estimated).")
+    assert verdict(two).endswith("xla is not faster (estimated).")
     same = replace(two, strategies=(replace(base, analysis=best.analysis), best))
-    assert verdict(same).endswith("xla has no lower roofline time (estimated).")
+    assert verdict(same).endswith("xla is not faster (estimated).")
 
 
 def test_memory_that_nothing_was_said_of_is_no_zero(comparison: Comparison):
@@ -196,22 +213,34 @@ def test_sites_are_listed_with_what_was_refused(comparison: Comparison):
 
 
 def test_verdict_of_one_launch_with_nothing_between():
-    from hlo_analysis.diff import compare_analyses
-    from hlo_analysis.records import StrategyResult
-
     step = Step(name="add", kind="loop", scope="", shape="f32[4]", size=16, reads=("x",))
     result = StrategyResult(name="xla", description="", analysis=analysis_of((step,), "xla"))
     said = verdict(compare_analyses("add", [result], "xla"))
     assert said == ("On an H200, XLA makes 1 launch of this program; no value goes through HBM between launches.")
 
 
-def test_verdict_of_a_program_without_scopes_points_to_none():
-    from hlo_analysis.diff import compare_analyses
-    from hlo_analysis.records import StrategyResult
+@pytest.mark.parametrize(
+    ("scope", "source", "place"),
+    [
+        ("", "model.py:7", ", all of it from model.py:7."),
+        ("", None, "still goes through HBM between launches."),
+        ("model/layers/0", None, ", all of it from layers 0."),
+        ("12", None, ", all of it from scope 12."),
+        ("mlp/.", None, ", all of it from mlp."),
+    ],
+)
+def test_the_verdict_says_where_most_traffic_comes_from(scope: str, source: str | None, place: str):
+    analysis = analysis_of(XLA_STEPS, "xla")
+    launches = (replace(launch, scope=scope, scopes=(), source=source) for launch in analysis.launches)
+    result = StrategyResult(name="xla", description="", analysis=replace(analysis, launches=tuple(launches)))
+    assert verdict(compare_analyses("f", [result], "xla")).endswith(place)
 
-    steps = tuple(replace(step, scope="") for step in XLA_STEPS)
-    result = StrategyResult(name="xla", description="", analysis=analysis_of(steps, "xla"))
-    assert verdict(compare_analyses("f", [result], "xla")).endswith("still goes through HBM between launches.")
+
+def test_numbered_scopes_count_as_one_and_have_a_name():
+    analysis = analysis_of(XLA_STEPS, "xla")
+    numbered = (replace(launch, scope=str(launch.index), scopes=(), source=None) for launch in analysis.launches)
+    result = StrategyResult(name="xla", description="", analysis=replace(analysis, launches=tuple(numbered)))
+    assert verdict(compare_analyses("f", [result], "xla")).endswith(", all of it from numbered scopes.")
 
 
 def test_intermediates_by_scope_add_up():

@@ -9,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from hlo_analysis.measured import join
-from hlo_analysis.records import Comparison
+from hlo_analysis.records import Comparison, Measured
 from tests.measured.profiles import profile, xspace
 from tests.report.examples import llama_comparison, with_times
 from xlafuse import compare, measurements
@@ -67,11 +67,43 @@ def test_a_profile_is_of_the_strategies_that_it_shows(comparison: Comparison, tm
 
 def test_recordings_of_the_block_benchmark_are_whole_strategies(comparison: Comparison):
     recorded = with_recordings(comparison, "llama3-8b", "2x4096", "forward", "NVIDIA H200")
-    found = times(recorded)
-    assert found.keys() == {"xla", "xla_cudnn", "pallas"}
-    assert found["xla"] == pytest.approx(10433, rel=0.1)
-    assert not times(with_recordings(comparison, "llama3-8b", "2x4096", "forward", "NVIDIA H100"))
-    assert not times(with_recordings(comparison, "llama3-8b", "3x4096", "forward", "NVIDIA H200"))
+    found = {each.name: each.analysis.measured for each in recorded.strategies if each.analysis}
+    measured = {name: each for name, each in found.items() if each is not None}
+    assert measured.keys() == {"xla", "xla_cudnn", "pallas"}
+    assert measured["xla"].kernel_us == pytest.approx(10433, rel=0.1)
+    # The benchmark ran other kernels than those of this comparison, which is made by hand.
+    assert {each.differs for each in measured.values()} == {"older program"}
+    assert not times(recorded)
+    for case in (("2x4096", "NVIDIA H100"), ("3x4096", "NVIDIA H200")):
+        none = with_recordings(comparison, "llama3-8b", case[0], "forward", case[1])
+        assert not any(each.analysis and each.analysis.measured for each in none.strategies)
+
+
+def test_times_of_another_gpu_or_version_are_totals_of_something_else(comparison: Comparison):
+    mine = measurements.measurements_of(with_times(comparison))
+    xla = mine.strategies["xla"]
+
+    def found(measured: Measured, versions: tuple[tuple[str, str], ...] = ()) -> Measured:
+        analysis = comparison["xla"].analysis
+        assert analysis is not None
+        analysis = replace(analysis, provenance=replace(analysis.provenance, versions=versions))
+        alone = replace(comparison, strategies=(replace(comparison["xla"], analysis=analysis),))
+        made = with_measurements(alone, replace(mine, strategies={"xla": measured}))["xla"]
+        assert made.analysis is not None
+        assert made.analysis.measured is not None
+        timed = any(launch.measured_us for launch in made.analysis.launches)
+        assert (made.measured_us is not None) == timed == (not made.analysis.measured.differs)
+        return made.analysis.measured
+
+    ran = replace(xla, environment=(("jaxlib", "0.11.2"), ("driver", "580")))
+    assert found(ran, (("jaxlib", "0.11.2"), ("driver", "570"))) == ran
+    other = found(ran, (("jaxlib", "0.12.0"),))
+    assert other.differs == "another version"
+    assert other.kernel_us == xla.kernel_us
+    assert other.notes == ("Measured with jaxlib 0.11.2; this program is compiled with 0.12.0.",)
+    other = found(replace(xla, device="NVIDIA H100 80GB HBM3"))
+    assert other.differs == "another GPU"
+    assert "Measured on an NVIDIA H100 80GB HBM3" in other.notes[0]
 
 
 def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path: Path, monkeypatch):
@@ -88,6 +120,7 @@ def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path
     assert xla is not None
     assert xla.measured is not None
     assert not xla.measured.launches
+    assert xla.measured.differs == "older program"
     assert "Recorded before the program of xla changed: measured of another program" in xla.measured.notes[-1]
 
 
@@ -96,6 +129,8 @@ def test_the_launches_are_the_kernels_that_an_h200_ran(shape: tuple[int, int], s
     pytest.importorskip("jax_plugins.xla_cuda13")
     analysis = compare("llama3-8b", shape, strategies=[strategy], baseline=strategy, numerics=False)[strategy].analysis
     assert analysis is not None
+    assert analysis.measured is not None
+    assert analysis.measured.differs == ""
     shapes = load_results(measurements._BLOCK_RESULTS / "block-h200.json").shapes
     cases = [each for each in shapes if each.key == ("llama3-8b", "1x512", "forward")]
     *_, ran = (each.timing.kernels for case in cases for each in case.candidates if each.name == strategy)

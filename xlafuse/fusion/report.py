@@ -29,9 +29,8 @@ class SiteTaken:
     def __str__(self) -> str:
         given = [*(f"{name}={array}" for name, array in self.arrays.items())]
         given += [f"{name}={value!r}" for name, value in self.options.items()]
-        return (
-            f"{self.where}: {self.operation}({', '.join(given)}) for {self.equations} equations; {self.implementation}"
-        )
+        replaced = f"{self.equations} equation{'' if self.equations == 1 else 's'}"
+        return f"{self.where}: {self.operation}({', '.join(given)}) for {replaced}; {self.implementation}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,14 @@ function formatChange(value, base) {
 }
 
 const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? "" : /(ch|s|sh)$/.test(word) ? "es" : "s"}`;
-const lastScope = (scope) => scope.slice(scope.lastIndexOf("/") + 1);
-const scopeLabel = (scope, phase, parts = 1) =>
-  (scope.split("/").slice(-parts).join("/") || "no scope") + (phase === "backward" ? " · backward" : "");
+/** Returns the last part of a scope, or more as long as it has no letter: 'layers/3', 'scope 3'. */
+function lastScope(scope, least = 1) {
+  const parts = scope.split("/");
+  let named = parts.length - 1;
+  while (named >= 0 && !/\p{L}/u.test(parts[named])) named -= 1;
+  return named < 0 ? scope && `scope ${scope}` : parts.slice(Math.min(named, parts.length - least)).join("/");
+}
+const scopeLabel = (scope, phase, parts = 1) => (lastScope(scope, parts) || "no scope") + (phase === "backward" ? " · backward" : "");
 /** Lets a line break after each underscore of the text. */
 const breakable = (text) => text.split(/(?<=_)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part]));
 const swatch = (kind) => el("i", { className: `k k-${family(kind)}` });

@@ -98,7 +98,7 @@ function upward(from, to) {
   return `M${x1.toFixed(1)},${y1.toFixed(1)}C${bow.toFixed(1)},${y1.toFixed(1)} ${bow.toFixed(1)},${y2.toFixed(1)} ${x2.toFixed(1)},${y2.toFixed(1)}`;
 }
 
-function lines(graph, launches, { boxes, bends }) {
+function lines(name, graph, launches, { boxes, bends }) {
   const home = new Map(graph.clusters.flatMap((cluster, number) => cluster.launches.map((index) => [index, number])));
   const routes = new Map(graph.routes.map(([source, target, via]) => [`${source}>${target}`, via]));
   const drawn = new Map();
@@ -118,7 +118,7 @@ function lines(graph, launches, { boxes, bends }) {
       ...via.flatMap(([depth, slot]) => { const bend = bends[depth][slot]; return [{ x: bend.x, y: bend.top }, { x: bend.x, y: bend.bottom }]; }),
       { x: to.x + to.width / 2, y: to.y }];
     const path = svg("path", { class: "line", d: points ? curve(points) : upward(from, to), "stroke-width": (1 + 9 * Math.sqrt(bytes / most)).toFixed(1), "data-ends": `${from.id} c${from.cluster} ${to.id} c${to.cluster}` });
-    path.dataset.words = `${formatBytes(bytes)} through HBM`;
+    path.dataset.words = `${formatBytes(bytes)} through ${strategies.get(name).device.memory}`;
     if (points && bytes >= most * LABEL_FROM) {
       const [a, b] = points;
       labels.push(svg("text", { class: "size", x: ((a.x + b.x) / 2 + 9).toFixed(1), y: ((a.y + b.y) / 2 + 4).toFixed(1) }, formatBytes(bytes)));
@@ -142,7 +142,7 @@ function clusterBox(name, graph, launches, number, box) {
   const isAmbiguous = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
   const label = scopeLabel(cluster.scope, "forward", isAmbiguous ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
   const isOpen = Boolean(box.spots);
-  const words = `${cluster.scope || "no scope"} (${cluster.phase}): ${plural(inner.length, "launch")}, ${formatBytes(bytes)} of HBM traffic, ${formatUs(time)} by roofline (estimated)`;
+  const words = `${cluster.scope || "no scope"} (${cluster.phase}): ${plural(inner.length, "launch")}, ${formatBytes(bytes)} of traffic, ${formatUs(time)} by roofline (estimated)`;
   const head = svg("g", { class: "head", tabindex: 0, role: "button", "aria-expanded": isOpen, "aria-label": words, "data-cluster": number },
     svg("rect", { class: "hit", width: box.width, height: isOpen ? BOX.head : box.height, rx: 8 }),
     svg("text", { class: "fold", x: 12, y: 20 }, isOpen ? "▾" : "▸"),
@@ -203,7 +203,7 @@ function showGraph(name) {
   const plan = arrange(graph, launches, opened.get(name));
   const moved = svg("g", {},
     svg("g", {}, ...graph.clusters.map((cluster, number) => frame(cluster, plan.boxes[number]))),
-    svg("g", {}, ...lines(graph, launches, plan)),
+    svg("g", {}, ...lines(name, graph, launches, plan)),
     svg("g", {}, ...graph.clusters.map((_, number) => clusterBox(name, graph, launches, number, plan.boxes[number]))));
   const drawing = svg("svg", { role: "group", "aria-label": `Launches of ${name}` }, moved);
   drawing.addEventListener("pointerover", (event) => hover(drawing, event.target));

@@ -20,7 +20,7 @@ const LAUNCH_COLUMNS = [
   [["Grid", "grid", (l) => known(l.grid, dims)], ["Threads", "block", (l) => known(l.block, dims)]],
 ];
 // Parts that are left out if no launch has a value for them.
-const OPTIONAL = new Set(["measured", "registers", "spill", "shared", "occupancy", "occupancyLimiter", "repeat", "grid", "block"]);
+const OPTIONAL = new Set(["measured", "scope", "registers", "spill", "shared", "occupancy", "occupancyLimiter", "repeat", "grid", "block"]);
 const TEXTS = new Set(["name", "kind", "scope", "source", "repeat"]);
 
 // If the estimate is more than 2x off, the ratio of measured to estimated time is shown.
@@ -34,7 +34,7 @@ const megabytes = (count) => (!count ? "0" : count < 500 ? "<0.001" : (count / 1
 let order = { key: "index", down: false };
 
 function launchColumns(launches) {
-  const isKnown = ([, key]) => !OPTIONAL.has(key) || launches.some((l) => l[key] !== null && !(key === "repeat" && l.repeat === 1));
+  const isKnown = ([, key]) => !OPTIONAL.has(key) || launches.some((l) => l[key] !== null && l[key] !== "" && !(key === "repeat" && l.repeat === 1));
   return LAUNCH_COLUMNS.map((parts) => parts.filter(isKnown)).filter((parts) => parts.length);
 }
 

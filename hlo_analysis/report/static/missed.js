@@ -59,9 +59,10 @@ function showWorst() {
 
 function showMissed(name, count = FIRST_SHOWN) {
   const groups = missedGroups(name);
-  const none = strategies.get(name).totals.between
-    ? "None: values between launches are small beside the launches' other traffic, or must be written anyway; of a program for a CPU, nothing is listed."
-    : "None: no value goes through HBM between launches.";
+  const { totals, device } = strategies.get(name);
+  const none = !totals.between ? `None: no value goes through ${device.memory} between launches.`
+    : device.isCpu ? "None is listed for a CPU: remedies are known for GPUs. Compile for one with --target."
+    : "None: values between launches are small beside the launches' other traffic, or must be written anyway.";
   const list = document.getElementById("missed-list");
   list.replaceChildren(...(groups.length ? missedCards(name, groups, count) : [el("li", { className: "empty", textContent: none })]));
   if (groups.length > count) {

@@ -1,4 +1,4 @@
-// Shows why a value goes through HBM, the remedy, and its effect, on the cards of missed fusions and launches.
+// Shows why a value goes through memory, the remedy, and its effect, on the cards of missed fusions and launches.
 
 /** Returns the reason in plain words, with the compiler's own words folded. A text in brackets is this tool's own. */
 function reasonOf(item) {

@@ -21,9 +21,11 @@ function showRoofline(name) {
   const drawn = strategy.launches.filter((launch) => launch.flops && launch.read + launch.written && timeOf(launch));
   const sum = (of) => of.reduce((all, launch) => all + timeOf(launch) * launch.repeat, 0);
   const [rest, whole] = [strategy.launches.length - drawn.length, sum(strategy.launches)];
+  const above = drawn.filter((launch) => isAbove(launch, strategy.device));
   const isMeasured = drawn.some((launch) => launch.measured !== null);
   document.getElementById("roofline-note").textContent = [
     isMeasured ? "Filled points are measured, hollow ones estimated." : drawn.length ? "All times are estimated." : "",
+    above.length ? `${above.length === 1 ? "The point" : `The ${above.length} points`} with a double edge ${above.length === 1 ? "is" : "are"} above the slope: ${above.length === 1 ? "the launch found" : "these launches found"} part of what ${above.length === 1 ? "it reads" : "they read"} in the L2 cache, which the roofline does not count.` : "",
     rest ? `${plural(rest, "launch")} without counted arithmetic (${formatUs(whole - sum(drawn))}, such as copies) ${rest === 1 ? "is" : "are"} not drawn.` : "",
   ].filter(Boolean).join(" ");
   if (!drawn.length) { view.replaceChildren(el("p", { className: "empty", textContent: "No launch does counted arithmetic." })); return; }
@@ -50,19 +52,20 @@ function showRoofline(name) {
       (power - x0) % skip ? "" : text("tick", px(10 ** power), floor + 16, compact.format(10 ** power))]),
     ...decades(y0, Math.floor(y1)).flatMap((power) => [line("grid", left, py(10 ** power), right, py(10 ** power)),
       text("tick", left - 8, py(10 ** power) + 4, formatFlops(10 ** power).replace("FLOP", "").replace(".0", "").trim(), "end")]),
-    text("axis", (left + right) / 2, CHART.height - 8, "FLOP per byte of HBM traffic"),
+    text("axis", (left + right) / 2, CHART.height - 8, `FLOP per byte of ${strategy.device.memory} traffic`),
     svg("text", { class: "axis", transform: `translate(14,${(CHART.top + floor) / 2}) rotate(-90)`, "text-anchor": "middle" }, "FLOP/s"),
   ].filter(Boolean);
   const slope = [Math.max(10 ** x0, 10 ** y0 / bandwidth), top / bandwidth];
   const roofLines = [
     line("roof", px(slope[0]), py(slope[0] * bandwidth), px(slope[1]), py(top)),
     svg("text", { class: "roof-name", "text-anchor": "middle", transform: slopeLabel(px, py, slope, bandwidth) }, `${(bandwidth / 1e12).toFixed(1)} TB/s`),
-    ...roofs.flatMap(([rate, what]) => [line("roof", px(rate / bandwidth), py(rate), right, py(rate)),
-      text("roof-name", right - 4, py(rate) - 5, `${what.join(", ")}: ${formatFlops(rate)}/s`, "end")]),
+    // A label whose roof is close below another goes below its own.
+    ...roofs.flatMap(([rate, what], place) => [line("roof", px(rate / bandwidth), py(rate), right, py(rate)),
+      text("roof-name", right - 4, py(rate) + (place && py(rate) - py(roofs[place - 1][0]) < 16 ? 14 : -5), `${what.join(", ")}: ${formatFlops(rate)}/s`, "end")]),
   ];
   view.replaceChildren(svg("svg", { width, height: CHART.height, role: "group", "aria-label": `Roofline chart of ${name}` },
     svg("g", {}, ...grid), svg("g", {}, ...roofLines.filter((node) => node.tagName === "line")),
-    svg("g", {}, ...points.map((point) => launchPoint(name, point, px, py))), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
+    svg("g", {}, ...points.flatMap((point) => launchPoint(name, point, px, py, above.includes(point.launch)))), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
 }
 
 /** Returns the transform that puts a label in the middle of the slope, turned along it. */
@@ -72,14 +75,20 @@ function slopeLabel(px, py, [from, to], bandwidth) {
   return `translate(${(x1 + x2) / 2 - 6},${(y1 + y2) / 2 - 6}) rotate(${turn.toFixed(1)})`;
 }
 
-function launchPoint(name, { launch, x, y, part }, px, py) {
+/** Whether a launch was measured to take less time than its bytes take at the full bandwidth. */
+const isAbove = (launch, { bandwidth }) => launch.measured !== null && launch.measured < 0.99e6 * ((launch.read + launch.written) / bandwidth);
+
+/** Returns a launch's point, with a second edge if it is above the roof. */
+function launchPoint(name, { launch, x, y, part }, px, py, above) {
   const how = launch.measured === null ? "estimated" : "measured";
   const words = `#${launch.index} ${launch.name}: ${launch.kind}, ${formatUs(timeOf(launch) * launch.repeat)} (${how}, ${Math.round(part * 100)}% of all), ` +
-    `${formatFlops(y)}/s at ${x < 10 ? x.toFixed(1) : Math.round(x)} FLOP/B, bound by ${launch.limiter}`;
+    `${formatFlops(y)}/s at ${x < 10 ? x.toFixed(1) : Math.round(x)} FLOP/B, bound by ${launch.limiter}${above ? ", in part from the L2 cache" : ""}`;
+  const radius = Math.max(CHART.least, CHART.most * Math.sqrt(part));
+  const [cx, cy] = [px(x).toFixed(1), py(y).toFixed(1)];
   const point = svg("circle", {
-    class: `point kf k-${family(launch.kind)} ${how}`, cx: px(x).toFixed(1), cy: py(y).toFixed(1), r: Math.max(CHART.least, CHART.most * Math.sqrt(part)).toFixed(1),
+    class: `point kf k-${family(launch.kind)} ${how}`, cx, cy, r: radius.toFixed(1),
     tabindex: 0, role: "button", "aria-label": words, "data-strategy": name, "data-launch": launch.index, "data-words": words,
   });
   onKey(point, () => openCard(name, launch.index));
-  return point;
+  return above ? [point, svg("circle", { class: `above k-${family(launch.kind)}`, cx, cy, r: (radius + 3.5).toFixed(1) })] : [point];
 }
