@@ -360,7 +360,7 @@ def _provenance(comparison: Comparison) -> list[tuple[str, str]]:
     device = analysis.device
     peaks = ", ".join((f"{device.memory_bandwidth / 1e12:.2f} TB/s", *device.matrix_peaks))
     facts = [
-        ("Function", f"{origin.function}, {origin.mode}"),
+        ("Function", sentences.program_name(origin)),
         ("Arguments", ", ".join(origin.arguments)),
         ("Target", f"{origin.target}: {device.description}"),
         ("Peaks of the roofline", f"{peaks} ({device.source})"),

@@ -39,6 +39,11 @@ def target_name(name: str) -> str:
     return TARGET_NAMES.get(name, name)
 
 
+def program_name(provenance: Provenance) -> str:
+    """Returns 'loss, grad'; a dump does not say how its program was made."""
+    return provenance.function if provenance.mode == "unknown" else f"{provenance.function}, {provenance.mode}"
+
+
 def compiled_by(provenance: Provenance) -> str:
     """Names the versions that decide what XLA makes: 'jax 0.11.2', with packages of other versions; '' if unknown."""
     versions = dict(provenance.versions)

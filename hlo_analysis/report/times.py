@@ -28,6 +28,9 @@ def _origin(analysis: Analysis) -> str:
     measured = analysis.measured
     assert measured is not None
     said = ", ".join(filter(None, (measured.source, measured.created[:10])))
+    if measured.differs:
+        what = measured.differs[0].upper() + measured.differs[1:]
+        return f"{what}: measured on an {measured.device} ({said}), and no time of this program."
     wall = ", and wall clock of a call" if measured.wall_us is not None else ""
     return f"Measured on an {measured.device} ({said}): GPU time of all kernels{wall}."
 
@@ -35,7 +38,7 @@ def _origin(analysis: Analysis) -> str:
 def _beside(analysis: Analysis) -> list[str]:
     """Describes the other measurements: gaps, compile time and memory."""
     measured = analysis.measured
-    if measured is None:
+    if measured is None or measured.differs:
         return []
     said = []
     if measured.gap_us is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from hlo_analysis.diff import compare_analyses
+from hlo_analysis.records import Launch
 from hlo_analysis.report import redacted, render_html
 from tests.report.browser import Browser, Page
 from tests.report.examples import CODE, full_comparison
@@ -180,6 +183,68 @@ def test_a_point_of_the_roofline_tells_and_opens_its_launch(page: Page):
     page.run("document.querySelector(\".point[data-launch='2']\").focus()")
     page.press("Enter")
     assert page.text("#card h2") == "cublas-gemm.1"
+
+
+def _shown(browser: Browser, folder: Path, launches: tuple[Launch, ...]) -> Page:
+    """The page of one strategy with these launches."""
+    xla = full_comparison()["xla"]
+    assert xla.analysis is not None
+    alone = replace(xla, analysis=replace(xla.analysis, launches=launches))
+    file = folder / "report.html"
+    file.write_text(render_html(compare_analyses("f", [alone], "xla")), encoding="utf-8")
+    return Page(browser, file)
+
+
+def test_a_launch_that_beats_the_bandwidth_is_marked_and_explained(browser: Browser, tmp_path: Path):
+    analysis = full_comparison()["xla"].analysis
+    assert analysis is not None
+    first, second, *_ = (launch for launch in analysis.launches if launch.flops)
+
+    def least(launch: Launch) -> float:
+        return 1e6 * (launch.bytes_read + launch.bytes_written) / analysis.device.memory_bandwidth
+
+    def timed(times: dict[int, float]) -> Page:
+        launches = (replace(each, measured_us=times.get(each.index)) for each in analysis.launches)
+        return _shown(browser, tmp_path, tuple(launches))
+
+    page = timed({first.index: 0.7 * least(first), second.index: 1.2 * least(second)})
+    assert page.count("#roofline-view .above") == 1
+    places = f"[...document.querySelectorAll('.above, .point[data-launch=\"{first.index}\"]')]"
+    assert len(set(page.run(f"{places}.map((it) => it.getAttribute('cx'))"))) == 1
+    assert "The point with a double edge is above the slope" in page.text("#roofline-note")
+    assert "L2 cache" in page.text("#roofline-note")
+    page = timed({})  # an estimate is never above
+    assert page.count("#roofline-view .above") == 0
+    assert "double edge" not in page.text("#roofline-note")
+
+
+def test_roofs_that_are_close_have_labels_apart(browser: Browser, tmp_path: Path):
+    analysis = full_comparison()["xla"].analysis
+    assert analysis is not None
+    launches = tuple(
+        replace(each, inputs=tuple(replace(value, shape="f32[8]") for value in each.inputs)) if each.index % 2 else each
+        for each in analysis.launches
+    )
+    page = _shown(browser, tmp_path, launches)
+    roofs = "[...document.querySelectorAll('.roof-name')].slice(1)"
+    labels = page.run(f"{roofs}.map((it) => [it.textContent, Number(it.getAttribute('y'))])")
+    assert [name.split(":")[0] for name, _ in labels] == ["bf16", "f32 as TF32", "vector units"]
+    heights = sorted(y for _, y in labels)
+    assert all(below - above >= 11 for above, below in pairwise(heights)), "text of 11 px"
+
+
+def test_a_numbered_scope_is_named_with_the_one_around_it(browser: Browser, tmp_path: Path):
+    comparison = full_comparison()
+    xla = comparison["xla"]
+    assert xla.analysis is not None
+    scopes = ("layers/0", "7", "block/mlp")
+    missed = (replace(each, scope=scope) for each, scope in zip(xla.analysis.missed, scopes, strict=False))
+    alone = replace(xla, analysis=replace(xla.analysis, missed=tuple(missed)))
+    file = tmp_path / "report.html"
+    file.write_text(render_html(compare_analyses("f", [alone], "xla")), encoding="utf-8")
+    page = Page(browser, file)
+    names = page.run("[...document.querySelectorAll('#missed-list .what b')].map((it) => it.textContent)")
+    assert sorted(names) == ["layers/0", "mlp", "scope 7"]
 
 
 _VISIBLE = """[...document.querySelectorAll('#graph-view .node')].filter((it) => {

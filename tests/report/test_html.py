@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlo_analysis.diff import compare_analyses
+from hlo_analysis.measured import with_measured
 from hlo_analysis.records import Comparison
 from hlo_analysis.report import render_html, render_notebook
 from hlo_analysis.report.payload import embedded_json, payload
+from hlo_analysis.targets import CPU_DEVICE
 from tests.report.examples import HOSTILE, with_ptx, with_times
 
 
@@ -113,6 +115,70 @@ def test_measured_times_stand_on_the_page(comparison: Comparison):
     assert "Wall clock" not in render_html(comparison)
     assert "measured" in render_notebook(with_times(comparison))
     assert "measured" not in render_notebook(comparison)
+
+
+def test_a_time_of_another_program_is_grey_and_compared_with_nothing(comparison: Comparison):
+    timed = with_times(comparison)
+    xla = timed["xla"]
+    assert xla.analysis is not None
+    assert xla.analysis.measured is not None
+    old = replace(xla.analysis.measured, differs="older program", kernel_us=1e6, launches=(), notes=())
+    stale = replace(xla, analysis=with_measured(xla.analysis, old))
+    alone = replace(comparison, strategies=(stale,), unfused=None, rows=())
+    page = render_html(alone)
+    shown = page[page.index("<table") : page.index("</table>")]
+    assert '<span class="how stale">older program</span>' in shown
+    assert "how measured" not in shown
+    assert "what kernels usually take; older program: 1.00 s" in page
+    assert "Older program: measured on an NVIDIA H200 (bench, 2026-11-22), and no time of this program." in page
+    assert stale.analysis is not None
+    assert not any(launch.measured_us for launch in stale.analysis.launches)
+    # Beside three strategies that were measured, the estimates decide.
+    others = [each for each in timed.strategies if each.name != "xla"]
+    mixed = render_html(replace(timed, strategies=(stale, *others), rows=()))
+    assert mixed.count(">fastest<") == 1
+    assert "Fastest of the 4 strategies (estimated, since not every strategy was measured): xla_cudnn" in mixed
+
+
+@pytest.mark.parametrize("baseline", ["xla", "xla_cudnn"])
+def test_one_strategy_is_called_the_fastest(comparison: Comparison, baseline: str):
+    page = render_html(replace(comparison, baseline=baseline))
+    row = page[page.rindex("<tr data-strategy", 0, page.index(">fastest<")) : page.index(">fastest<")]
+    assert 'data-strategy="xla_cudnn"' in row
+    assert page.count(">fastest<") == 1
+
+
+def test_the_versions_stand_beside_the_launches(comparison: Comparison):
+    xla = comparison["xla"]
+    assert xla.analysis is not None
+
+    def top(*versions: tuple[str, str]) -> str:
+        assert xla.analysis is not None
+        analysis = replace(xla.analysis, provenance=replace(xla.analysis.provenance, versions=versions))
+        page = render_html(replace(comparison, strategies=(replace(xla, analysis=analysis),), unfused=None, rows=()))
+        return page[page.index('class="over"') : page.index("<h1>")]
+
+    same = (("jax", "0.11.2"), ("jaxlib", "0.11.2"), ("jax-cuda13-plugin", "0.11.2"), ("numpy", "2.1"))
+    assert "B2 S4096 · compiled by jax 0.11.2</p>" in top(*same)
+    assert "compiled by jax 0.12.0, jax-cuda13-plugin 0.12.1<" in top(
+        ("jax", "0.12.0"), ("jax-cuda13-plugin", "0.12.1")
+    )
+    assert "compiled by" not in top()
+
+
+def test_a_page_for_a_cpu_has_no_words_of_a_gpu(comparison: Comparison):
+    xla = comparison["xla"]
+    assert xla.analysis is not None
+    origin = replace(xla.analysis.provenance, target="cpu")
+    launches = tuple(replace(each, kind="loop") for each in xla.analysis.launches)
+    analysis = replace(xla.analysis, device=CPU_DEVICE, provenance=origin, missed=(), launches=launches, decisions=())
+    alone = replace(comparison, strategies=(replace(xla, description="", analysis=analysis),), unfused=None, rows=())
+    page = render_html(alone)
+    said = page[page.index("<main>") : page.index("</main>")]
+    for word in ("HBM", "L2 cache", "Pallas", "Occupancy", "GPU"):
+        assert word not in said
+    assert "Memory traffic" in said
+    assert "at round figures, not those of a CPU" in said
 
 
 @given(st.text())

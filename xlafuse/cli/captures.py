@@ -29,6 +29,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
     from hlo_analysis.diff import compare_analyses
     from hlo_analysis.errors import nearest_names
     from hlo_analysis.records import StrategyResult
+    from hlo_analysis.report.sentences import program_name
     from xlafuse.catalogue import KERNELS
 
     names = capture_names(paths)
@@ -45,7 +46,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
         )
     analyses = [analyze(found, label=name, catalogue=KERNELS) for found, name in zip(captures, names, strict=True)]
     results = [
-        StrategyResult(name=name, description=f"{found.provenance.function}, {found.provenance.mode}", analysis=found)
+        StrategyResult(name=name, description=program_name(found.provenance), analysis=found)
         for name, found in zip(names, analyses, strict=True)
     ]
     return compare_analyses(" and ".join(names), results, baseline or names[0])
