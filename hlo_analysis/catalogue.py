@@ -38,6 +38,7 @@ class Kernel:
     compute_capabilities: major compute capabilities of the GPUs that it runs on; none means all.
     unsupported: given the launches that it would replace, the producer first, says why it cannot (their shapes or
       dtypes), or None where it can, as far as they show. Of attention it is given the products.
+    note: given the same launches, what the remedy's text says of them besides, such as the call; "" for nothing.
     code: Python that calls it, for reports to show.
 
     Raises:
@@ -49,6 +50,7 @@ class Kernel:
     package: str
     compute_capabilities: tuple[int, ...] = ()
     unsupported: Callable[[Sequence[LaunchRow]], str | None] = lambda launches: None
+    note: Callable[[Sequence[LaunchRow]], str] = lambda launches: ""
     code: str = ""
 
     def __post_init__(self) -> None:

@@ -1,16 +1,25 @@
-"""The operations of `pallas_kernels`, as the catalogue that remedies name them from."""
+"""The operations of `pallas_kernels`, as catalogues that remedies name them from.
+
+`KERNELS` knows a program's launches alone, and refuses only what no operand among them would let a kernel take.
+`catalogue_of` knows what `xlafuse.fuse` finds in the program's function, and says what that says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
-from hlo_analysis.catalogue import Kernel
+from hlo_analysis.catalogue import Catalogue, Kernel
 from hlo_analysis.hlo import Shape
 from hlo_analysis.hlo.attributes import integers
-from hlo_analysis.patterns.attention_scores import elements, last_size
+from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.launch_patterns import (
     adds_bias,
     factors,
@@ -20,115 +29,137 @@ from hlo_analysis.patterns.launch_patterns import (
     takes_sixteen_bits,
 )
 from hlo_analysis.program.facts import LaunchRow
-from pallas_kernels.ops.linear_cross_entropy.config import is_preferred
+from pallas_kernels.ops.linear_cross_entropy.config import is_preferred, is_preferred_forward
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported
 from pallas_kernels.primitives.rows import LANES
 
+if TYPE_CHECKING:
+    from xlafuse.findings import Finding
+
 _HOPPER = (9,)
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_LETTERS = {"f": "float", "bf": "bfloat", "c": "complex", "s": "int", "u": "uint"}
 
 
-def _product_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Why the kernels for products cannot multiply as the first product among the launches does."""
-    product = next((launch for launch in launches if is_product(launch)), None)
-    if product is not None and is_batched(product):
+def _struct(shape: Shape) -> jax.Array | None:
+    """Returns a value's shape and dtype, which is all that a kernel's check reads; None for a dtype of few bits."""
+    letters = shape.element_type.rstrip("0123456789")
+    name = "bool" if shape.element_type == "pred" else f"{_LETTERS.get(letters)}{shape.element_type[len(letters) :]}"
+    known = name in ("bool", "bfloat16") or name in np.sctypeDict
+    return jax.ShapeDtypeStruct(shape.dimensions, name) if known else None  # pyright: ignore[reportReturnType]
+
+
+def _products_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why the kernels can multiply as none of the products among the launches does."""
+    reasons = [_product_unsupported(launch) for launch in launches if is_product(launch)]
+    return reasons[0] if reasons and all(reasons) else None
+
+
+def _product_unsupported(product: LaunchRow) -> str | None:
+    """Returns why the kernels cannot multiply as a product does, whichever factor is w."""
+    if is_batched(product):
         return "the kernels multiply by a single matrix"
-    operands = _operands(product) if product else None
-    return operands_unsupported(*operands) if operands else None
-
-
-def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Why linear_cross_entropy cannot take the product, or would leave it to XLA, which was measured to be faster."""
-    if reason := _product_unsupported(launches):
-        return reason
-    product = next((launch for launch in launches if is_product(launch)), None)
-    if product and any(adds_bias(launch, elements(product.outputs[0])) for launch in launches):
-        return "it takes no bias; XLA adds that of the logits, x @ w + bias, in the product's epilogue"
-    operands = _operands(product) if product else None
-    if operands is None:
-        return None
-    (features, rows), (_, vocabulary) = operands[0].shape, operands[1].shape
-    return None if is_preferred(rows, vocabulary, features, keeps_gradients=True) else "XLA was measured to be faster"
-
-
-def _operands(product: LaunchRow) -> tuple[jax.Array, jax.Array] | None:
-    """x (features, rows) and w (features, outputs) of a product, None where they are not known."""
     if (known := factors(product)) is None:
         return None
     left, right, dimensions = known
     first, second = _matrix(left, dimensions.lhs_contracting), _matrix(right, dimensions.rhs_contracting)
-    return (first, second) if _of_arguments(product, 1) or not _of_arguments(product, 0) else (second, first)
+    if first is None or second is None:
+        return None
+    reasons = [operands_unsupported(first, second), operands_unsupported(second, first)]
+    return reasons[0] if all(reasons) else None
 
 
-def _matrix(shape: Shape, contracting: Sequence[int]) -> jax.Array:
-    """(features, outputs) of a factor, as far as a kernel's check looks at it: the shape and the dtype."""
+def _matrix(shape: Shape, contracting: Sequence[int]) -> jax.Array | None:
+    """Returns a factor as (features, outputs)."""
     features = prod(shape.dimensions[axis] for axis in contracting)
+    struct = _struct(shape)
+    if struct is None:
+        return None
     sizes = (features, shape.element_count // features)
-    return jax.ShapeDtypeStruct(sizes, _DTYPES.get(shape.element_type, "int8"))  # pyright: ignore[reportReturnType]
+    return jax.ShapeDtypeStruct(sizes, struct.dtype)  # pyright: ignore[reportReturnType]
 
 
-def _of_arguments(product: LaunchRow, number: int) -> bool:
-    """Whether a factor is made of arguments of the program, as weights are."""
-    dots = product.facts.of("dot", "custom-call")
-    origins = product.facts.operand_origins(dots[0])[number] if dots else frozenset()
-    made = {value.name.partition("#")[0] for value in product.inputs if value.producer is not None}
-    return not origins & made
+def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why linear_cross_entropy cannot take the product, or would leave it to XLA."""
+    if reason := _products_unsupported(launches):
+        return reason
+    products = [launch for launch in launches if is_product(launch)]
+    if len(products) != 1 or (known := factors(products[0])) is None:
+        return None
+    logits = elements(products[0].outputs[0])
+    if any(adds_bias(launch, logits) for launch in launches):
+        return "it takes no bias; XLA adds that of the logits, x @ w + bias, in the product's epilogue"
+    left, right, dimensions = known
+    sides = [_matrix(left, dimensions.lhs_contracting), _matrix(right, dimensions.rhs_contracting)]
+    vocabularies = {length for launch in launches for length, whole in _reductions(launch) if whole == logits}
+    weights = [side for side in sides if side is not None and vocabularies == {side.shape[1]}]
+    if len(weights) != 1 or None in sides:
+        return None
+    (w,) = weights
+    (hidden,) = [side for side in sides if side is not w]
+    assert hidden is not None
+    if reason := operands_unsupported(hidden, w):
+        return reason
+    (features, rows), vocabulary = hidden.shape, w.shape[1]
+    is_forward = all(launch.phase == "forward" for launch in launches)
+    is_best = is_preferred(rows, vocabulary, features, keeps_gradients=True)
+    is_best = is_best or (is_forward and is_preferred_forward(rows, vocabulary))
+    return None if is_best else "XLA was measured to be faster"
 
 
 def _rows_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Why the kernels for rows cannot reduce what the launches do."""
-    values = [value for launch in launches for value in launch.inputs]
-    shape = shape_of(max(values, key=lambda value: value.bytes).shape)
-    x = jax.ShapeDtypeStruct(shape.dimensions, _DTYPES.get(shape.element_type, "int8"))
-    lengths = [length for launch in launches for length in _reduced(launch)]
+    """Returns why the kernels for rows can take none of the arrays that the launches read."""
+    lengths = [length for launch in launches for length, _ in _reductions(launch)]
     if lengths and max(lengths) < LANES:
         return f"rows have {max(lengths)} values, the kernels take {LANES} at least"
-    return dtypes_unsupported(x=x)  # pyright: ignore[reportArgumentType]
+    return _dtypes_unsupported(launches)
+
+
+def _dtypes_unsupported(launches: Iterable[LaunchRow]) -> str | None:
+    """Returns why the kernels for rows take no dtype of the largest arrays among those that the launches read."""
+    shapes = [shape_of(value.shape) for launch in launches for value in launch.inputs]
+    largest = max((shape.element_count for shape in shapes), default=0)
+    structs = [_struct(shape) for shape in shapes if 2 * shape.element_count > largest]
+    reasons = [None if x is None else dtypes_unsupported(x=x) for x in structs]
+    return reasons[0] if reasons and all(reasons) else None
 
 
 def _features_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Why batch_norm cannot normalize each feature, the last axis, as the launches do."""
-    values = [value for launch in launches for value in launch.inputs]
-    features = last_size(max(values, key=lambda value: value.bytes))
-    return f"there are {features} features, the kernels take {LANES} at least" if features < LANES else None
+    """Returns why batch_norm can normalize each feature of none of the arrays."""
+    left = [whole // length for launch in launches for length, whole in _reductions(launch)]
+    most = max(left, default=LANES)
+    return f"there are {most} features, the kernels take {LANES} at least" if most < LANES else None
 
 
-def _reduced(launch: LaunchRow) -> list[int]:
-    """How many values each reduction of a launch puts together."""
+def _reductions(launch: LaunchRow) -> list[tuple[int, int]]:
+    """Returns how many values each reduction of a launch puts together, and how many it reads."""
     found = [(launch.facts.operand(found, 0), integers(found, "dimensions")) for found in launch.facts.of("reduce")]
-    return [prod(whole.shape.dimensions[axis] for axis in axes) for whole, axes in found if whole is not None]
+    return [
+        (prod(whole.shape.dimensions[axis] for axis in axes), whole.shape.element_count)
+        for whole, axes in found
+        if whole is not None
+    ]
 
 
 def _attention_unsupported(products: Sequence[LaunchRow]) -> str | None:
-    """Why the kernels cannot make and read the scores that the products do."""
+    """Returns why the kernels can neither make nor read the scores as the products do."""
     known = [product for product in products if factors(product)]
     is_wide = known and not any(map(takes_sixteen_bits, known))
     return "the kernels take bfloat16 and float16" if is_wide else None
 
 
-def _rotation_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Why rope cannot rotate what the last launch joins."""
-    rotated = launches[-1].outputs[0]
-    size = last_size(rotated)
-    if size < 16 or size & (size - 1):
-        return f"vectors have {size} values, the kernel takes powers of two from 16 on"
-    x = jax.ShapeDtypeStruct((), _DTYPES.get(shape_of(rotated.shape).element_type, "int8"))
-    return dtypes_unsupported(x=x)  # pyright: ignore[reportArgumentType]
-
-
-_CHECKS = {
+Check = Callable[[Sequence[LaunchRow]], str | None]
+_CHECKS: dict[str, Check] = {
     "attention": _attention_unsupported,
     "batch_norm": _features_unsupported,
     "linear_cross_entropy": _loss_unsupported,
-    "rope": _rotation_unsupported,
+    "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
+    "rope": _dtypes_unsupported,
     **dict.fromkeys(
         ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax"), _rows_unsupported
     ),
     **dict.fromkeys(
-        ("gated_linear", "linear", "linear_residual_norm", "lora_linear", "norm_linear",
-         "quantized_linear"),
-        _product_unsupported,
+        ("gated_linear", "linear", "linear_residual_norm", "norm_linear", "quantized_linear"), _products_unsupported
     ),
 }  # fmt: skip
 
@@ -155,19 +186,123 @@ _CALLS = {
 }
 
 
-def _code(name: str) -> str:
-    return f"from xlafuse.kernels import {name}\n\n{_CALLS[name]}"
-
-
-KERNELS = tuple(
-    Kernel(
+def _kernel(name: str, pattern: str, unsupported: Check, note: Callable[[Sequence[LaunchRow]], str]) -> Kernel:
+    call = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
+    return Kernel(
         name=name,
-        pattern=name,
+        pattern=pattern,
         package="pallas_kernels",
         compute_capabilities=_HOPPER,
         unsupported=unsupported,
-        code=_code(name),
+        note=note,
+        code=f"from xlafuse.kernels import {name}\n\n{call}",
     )
-    for name, unsupported in _CHECKS.items()
-)
+
+
+KERNELS = tuple(_kernel(name, name, unsupported, lambda launches: "") for name, unsupported in _CHECKS.items())
 """One entry an operation that covers a pattern of the analyzer; `analyze(..., catalogue=KERNELS)`."""
+
+
+def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
+    """Returns the operations with what `fuse` finds at the lines of launches.
+
+    A pattern names its own operation where `fuse` takes it, else another one that `fuse` takes for all the launches;
+    else its own operation says why `fuse` does not take it. Operations that `fuse` does not search for, and lines of
+    which it says nothing, are left to `KERNELS`.
+    """
+    if findings is None:
+        return KERNELS
+    from xlafuse.fusion.sites import PARTS, spellings
+
+    sought = {spelling.operation for spelling in spellings()} | PARTS.keys()
+    taken = dict.fromkeys(each.operation for each in findings if each.outcome == "taken")
+    found: list[Kernel] = []
+    for own in KERNELS:
+        if own.name not in sought:
+            found.append(own)
+            continue
+        for name in (own.name, *(name for name in taken if name != own.name), own.name):
+            facts = _Facts(findings=findings, name=name, pattern=own.name)
+            found.append(_kernel(name, own.name, facts.unsupported, facts.note))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What `fuse` finds of one operation, where the analyzer sees the pattern of an operation."""
+
+    findings: Sequence[Finding]
+    name: str
+    pattern: str
+
+    def unsupported(self, launches: Sequence[LaunchRow]) -> str | None:
+        """Returns why the operation cannot take the place of the launches, or None if it can."""
+        lines = self._lines(launches)
+        if self._taken(lines) is not None:
+            return None
+        if self.name != self.pattern:
+            return f"fuse does not call {self.name} here"
+        near = self._near(lines, self.name)
+        if near is None:
+            from xlafuse.fusion.sites import PARTS
+
+            parts = (self._near(lines, part) for part in PARTS.get(self.name, ()))
+            near = next((part for part in parts if part is not None and part.outcome == "refused"), None)
+        return _CHECKS[self.pattern](launches) if near is None else _why_not(near, self.name)
+
+    def note(self, launches: Sequence[LaunchRow]) -> str:
+        """Returns the call that `fuse` puts there, or what allows it."""
+        site = self._taken(self._lines(launches))
+        if site is None:
+            return ""
+        return f"fuse calls {site.text}" if site.outcome == "taken" else f"fuse needs an allowance: {site.text}"
+
+    def _lines(self, launches: Sequence[LaunchRow]) -> list[frozenset[str]]:
+        files = {line.rpartition(":")[0] for each in self.findings for line in each.lines}
+        return [_lines_of(launch, files) for launch in launches]
+
+    def _taken(self, lines: Sequence[frozenset[str]]) -> Finding | None:
+        """Returns the site that takes the launches; of the pattern's own operation it need not take the first.
+
+        A product before an operation on rows stays a product. Of attention the launches are those of the whole program.
+        """
+        own = self.name == self.pattern
+        needed = lines[1:] if own and len(lines) > 1 else lines
+        enough = any if self.pattern == "attention" else all
+        fitting = (
+            each
+            for each in self.findings
+            if each.operation == self.name
+            and (each.outcome == "taken" or (own and each.is_allowed))
+            and needed
+            and enough(each.lines & some for some in needed)
+        )
+        return max(fitting, key=partial(_shared, lines), default=None)
+
+    def _near(self, lines: Sequence[frozenset[str]], operation: str) -> Finding | None:
+        """Returns what is said of an operation at the launches, in most lines."""
+        found = (each for each in self.findings if each.operation == operation and _shared(lines, each))
+        return max(found, key=partial(_shared, lines), default=None)
+
+
+def _why_not(near: Finding, name: str) -> str:
+    if near.outcome == "refused":
+        return near.text if near.operation == name else f"{near.operation}: {near.text}"
+    if near.outcome == "left":
+        return f"the operation itself leaves it to XLA: {near.text}"
+    return "fuse calls it for a part of this alone"
+
+
+def _shared(lines: Sequence[frozenset[str]], finding: Finding) -> int:
+    return sum(len(finding.lines & some) for some in lines)
+
+
+def _lines_of(launch: LaunchRow, files: set[str]) -> frozenset[str]:
+    """Returns the innermost lines in some files that a launch's instructions come from."""
+    found = set() if launch.source is None else {launch.source}
+    for instruction in launch.facts.instructions.values():
+        frames = instruction.metadata.frames if instruction.metadata else ()
+        named = ((PurePosixPath(frame.file).name, frame.line) for frame in frames)
+        line = next((f"{name}:{number}" for name, number in named if name in files), None)
+        found |= {line} - {None}
+    return frozenset(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 if TYPE_CHECKING:
+    from hlo_analysis.catalogue import Catalogue
     from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
@@ -157,6 +159,21 @@ class _Program:
             return self.block_or_fn, self.shapes
         return block_function(self.config, self.shapes, plan=strategy.plan)
 
+    def catalogue_for(self, strategy: Strategy) -> Catalogue:
+        """Returns the kernels that remedies may name, with what `fuse` finds in the function."""
+        return self._catalogue if self.config is None else self._catalogue_of(*self.under(strategy))
+
+    @cached_property
+    def _catalogue(self) -> Catalogue:
+        return self._catalogue_of(self.block_or_fn, self.shapes)
+
+    def _catalogue_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Catalogue:
+        from hlo_analysis.targets import load_target
+        from xlafuse.catalogue import catalogue_of
+        from xlafuse.findings import find
+
+        return catalogue_of(find(function, arguments, load_target(self.target)))
+
 
 def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> _Job:
     refusal = strategy.unmet(
@@ -175,7 +192,6 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
     from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
-    from xlafuse.catalogue import KERNELS
     from xlafuse.fusion.program import FusedProgram, NothingFusedError
 
     leave_out_frames(__file__)
@@ -201,7 +217,8 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
         if program.keep is not None:
             captured.save(program.keep / f"{strategy.name}.zip")
         report(strategy.name, "analysing")
-        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=KERNELS))
+        catalogue = program.catalogue_for(strategy)
+        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=catalogue))
         state, reason = "done", None
     # A failure of one strategy must not lose the results of the others.
     except Exception as error:

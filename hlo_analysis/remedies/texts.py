@@ -47,8 +47,9 @@ class Remedy:
             if kernel.pattern == self.pattern:
                 reason = attempt(kernel.refusal, "its check of these launches failed", launches)
                 if reason is None:
-                    code = kernel.code or self.code
-                    return replace(self, text=f"{kernel.name}: {self.text}", kernel=kernel.name, code=code)
+                    note, code = kernel.note(launches), kernel.code or self.code
+                    text = f"{kernel.name}: {self.text}" + (f"; {note}" if note else "")
+                    return replace(self, text=text, kernel=kernel.name, code=code)
                 refusal = f"{kernel.name} does not take this: {reason}"
         if self.otherwise and (other := self.otherwise.named(catalogue, launches)).kernel:
             return replace(other, text=f"{other.text}; {refusal}")

@@ -14,7 +14,7 @@ from jax._src.source_info_util import user_frames
 from rewriting import normal
 
 import xlafuse
-from xlafuse.fusion import FuseWarning, plan
+from xlafuse.fusion import FuseWarning, search
 
 X, SCALE = normal((8, 64)), normal((64,), seed=1)
 
@@ -191,7 +191,7 @@ def test_a_second_layer_traces_no_more_definitions():
     traced = []
     for count in (2, 6):
         assert len(operations(functools.partial(layers, count), X, SCALE, WEIGHTS[0])) == 2 * count
-        traced.append(plan._pattern.cache_info().misses)
+        traced.append(search._pattern.cache_info().misses)
     assert traced[0] == traced[1]
 
 

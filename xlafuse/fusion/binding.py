@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlafuse.fusion.graph import Value
+from xlafuse.fusion.graph import Equation, Value
 from xlafuse.fusion.indices import ZERO, Index, merged
 from xlafuse.fusion.layouts import Ref
 
@@ -98,6 +98,20 @@ def constant_argument(binding: Binding, array: np.ndarray) -> np.ndarray:
     """Makes an argument from a known array, with length 1 on axes along which it does not change."""
     with jax.ensure_compile_time_eval():
         return np.asarray(laid_out(binding, array, keeps_missing=True))
+
+
+def equations_between(value: Value, arguments: Any) -> set[Equation]:
+    """Returns the equations from the arguments to a value."""
+    ends = {binding.value for binding in arguments}
+    found: set[Equation] = set()
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if each in ends or each.equation is None or each.equation in found:
+            continue
+        found.add(each.equation)
+        pending += each.equation.inputs
+    return found
 
 
 def bind(wanted: Ref, found: Ref, names: Mapping[int, int]) -> Binding | None:

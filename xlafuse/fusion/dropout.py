@@ -9,14 +9,15 @@ from xlafuse.fusion.terms import ELEMENTWISE
 def drops(value: Value) -> bool:
     """Returns whether what reads a value sets elements of it to zero at random, perhaps after it scales them."""
     for user in value.users:
-        if user.primitive in ("mul", "select_n") and any(map(_is_random, user.inputs)):
+        if user.primitive in ("mul", "select_n") and any(map(is_random, user.inputs)):
             return True
         if (user.primitive in LAYOUTS or user.primitive == "div") and any(map(drops, user.outputs)):
             return True
     return False
 
 
-def _is_random(value: Value) -> bool:
+def is_random(value: Value) -> bool:
+    """Returns whether random bits decide a value."""
     pending, seen = [value], {value}
     while pending and len(seen) < 40:
         each = pending.pop(0)

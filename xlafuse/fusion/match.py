@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from xlafuse.fusion.graph import Graph, Value
 from xlafuse.fusion.indices import Index
 from xlafuse.fusion.layouts import Ref, element, number_of, peel, peeled
 from xlafuse.fusion.terms import Head, expand, head, narrowed
+from xlafuse.fusion.words import noun
 
 _COMMUTATIVE = frozenset(("dot_general", "max", "min", "eq", "ne", "and", "or"))
 _MOST_STATES = 48
@@ -29,12 +30,29 @@ _MOST_STATES = 48
 class Pattern:
     """A traced definition.
 
-    names: the names of the graph's inputs. unknowns: numbers in it that stand for any other, by name.
+    operation: what it defines. names: the names of the graph's inputs. unknowns: numbers in it that stand for any
+    other, by name.
     """
 
+    operation: str
     graph: Graph
     names: tuple[str, ...]
     unknowns: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which a value of the program is not what the pattern has.
+
+    kind: "rounds" or "keeps": it has fewer or more bits. "step": the program computes it of its operand number `place`,
+        which fits. "number": it has the number `found` where the pattern has `wanted`.
+    """
+
+    kind: Literal["rounds", "keeps", "step", "number"]
+    value: Value
+    place: int = 0
+    found: float = 0.0
+    wanted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,7 @@ class Match:
     arrays: Mapping[str, Binding]
     numbers: Mapping[str, float]
     variables: Mapping[int, int]
+    differences: tuple[Difference, ...] = ()
 
 
 @dataclass
@@ -59,6 +78,7 @@ class Matcher:
     """Compares elements with those of one pattern."""
 
     def __init__(self, pattern: Pattern):
+        self._operation = pattern.operation
         self._unknowns = pattern.unknowns
         self._inputs = dict(zip(pattern.graph.inputs, pattern.names, strict=True))
         self._outputs = pattern.graph.outputs
@@ -117,14 +137,14 @@ class Matcher:
         elif (number := number_of(wanted)) is not None:
             other = number_of(found)
             if other is None:
-                self._fail(found, f"there is {_described(found)} in place of the number {float(number):g}")
-            elif (fits := self._number(float(number), float(other), wanted.value.dtype, so_far)) is not None:
+                self._fail(found, f"{self._operation} has the number {float(number):g} here")
+            elif (fits := self._number(float(number), float(other), wanted, found, so_far)) is not None:
                 yield fits
             else:
-                self._fail(found, f"the number is {float(other):g} and not {float(number):g}")
-        elif expand("sum", wanted) is not None and wanted.value.primitive != "neg":
+                self._fail(found, f"the number is {float(other):g}, and {float(number):g} in {self._operation}")
+        elif self._expand("sum", wanted) is not None and wanted.value.primitive != "neg":
             yield from self._terms("sum", wanted, found, so_far)
-        elif expand("product", wanted) is not None:
+        elif self._expand("product", wanted) is not None:
             yield from self._terms("product", wanted, found, so_far)
         else:
             yield from self._heads(wanted, found, so_far)
@@ -132,13 +152,13 @@ class Matcher:
     def _heads(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
         mine, other = head(wanted), head(found)
         if mine is None or other is None or mine.kind != other.kind:
-            return self._fail(found, f"there is {_described(found)} in place of {_described(wanted)}")
+            return self._fail(found, self._no_place(wanted, found))
         if mine.kind == "dot_general" and _is_narrower(mine, other):
             other = narrowed(other) or other
-        if mine.dtype != other.dtype:
-            return self._fail(found, f"{_described(found)} is in {other.dtype} and not in {mine.dtype}")
+        if mine.dtype is not None and (so_far := self._in_dtype(wanted, found, so_far)) is None:
+            return None
         if mine.data != other.data:
-            return self._fail(found, f"{_described(found)} has another {_differences(other.data, mine.data)}")
+            return self._fail(found, f"{noun(found.value)} has another {_differences(other.data, mine.data)}")
         if mine.kind == "position":
             if mine.index.renamed(so_far.variables) == other.index:
                 yield so_far
@@ -148,7 +168,7 @@ class Matcher:
         if mine.whole is not None and other.whole is not None:
             own = tuple(index.renamed(so_far.variables) for index in mine.whole)
             if own != other.whole or any(a.value.shape != b.value.shape for (a, _), (b, _) in _both(mine, other)):
-                return self._fail(found, f"{_described(found)} is of other places")
+                return self._fail(found, f"{noun(found.value)} takes other elements")
             pairs = {}
             for (a, _), (b, _) in _both(mine, other):
                 for one, two in zip(a.indices, b.indices, strict=True):
@@ -159,11 +179,15 @@ class Matcher:
             self._fitted -= 1
             return None
         if len(mine.bound) != len(other.bound):
-            return self._fail(found, f"{_described(found)} goes over {len(other.bound)} axes and not {len(mine.bound)}")
+            axes = f"{_axes(other)}, and over {_axes(mine)} in {self._operation}"
+            return self._fail(found, f"{noun(found.value)} runs over {axes}")
         self._fitted += 1
         swaps = (0, 1) if mine.kind in _COMMUTATIVE else (0,)
         for own in itertools.permutations(other.bound):
             if [index.size for index in own] != [index.size for index in mine.bound]:
+                own_size, size = (math.prod(index.size for index in each.bound) for each in (other, mine))
+                what = f"{noun(found.value)} runs over {own_size} elements"
+                self._fail(found, f"{what}, and over {size} in {self._operation}")
                 continue
             pairs = {a.digits[0][0]: b.digits[0][0] for a, b in zip(mine.bound, own, strict=True) if a.digits}
             inside = replace(so_far, variables={**so_far.variables, **pairs})
@@ -185,19 +209,19 @@ class Matcher:
             yield from self._all(rest_wanted, rest_found, fits)
 
     def _terms(self, kind: str, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
-        if wanted.value.dtype != found.value.dtype:
-            return self._fail(found, f"a {kind} is in {found.value.dtype} and not in {wanted.value.dtype}")
+        if (inside := self._in_dtype(wanted, found, so_far)) is None:
+            return None
         mine, number = self._flat(kind, wanted)
         # What computes something first: an input fits anything.
         mine.sort(key=lambda part: peel(part[0]).value in self._inputs)
         self._fitted += 1
-        for parts, other in _flattenings(kind, found, len(mine)):
-            fits = self._number(number, other, wanted.value.dtype, so_far, kind)
+        for parts, other in self._flattenings(kind, found, len(mine)):
+            fits = self._number(number, other, wanted, found, inside, kind)
             if fits is not None:
                 yield from self._assigned(mine, parts, fits)
             else:
-                self._fail(found, _other_number(kind, other, number))
-        self._fail(found, f"the {kind} of {len(mine)} is another one")
+                self._fail(found, other_number(kind, other, number, self._operation))
+        self._fail(found, f"a {kind} has other parts than in {self._operation}")
         self._fitted -= 1
         return None
 
@@ -218,7 +242,7 @@ class Matcher:
         pending = [(wanted, 1)]
         while pending:
             ref, sign = pending.pop(0)
-            inner = None if peel(ref).value in self._inputs else expand(kind, ref)
+            inner = None if peel(ref).value in self._inputs else self._expand(kind, ref)
             if inner is None:
                 parts.append((ref, sign))
                 continue
@@ -226,7 +250,43 @@ class Matcher:
             pending = [(part, sign * own) for part, own in inner[0]] + pending
         return parts, number
 
-    def _number(self, wanted: float, found: float, dtype: Any, so_far: Match, kind: str = "") -> Match | None:
+    def _flattenings(self, kind: str, found: Ref, wanted: int) -> Iterator[tuple[list[tuple[Ref, int]], float]]:
+        """Takes a sum or product apart, in all ways, into as many parts as wanted and a number."""
+        ways: list[tuple[list[tuple[Ref, int]], float]] = [([(found, 1)], 0.0 if kind == "sum" else 1.0)]
+        done = 0
+        while done < min(len(ways), _MOST_STATES):
+            parts, number = ways[done]
+            done += 1
+            for place, (ref, sign) in enumerate(parts):
+                inner = self._expand_found(kind, ref)
+                if inner is None:
+                    continue
+                new, total = [], _with(kind, number, inner[1], sign)
+                for part, own in inner[0]:
+                    if (constant := number_of(part)) is None:
+                        new.append((part, sign * own))
+                    else:
+                        total = _with(kind, total, float(constant), sign * own)
+                if len(parts) - 1 + len(new) <= wanted:
+                    ways.append(([*parts[:place], *new, *parts[place + 1 :]], total))
+        yield from (way for way in reversed(ways) if len(way[0]) == wanted)
+
+    def _expand(self, kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
+        return expand(kind, ref)
+
+    def _expand_found(self, kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
+        return self._expand(kind, ref)
+
+    def _in_dtype(self, wanted: Ref, found: Ref, so_far: Match) -> Match | None:
+        """Returns the match if an element has the dtype that the pattern has there."""
+        if wanted.value.dtype == found.value.dtype:
+            return so_far
+        what, dtype = noun(found.value), found.value.dtype
+        return self._fail(found, f"{what} is in {dtype}, and in {wanted.value.dtype} in {self._operation}")
+
+    def _number(self, wanted: float, found: float, place: Ref, at: Ref, so_far: Match, kind: str = "") -> Match | None:
+        """Returns the match with a number of the program, at an element, that is the pattern's at a place."""
+        dtype = place.value.dtype
         for name, unknown in self._unknowns.items():
             for power in (1, -1) if kind == "product" else (1,):
                 if not _close(wanted, unknown**power, dtype):
@@ -243,46 +303,37 @@ class Matcher:
         layouts = peeled(given)
         found = layouts[-1]
         if wanted.value.dtype != found.value.dtype:
-            return self._fail(found, f"{name} is in {found.value.dtype} and not in {wanted.value.dtype}")
+            dtypes = f"{found.value.dtype}, and in {wanted.value.dtype} in {self._operation}"
+            return self._fail(found, f"{name} is in {dtypes}")
+        yield from self._bound(wanted, layouts, so_far)
+        return None
+
+    def _bound(self, wanted: Ref, layouts: Sequence[Ref], so_far: Match) -> Iterator[Match]:
+        """Yields the match with an argument bound to one of an element's layouts."""
+        name, found = self._inputs[wanted.value], layouts[-1]
         if found.value.literal is not None or number_of(found) is not None:
             return self._fail(found, f"{name} is a number")
         # The value behind most layouts that the argument is a layout of, too.
         bound = (bind(wanted, ref, so_far.variables) for ref in reversed(layouts) if not ref.value.is_imagined)
         binding = next((each for each in bound if each is not None), None)
         if binding is None:
-            return self._fail(
-                found, f"{name} is not {wanted.value.shape} of {found.value.shape} with its axes in order"
-            )
+            own, other = wanted.value.shape, found.value.shape
+            is_moved = sorted(n for n in own if n > 1) == sorted(n for n in other if n > 1)
+            how = f"with its axes in another order than {own}" if is_moved else f"and {own} in {self._operation}"
+            return self._fail(found, f"{name} is {other}, {how}")
         if so_far.arrays.get(name, binding) != binding:
-            return self._fail(found, f"there are several arrays in place of {name}")
+            return self._fail(found, f"the program reads several arrays where {self._operation} reads {name} again")
         yield replace(so_far, arrays={**so_far.arrays, name: binding})
         return None
+
+    def _no_place(self, wanted: Ref, found: Ref) -> str:
+        if found.value.equation is None:
+            return f"{noun(found.value)} is given, and {self._operation} computes {noun(wanted.value)} there"
+        return f"{self._operation} has no {noun(found.value).removeprefix('an ').removeprefix('a ')} here"
 
     def _fail(self, found: Ref, reason: str) -> None:
         if self._fitted > self.failure.fitted:
             self.failure = Failure(self._fitted, reason, found.value)
-
-
-def _flattenings(kind: str, found: Ref, wanted: int) -> Iterator[tuple[list[tuple[Ref, int]], float]]:
-    """Takes a sum or product apart, in all ways, into as many parts as wanted and a number."""
-    ways: list[tuple[list[tuple[Ref, int]], float]] = [([(found, 1)], 0.0 if kind == "sum" else 1.0)]
-    done = 0
-    while done < min(len(ways), _MOST_STATES):
-        parts, number = ways[done]
-        done += 1
-        for place, (ref, sign) in enumerate(parts):
-            inner = expand(kind, ref)
-            if inner is None:
-                continue
-            new, total = [], _with(kind, number, inner[1], sign)
-            for part, own in inner[0]:
-                if (constant := number_of(part)) is None:
-                    new.append((part, sign * own))
-                else:
-                    total = _with(kind, total, float(constant), sign * own)
-            if len(parts) - 1 + len(new) <= wanted:
-                ways.append(([*parts[:place], *new, *parts[place + 1 :]], total))
-    yield from (way for way in reversed(ways) if len(way[0]) == wanted)
 
 
 def _with(kind: str, number: float, other: float, sign: int) -> float:
@@ -313,10 +364,21 @@ def _both(mine: Head, other: Head):
     return zip(mine.parts, other.parts, strict=True)
 
 
-def _other_number(kind: str, found: float, wanted: float) -> str:
+def other_number(kind: str, found: float, wanted: float, operation: str) -> str:
+    """Names a number of a sum or a product that is not the operation's."""
     if kind == "product" and found and 0 < wanted < 1 and _close(round(1 / wanted) * wanted, 1.0, np.float32):
-        return f"a mean divides by {1 / found:g} and not by {1 / wanted:g}, the length of the rows"
-    return f"the {kind} has the number {found:g} and not {wanted:g}"
+        if found == 1.0:
+            return f"the program takes a sum, and {operation} the mean of {1 / wanted:g} numbers"
+        return f"the program divides a sum by {1 / found:g}, and {operation} by {1 / wanted:g}, the length of the rows"
+    verb, neutral = ("adds", 0.0) if kind == "sum" else ("multiplies by", 1.0)
+    if found == neutral:
+        return f"{operation} {verb} {wanted:g}, and the program does not"
+    own = f"{operation} {verb} {wanted:g}" if wanted != neutral else f"{operation} does not"
+    return f"the program {verb} {found:g}, and {own}"
+
+
+def _axes(head: Head) -> str:
+    return f"{len(head.bound)} axes" if len(head.bound) > 1 else "one axis"
 
 
 def _differences(found: Any, wanted: Any) -> str:
@@ -329,7 +391,3 @@ def _differences(found: Any, wanted: Any) -> str:
             both = f"{other} and not {value}"
             words.append(f"{name} ({both})" if len(both) <= 60 else name)
     return ", ".join(words) or "precision"
-
-
-def _described(ref: Ref) -> str:
-    return ref.value.primitive or ("a number" if ref.value.literal is not None else "an array")

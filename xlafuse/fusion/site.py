@@ -105,10 +105,16 @@ class _Chosen(Exception):
 
 def implementation_of(site: Site) -> str | None:
     """Returns the implementation that the operation takes here; None where it refuses the arguments."""
-    chosen: list[str | None] = []
+    choice = choice_of(site)
+    return None if choice is None else choice.taken
+
+
+def choice_of(site: Site) -> Choice | None:
+    """Returns what the operation takes here, and why not the others; None where it refuses the arguments."""
+    chosen: list[Choice] = []
 
     def listener(choice: Choice) -> None:
-        chosen.append(choice.taken)
+        chosen.append(choice)
         raise _Chosen
 
     structs = {}

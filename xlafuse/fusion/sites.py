@@ -46,7 +46,7 @@ class Spelling:
     pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
     further: the number of results after those.
     constants: for each array that must be known when the program is traced, the option that it becomes and a function
-        that makes this of it, or None where it is not possible.
+        that makes this of it, or None where it is not possible. unknown: why such a site is refused.
     """
 
     operation: str
@@ -66,6 +66,7 @@ class Spelling:
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
     further: int = 0
     constants: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    unknown: str = ""
 
     @property
     def may_be_taken(self) -> bool:

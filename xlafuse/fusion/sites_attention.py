@@ -34,9 +34,11 @@ def _attend(
     is_causal: bool = False,
     scores_in: str = "wide",
     result_in: str = "narrow",
+    over: str = "keys",
 ) -> jax.Array:
     """Computes `pallas_kernels.attention`.
 
+    over: the axis of the softmax, "keys" or "queries".
     scores_in: "wide", "narrow" (the product alone), "narrow scores" (all but the softmax), or
         "all narrow".
     """
@@ -57,7 +59,7 @@ def _attend(
         mask = mask.reshape(batch, key_heads, heads // key_heads, queries, keys)
         scores = jnp.where(mask, scores, jnp.asarray(hidden, scores.dtype))
     scores = scores.astype(more) if scores_in == "narrow scores" else scores
-    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    weights = jax.nn.softmax(scores, axis=-2 if over == "queries" else -1).astype(dtype)
     result_type = more if result_in == "wide" else dtype
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=result_type)
     return out.reshape(query.shape).astype(dtype)
@@ -125,7 +127,8 @@ def _is_softmax(value: Value) -> bool:
     return False
 
 
-def _attentions(result: Value, *, more: str | None = None, more_in: Callable[[Any], Any] = wide, **static: Any):
+def _attentions(result: Value, *, more: Mapping[str, Callable[[Any], Any]], **static: Any):
+    """Proposes the arguments. more: for a mask or a bias, its dtype as a function of the result's."""
     if (roles := _roles(result)) is None:
         return
     axes, keys, key_heads = roles
@@ -138,8 +141,8 @@ def _attentions(result: Value, *, more: str | None = None, more_in: Callable[[An
         return
     given = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
     arrays = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
-    if more is not None:
-        arrays[more] = jax.ShapeDtypeStruct((batch, heads, queries, keys), more_in(result.dtype))
+    scores = (batch, heads, queries, keys)
+    arrays |= {name: jax.ShapeDtypeStruct(scores, dtype(result.dtype)) for name, dtype in more.items()}
     yield Proposal(arrays=arrays, order=order, static=static)
 
 
@@ -165,19 +168,18 @@ def _spellings() -> Iterator[Spelling]:
         ("all narrow", "narrow"),
         ("wide", "wide"),
     )
-    for (scores_in, result_in), capped, masked in itertools.product(
-        ways, (True, False), ("causal", "mask", "bias", "")
+    for (scores_in, result_in), capped, hiding, biased in itertools.product(
+        ways, (True, False), ("causal", "mask", ""), (True, False)
     ):
-        unknowns = {**(_CAPPED if capped else _UNKNOWN), **(HIDDEN if masked in ("causal", "mask") else {})}
-        more = masked if masked in ("mask", "bias") else None
-        more_in: Callable[[Any], Any] = (lambda dtype: jnp.bool_) if masked == "mask" else wide
-        if masked == "bias" and scores_in in ("narrow scores", "all narrow"):
-            more_in = jnp.dtype
-        static = {"is_causal": True} if masked == "causal" else {}
+        unknowns = {**(_CAPPED if capped else _UNKNOWN), **(HIDDEN if hiding else {})}
+        more: dict[str, Callable[[Any], Any]] = {"mask": lambda dtype: jnp.bool_} if hiding == "mask" else {}
+        if biased:
+            more["bias"] = jnp.dtype if scores_in in ("narrow scores", "all narrow") else wide
+        static = {"is_causal": True} if hiding == "causal" else {}
         yield Spelling(
             operation="attention",
             function=functools.partial(_attend, scores_in=scores_in, result_in=result_in),
-            propose=functools.partial(_attentions, more=more, more_in=more_in, **static),
+            propose=functools.partial(_attentions, more=more, **static),
             roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
             needs=frozenset(("dot_general",)),
             unknowns=unknowns,
@@ -185,9 +187,25 @@ def _spellings() -> Iterator[Spelling]:
             floating=frozenset(("bias",)),
             objection=_objection,
             arguments=_options,
-            allowed_by="empty_rows" if masked == "mask" else None,
-            difference=_EMPTY if masked == "mask" else "",
+            allowed_by="empty_rows" if hiding == "mask" else None,
+            difference=_EMPTY if hiding == "mask" else "",
         )
 
 
-SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())
+def _over_queries() -> Iterator[Spelling]:
+    """Yields attention whose softmax runs over the queries, which is refused."""
+    for scores_in, is_masked in itertools.product(("wide", "narrow", "narrow scores", "all narrow"), (True, False)):
+        more: dict[str, Callable[[Any], Any]] = {"mask": lambda dtype: jnp.bool_} if is_masked else {}
+        yield Spelling(
+            operation="attention",
+            function=functools.partial(_attend, scores_in=scores_in, over="queries"),
+            propose=functools.partial(_attentions, more=more),
+            roots=frozenset(("dot_general",)),
+            needs=frozenset(("dot_general",)),
+            unknowns={**_UNKNOWN, **(HIDDEN if is_masked else {})},
+            broadcasting=frozenset(("mask",)),
+            difference="its softmax runs over the queries, and that of attention over the keys",
+        )
+
+
+SPELLINGS: tuple[Spelling, ...] = (*_spellings(), *_over_queries())

@@ -57,10 +57,16 @@ def layouts(value: Value) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...
 
 
 def _products(
-    value: Value, weights: tuple[str, ...], *, bias: bool = False, residual: bool = False, wide: bool = False
+    value: Value,
+    weights: tuple[str, ...],
+    *,
+    bias: bool = False,
+    residual: bool = False,
+    wide: bool = False,
+    in_16_bits: bool = True,
 ):
-    """Proposes the arguments of a product in 16 bits."""
-    if not is_narrow(value):
+    """Proposes the arguments of a product in 16 bits, or of one in other floating dtypes."""
+    if is_narrow(value) != in_16_bits or not jnp.issubdtype(value.dtype, jnp.inexact):
         return
     equation = product_before(value)
     if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
@@ -76,6 +82,9 @@ def _products(
         arrays |= {"bias": jax.ShapeDtypeStruct((columns,), more)} if bias else {}
         arrays |= {"residual": jax.ShapeDtypeStruct((*rows, columns), value.dtype)} if residual else {}
         yield Proposal(arrays=arrays, order=order)
+
+
+_OTHER_DTYPE = "its product is not in 16 bits, and the kernels multiply bfloat16 and float16 alone; cast x and w to one"
 
 
 def _narrow(x: jax.Array, w: jax.Array, *, bias: Any = None, activation: str | None = None, residual: Any = None):
@@ -114,6 +123,15 @@ def _linears() -> Iterator[Spelling]:
                 arguments=functools.partial(_with_activation, activation=activation),
                 floating=frozenset(("bias",)),
             )
+        if not is_plain:
+            yield Spelling(
+                operation="linear",
+                function=functools.partial(_narrow, activation=activation),
+                propose=functools.partial(_products, weights=("w",), bias=bias, residual=residual, in_16_bits=False),
+                roots=ends,
+                needs=_needs(activation),
+                difference=_OTHER_DTYPE,
+            )
 
 
 def _gated() -> Iterator[Spelling]:
@@ -127,6 +145,14 @@ def _gated() -> Iterator[Spelling]:
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
             )
+        yield Spelling(
+            operation="gated_linear",
+            function=functools.partial(_narrow_gate, activation=activation),
+            propose=functools.partial(_products, weights=("w_gate", "w_up"), in_16_bits=False),
+            roots=frozenset(("mul",)),
+            needs=_needs(activation),
+            difference=_OTHER_DTYPE,
+        )
 
 
 SPELLINGS: tuple[Spelling, ...] = (*_gated(), *_linears())

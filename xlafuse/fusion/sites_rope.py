@@ -20,6 +20,18 @@ from xlafuse.fusion.terms import primitives_before
 _ANGLES = {"product": ("mul",), "quotient": ("div",), "contraction": ("outer",), "mixed contraction": ("outer",)}
 """Ways to compute angles of positions, and their primitives."""
 _TABLES = "its cosines and sines come from tables; rope takes positions and a base, and computes the angles itself"
+_COORDINATES = (
+    "its positions are two-dimensional, and half of the frequencies belong to each coordinate; rope takes one position "
+    "for each row"
+)
+_ANGLES_OF_ITS_OWN = (
+    "its angles are no products of one position for each row and powers of one base, as where positions are "
+    "two-dimensional; rope computes no others"
+)
+_UNKNOWN_BASE = (
+    "its frequencies are no powers of one base, as where they are scaled for long contexts, or its positions and "
+    "frequencies are not known when it is traced; rope computes theta ** (-k / length)"
+)
 _ORDERS = {4: ((0, 1, 2, 3), (0, 2, 1, 3)), 3: ((0, 1, 2, 3), (0, 2, 1, 3))}
 """Orders of the axes (batch, tokens, heads, size), by the value's rank; a value of three axes has no batch."""
 
@@ -33,16 +45,19 @@ def _rotated(
     negates: bool = False,
     narrow: bool = False,
     angles: str = "product",
+    factor: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates by angles, and returns the first and the second of each pair.
 
-    angles: "product", "quotient" (of positions and wavelengths), "contraction" (of no axis), or "mixed contraction" (of
-    integers and floating numbers).
+    angles: "product", "quotient" (of positions and wavelengths), "contraction" (of no axis), "mixed contraction" (of
+    integers and floating numbers), or "coordinates" (products by two positions, of a half of the frequencies each).
     """
     more = wide(x.dtype)
     position = positions.astype(more)
     if angles in ("contraction", "mixed contraction"):
         angle = jnp.einsum("bt,f->btf", positions if angles == "mixed contraction" else position, frequency)
+    elif angles == "coordinates":
+        angle = (position[..., None] * frequency * factor).reshape(*position.shape[:2], -1)
     else:
         angle = position[..., None] * frequency if angles == "product" else position[..., None] / frequency
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
@@ -162,6 +177,17 @@ def _angle_factors(shape: tuple[int, ...], dtype: Any, *, is_integer: bool) -> d
     }
 
 
+def _coordinate_factors(shape: tuple[int, ...], dtype: Any, *, is_integer: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns positions of two coordinates, and the frequencies of each."""
+    if shape[-1] % 4:
+        return {}
+    more = wide(dtype)
+    return {
+        "positions": jax.ShapeDtypeStruct((*shape[:2], 2), jnp.int32 if is_integer else more),
+        "frequency": jax.ShapeDtypeStruct((shape[-1] // 4,), more),
+    }
+
+
 def _table_factors(
     shape: tuple[int, ...], dtype: Any, *, narrow: bool, columns: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -170,8 +196,9 @@ def _table_factors(
     return {"cosine": table, "sine": table}
 
 
-def _tables(value: Value, **options: Any) -> Iterator[Proposal]:
-    if "cos" not in primitives_before(value):
+def _tables(value: Value, *, has_angles: bool, **options: Any) -> Iterator[Proposal]:
+    """Proposes tables. has_angles: whether the program computes them as cosines of angles."""
+    if ("cos" in primitives_before(value)) == has_angles:
         yield from _rotations(value, **options)
 
 
@@ -196,15 +223,29 @@ def _spellings() -> Iterator[Spelling]:
                 needs=frozenset(("cos", "sin", "concatenate", *_ANGLES[angles])),
                 broadcasting=frozenset(("positions",)),
                 constants={**constants, "frequency": ("theta", theta)},
+                unknown=_UNKNOWN_BASE,
                 **common,
             )
-        for columns in (1, 2):
+        for is_integer in (True, False):
+            factors = partial(_coordinate_factors, is_integer=is_integer)
+            yield Spelling(
+                function=partial(_rotated, angles="coordinates", **form),
+                propose=partial(_rotations, factors=factors, interleaved=interleaved, **form),
+                needs=frozenset(("cos", "sin", "concatenate")),
+                unknowns={"factor": 0.7123454321},
+                broadcasting=frozenset(("positions",)),
+                difference=_COORDINATES,
+                **common,
+            )
+        for columns, (has_angles, difference) in itertools.product(
+            (1, 2), ((False, _TABLES), (True, _ANGLES_OF_ITS_OWN))
+        ):
             factors = partial(_table_factors, narrow=narrow, columns=columns)
             yield Spelling(
                 function=partial(_rotated_by_tables, **form),
-                propose=partial(_tables, factors=factors, interleaved=interleaved, **form),
+                propose=partial(_tables, factors=factors, has_angles=has_angles, interleaved=interleaved, **form),
                 needs=frozenset(("mul", "concatenate")),
-                difference=_TABLES,
+                difference=difference,
                 **common,
             )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,23 @@ def _rows(value: Value, *columns: str, narrow: bool = False) -> Iterator[Proposa
         own = {name: jax.ShapeDtypeStruct(value.shape[-1:], dtype) for name in columns}
         x = jax.ShapeDtypeStruct(value.shape, value.dtype)
         yield Proposal(arrays={"x": x, **own}, order=same_order(value))
+
+
+_MOVED = "it runs over another axis, and the operation over the last one"
+
+
+def _moved(propose: Callable[[Value], Iterator[Proposal]]) -> Callable[[Value], Iterator[Proposal]]:
+    """Proposes the same for a value whose rows lie along another axis than the last."""
+
+    def moved(value: Value) -> Iterator[Proposal]:
+        rank = len(value.shape)
+        for axis in range(rank - 1):
+            order = (*range(axis), rank - 1, *range(axis, rank - 1))
+            shape = tuple(value.shape[order.index(place)] for place in range(rank))
+            for each in propose(Value(jax.ShapeDtypeStruct(shape, value.dtype))):
+                yield replace(each, order=order)
+
+    return moved
 
 
 def _late_scale(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
@@ -67,6 +85,9 @@ def _norms() -> Iterator[Spelling]:
     rms = {**common, "operation": "rms_norm", "floating": frozenset(("scale",))}
     yield Spelling(function=rms_norm_reference, propose=lambda value: _rows(value, "scale"), **rms)
     yield Spelling(function=_without_scale, propose=_rows, prepare=_ones, **rms)
+    yield Spelling(function=_without_scale, propose=_moved(_rows), difference=_MOVED, **rms)
+    of_columns = _moved(lambda value: _rows(value, "scale"))
+    yield Spelling(function=rms_norm_reference, propose=of_columns, difference=_MOVED, **rms)
     for columns in (("scale", "bias"), ("scale",), ("bias",), ()):
         layer = {**common, "operation": "layer_norm", "floating": frozenset(columns)}
 
@@ -76,6 +97,7 @@ def _norms() -> Iterator[Spelling]:
         yield Spelling(function=layer_norm_reference, propose=propose, **layer)
         for clipped in (True, False):
             yield Spelling(function=partial(_fast_variance, clipped=clipped), propose=propose, **layer)
+        yield Spelling(function=layer_norm_reference, propose=_moved(propose), difference=_MOVED, **layer)
     for narrow in (True, False):
         yield Spelling(
             function=_late_scale,
@@ -153,11 +175,10 @@ def _softmaxes() -> Iterator[Spelling]:
         function=partial(_masked_softmax, hidden=0.0), propose=lambda value: _masks(value, wide(value.dtype)), **added
     )
     yield Spelling(function=_softmax, propose=_rows, unknowns=_SCALE, arguments=given_options, **common)
-    yield Spelling(
-        function=lambda x: jax.nn.softmax(x, axis=-1),
-        propose=lambda value: _rows(value) if is_narrow(value) else iter(()),
-        **common,
-    )
+    yield Spelling(function=_softmax, propose=_moved(_rows), unknowns=_SCALE, difference=_MOVED, **common)
+    plain = {"function": lambda x: jax.nn.softmax(x, axis=-1), **common}
+    yield Spelling(propose=lambda value: _rows(value) if is_narrow(value) else iter(()), **plain)
+    yield Spelling(propose=_moved(_rows), difference=_MOVED, **plain)
 
 
 def _elementwise(value: Value, names: tuple[str, ...], bias: Any, activation: str) -> Iterator[Proposal]:

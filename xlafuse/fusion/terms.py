@@ -45,7 +45,7 @@ class Head:
     whole: Indices | None = None
 
 
-_COMPUTED_BY_ELEMENT = ELEMENTWISE | RULES.keys() | {"neg", "square", "integer_pow", "rsqrt", "custom_jvp_call"}
+BY_ELEMENT = ELEMENTWISE | RULES.keys() | {"neg", "square", "integer_pow", "rsqrt", "custom_jvp_call"}
 _NEAREST = 80
 
 
@@ -58,7 +58,7 @@ def primitives_before(value: Value) -> frozenset[str]:
     seen, pending = {value}, [value]
     while pending and len(seen) < _NEAREST:
         each = pending.pop(0)
-        if each.equation is not None and each.primitive in _COMPUTED_BY_ELEMENT:
+        if each.equation is not None and each.primitive in BY_ELEMENT:
             new = [inner for inner in each.equation.inputs if inner not in seen]
             seen.update(new)
             pending += new

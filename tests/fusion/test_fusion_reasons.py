@@ -1,0 +1,302 @@
+"""Programs that are nearly an operation, and what `fuse` says that they do besides or otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+from hlo_analysis.targets import load_target
+from xlafuse.fusion import Report, fuse
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+BATCH, LENGTH, HEADS, SIZE, FEATURES, CLASSES = 2, 512, 8, 64, 1024, 4096
+
+
+def struct(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def reported(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Report:
+    """What `fuse` says of a function that is traced for the H200."""
+    told: list[Report] = []
+    target = load_target("h200")
+    with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        jax.eval_shape(fuse(fn, report=told.append, **options), *arguments)
+    return told[0]
+
+
+HEADED = struct(BATCH, LENGTH, HEADS, SIZE)
+ROWS, SCALE, WIDE_SCALE = struct(4096, FEATURES), struct(FEATURES), struct(FEATURES, dtype=F32)
+KEY = struct(2, dtype=jnp.uint32)
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=F32) * SIZE**-0.5
+
+
+def mixed(scores: jax.Array, v: jax.Array, axis: int = -1) -> jax.Array:
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis).astype(BF16), v)
+
+
+def kept(key: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0).astype(x.dtype)
+
+
+ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "two biases": (
+        lambda q, k, v, a, b: mixed(scores(q, k) + a + b, v),
+        (struct(1, HEADS, LENGTH, LENGTH, dtype=F32), struct(BATCH, 1, 1, LENGTH, dtype=F32)),
+        "), which attention with a bias does not",
+    ),
+    "a temperature for each head": (
+        lambda q, k, v, t: mixed(scores(q, k) * t[:, None, None], v),
+        (struct(HEADS, dtype=F32),),
+        "also multiplies by an array (float32[8",
+    ),
+    "one added to the sum": (
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", off_by_one(scores(q, k)).astype(BF16), v),
+        (),
+        "also adds 1, which attention does not",
+    ),
+    "over the queries": (lambda q, k, v: mixed(scores(q, k), v, axis=-2), (), "softmax runs over the queries"),
+    "weights kept in float32": (
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v.astype(F32)).astype(BF16),
+        (),
+        "keeps a division in float32, and attention rounds to 16 bits",
+    ),
+    "attention sinks": (
+        lambda q, k, v, s: mixed_with_sinks(scores(q, k), s, v),
+        (struct(HEADS, dtype=F32),),
+        "runs over 513 elements, and over 512 in attention",
+    ),
+}
+
+
+def off_by_one(scores: jax.Array) -> jax.Array:
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return weights / (1 + weights.sum(-1, keepdims=True))
+
+
+def mixed_with_sinks(scores: jax.Array, sinks: jax.Array, v: jax.Array) -> jax.Array:
+    columns = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, columns], -1))[..., :-1]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(BF16), v)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_nearly_attention(name: str):
+    fn, more, expected = ATTENTION[name]
+    report = reported(fn, HEADED, HEADED, HEADED, *more)
+    assert not any(site.operation == "attention" for site in report.taken)
+    (reason,) = [site.reason for site in report.refused if site.operation == "attention"]
+    assert expected in reason
+
+
+@pytest.mark.parametrize("order", ["bias first", "library"])
+def test_attention_takes_a_bias_and_a_mask(order: str):
+    def fn(q, k, v, bias, mask):
+        if order == "library":
+            return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q * SIZE**-0.5, k) + bias
+        return mixed(jnp.where(mask, logits, -1e9).astype(F32), v)
+
+    more = struct(1, HEADS, LENGTH, LENGTH), struct(BATCH, 1, 1, LENGTH, dtype=jnp.bool_)
+    report = reported(fn, HEADED, HEADED, HEADED, *more, allow={"empty_rows"})
+    assert [site.operation for site in report.taken] == ["attention"]
+    assert {"bias", "mask"} < report.taken[0].arrays.keys()
+
+
+def rms(x, scale, dtype: Any = F32, eps: float = 1e-6, axis: int = -1, length: int | None = None):
+    value = x.astype(dtype)
+    mean = jnp.sum(value * value, axis, keepdims=True) / (length or x.shape[axis])
+    return value * jax.lax.rsqrt(mean.astype(dtype) + eps) * scale
+
+
+def layer(x, scale, bias, dtype: Any = F32, *, root_eps: float = 0.0, ddof: int = 0):
+    value = x.astype(dtype)
+    deviation = jnp.sqrt(value.var(-1, keepdims=True, ddof=ddof) + 1e-5) + root_eps
+    return (value - value.mean(-1, keepdims=True)) / deviation * scale + bias
+
+
+NORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "16 bits": (lambda x, s: rms(x, s + 1, BF16), (ROWS, SCALE), "in bfloat16, and rms_norm in float32"),
+    "mean and variance in 16 bits": (
+        lambda x, s, b: layer(x, s, b, BF16),
+        (ROWS, SCALE, SCALE),
+        "in bfloat16, and layer_norm in float32",
+    ),
+    "scaled after the cast": (
+        lambda x, s: rms(x, 1.0).astype(BF16) * s,
+        (ROWS, SCALE),
+        "the scale is multiplied after the cast",
+    ),
+    "dropped inside": (
+        lambda x, s, key: (kept(key, rms(x, 1.0)) * s).astype(BF16),
+        (ROWS, WIDE_SCALE, KEY),
+        "drops elements at random (dropout)",
+    ),
+    "a further sum": (
+        lambda x, s, b: layer(x, s, b, root_eps=1e-3).astype(BF16),
+        (ROWS, WIDE_SCALE, WIDE_SCALE),
+        "also adds 0.001",
+    ),
+    "another count": (
+        lambda x, s, b: layer(x, s, b, ddof=1).astype(BF16),
+        (ROWS, WIDE_SCALE, WIDE_SCALE),
+        "divides a sum by 1023, and layer_norm by 1024",
+    ),
+    "a sum": (
+        lambda x, s: rms(x, s, length=1).astype(BF16),
+        (ROWS, WIDE_SCALE),
+        "takes a sum, and rms_norm the mean of 1024 numbers",
+    ),
+    "another axis": (
+        lambda x, s: rms(x, s, axis=1).astype(BF16),
+        (struct(8, FEATURES, 128), struct(FEATURES, 1, dtype=F32)),
+        "runs over another axis",
+    ),
+}
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_nearly_a_norm(name: str, restricted: bool):
+    fn, arguments, expected = NORMS[name]
+    operation = "layer_norm" if "layer_norm" in expected or name == "a further sum" else "rms_norm"
+    report = reported(fn, *arguments, ops=[operation] if restricted else None)
+    assert any(expected in site.reason for site in report.refused if site.operation == operation), str(report)
+
+
+@pytest.mark.parametrize("name", ["16 bits", "mean and variance in 16 bits", "scaled after the cast"])
+def test_a_norm_that_rounds_is_taken_where_that_is_allowed(name: str, sites):
+    fn, arguments, _ = NORMS[name]
+    report = reported(fn, *arguments, allow={"rounding"})
+    (site,) = report.taken
+    assert site.operation in ("rms_norm", "layer_norm")
+    assert site.arrays["x"] == "bfloat16[4096,1024]"
+    small = [jax.random.normal(jax.random.key(k), each.shape[-1:], each.dtype) for k, each in enumerate(arguments)]
+    assert sites(fn, jnp.stack([small[0], 2 * small[0]]), *small[1:], allow={"rounding"}) == [site.operation]
+
+
+def test_what_keeps_more_bits_than_the_operation_is_not_taken_as_rounding():
+    fn, _, _ = ATTENTION["weights kept in float32"]
+    report = reported(fn, HEADED, HEADED, HEADED, allow={"rounding"})
+    assert not any(site.operation == "attention" for site in report.taken)
+
+
+def rotated(x, angles):
+    cosine, sine = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    a, b = jnp.split(x.astype(F32), 2, -1)
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1).astype(x.dtype)
+
+
+def frequencies(count: int, base: float = 1e4) -> jax.Array:
+    return base ** (-jnp.arange(count) / count)
+
+
+def scaled(frequency: jax.Array) -> jax.Array:
+    return jnp.where(frequency < 1e-3, frequency / 8, frequency)
+
+
+ROPES: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "coordinates": (
+        lambda p: (p[..., None] * frequencies(16)).reshape(*p.shape[:2], 32),
+        struct(BATCH, LENGTH, 2, dtype=jnp.int32),
+        "two-dimensional",
+    ),
+    "scaled coordinates": (
+        lambda p: (2 * jnp.pi * p[..., None] * frequencies(16)).reshape(*p.shape[:2], 32),
+        struct(BATCH, LENGTH, 2, dtype=F32),
+        "two-dimensional",
+    ),
+    "sections": (
+        lambda p: jnp.concatenate([p[0][..., None] * frequencies(32)[:8], p[1][..., None] * frequencies(32)[8:]], -1),
+        struct(2, BATCH, LENGTH, dtype=jnp.int32),
+        "no products of one position for each row",
+    ),
+    "frequencies of a long context": (
+        lambda p: p[..., None] * scaled(frequencies(32)),
+        struct(BATCH, LENGTH, dtype=jnp.int32),
+        "its frequencies are no powers of one base",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_nearly_rope(name: str):
+    angles, positions, expected = ROPES[name]
+    report = reported(lambda q, k, p: (rotated(q, angles(p)), rotated(k, angles(p))), HEADED, HEADED, positions)
+    assert {site.operation for site in report.refused} == {"rope"}
+    assert all(expected in site.reason for site in report.refused), str(report)
+
+
+def smoothed(logits, labels):
+    hot = 0.9 * jax.nn.one_hot(labels, CLASSES) + 0.1 / CLASSES
+    return -jnp.sum(hot * jax.nn.log_softmax(logits), -1)
+
+
+def with_z_loss(logits, labels):
+    total = jax.nn.logsumexp(logits, -1)
+    return total - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0] + 1e-4 * total**2
+
+
+W, A, B = struct(FEATURES, CLASSES), struct(FEATURES, 16), struct(16, CLASSES)
+LOGITS, LABELS = struct(512, CLASSES, dtype=F32), struct(512, dtype=jnp.int32)
+INT8 = struct(FEATURES, CLASSES, dtype=jnp.int8)
+OTHERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], str]] = {
+    "label smoothing": ("cross_entropy", smoothed, (LOGITS, LABELS), "also multiplies by 0.9"),
+    "soft labels": (
+        "cross_entropy",
+        lambda logits, labels: -jnp.sum(labels * jax.nn.log_softmax(logits), -1),
+        (LOGITS, LOGITS),
+        "its labels are a probability for each class",
+    ),
+    "z-loss": ("cross_entropy", with_z_loss, (LOGITS, LABELS), "is read by a power elsewhere, too"),
+    "softmax over another axis": (
+        "softmax",
+        lambda x: jax.nn.softmax(x, 1),
+        (struct(8, FEATURES, 128),),
+        "runs over another axis",
+    ),
+    "adapters behind dropout": (
+        "lora_linear",
+        lambda x, w, a, b, key: x @ w + kept(key, x) @ a @ b * 2,
+        (ROWS, W, A, B, KEY),
+        "drops elements at random (dropout)",
+    ),
+    "zero points": (
+        "quantized_linear",
+        lambda x, w, s, z: x @ ((w.astype(F32) - z) * s).astype(BF16),
+        (ROWS, INT8, struct(CLASSES, dtype=F32), struct(CLASSES, dtype=F32)),
+        "also subtracts an array",
+    ),
+    "scales of features": (
+        "quantized_linear",
+        lambda x, w, s: x @ (w.astype(F32) * s).astype(BF16),
+        (ROWS, INT8, struct(FEATURES, 1, dtype=F32)),
+        "a scale for each feature",
+    ),
+    "quick GELU": (
+        "linear",
+        lambda x, w, b: (y := x @ w + b) * jax.nn.sigmoid(1.702 * y),
+        (ROWS, W, struct(CLASSES)),
+        "also multiplies by 1.70312",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nearly_another_operation(name: str):
+    operation, fn, arguments, expected = OTHERS[name]
+    report = reported(fn, *arguments)
+    assert any(expected in site.reason for site in report.refused if site.operation == operation), str(report)
+
+
+def test_a_value_that_others_read_is_named_with_its_reader():
+    report = reported(lambda x, s: (rms(x, s).astype(BF16), jnp.tanh(rms(x, s))), ROWS, WIDE_SCALE, ops=["rms_norm"])
+    assert report.taken or any("is read by jnp.tanh elsewhere" in site.reason for site in report.refused)
