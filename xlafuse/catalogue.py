@@ -91,19 +91,23 @@ def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
         return "it takes no bias; XLA adds that of the logits, x @ w + bias, in the product's epilogue"
     left, right, dimensions = known
     sides = [_matrix(left, dimensions.lhs_contracting), _matrix(right, dimensions.rhs_contracting)]
-    vocabularies = {length for launch in launches for length, whole in _reductions(launch) if whole == logits}
-    weights = [side for side in sides if side is not None and vocabularies == {side.shape[1]}]
-    if len(weights) != 1 or None in sides:
+    # XLA splits long reductions: their lengths divide the vocabulary, and their results are some for each row.
+    found = [each for launch in launches for each in _reductions(launch) if each[1] == logits]
+    pairs = [
+        (x, w)
+        for x, w in (sides, sides[::-1])
+        if x is not None and w is not None and found
+        if all(w.shape[1] % length == 0 and whole // length % x.shape[1] == 0 for length, whole in found)
+    ]
+    if len(pairs) != 1:
         return None
-    (w,) = weights
-    (hidden,) = [side for side in sides if side is not w]
-    assert hidden is not None
+    ((hidden, w),) = pairs
     if reason := operands_unsupported(hidden, w):
         return reason
     (features, rows), vocabulary = hidden.shape, w.shape[1]
-    is_forward = all(launch.phase == "forward" for launch in launches)
+    has_gradient = any("jvp(" in name for launch in launches for name in launch.facts.all_op_names)
     is_best = is_preferred(rows, vocabulary, features, keeps_gradients=True)
-    is_best = is_best or (is_forward and is_preferred_forward(rows, vocabulary))
+    is_best = is_best or (not has_gradient and is_preferred_forward(rows, vocabulary))
     return None if is_best else "XLA was measured to be faster"
 
 
@@ -125,10 +129,11 @@ def _dtypes_unsupported(launches: Iterable[LaunchRow]) -> str | None:
 
 
 def _features_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Returns why batch_norm can normalize each feature of none of the arrays."""
-    left = [whole // length for launch in launches for length, whole in _reductions(launch)]
-    most = max(left, default=LANES)
-    return f"there are {most} features, the kernels take {LANES} at least" if most < LANES else None
+    """Returns why batch_norm can normalize each feature along none of the largest array's axes."""
+    shapes = [shape_of(value.shape) for launch in launches for value in launch.inputs]
+    largest = max(shapes, key=lambda shape: shape.element_count, default=None)
+    most = LANES if largest is None else max(largest.dimensions, default=1)
+    return f"there are at most {most} features, the kernels take {LANES} at least" if most < LANES else None
 
 
 def _reductions(launch: LaunchRow) -> list[tuple[int, int]]:

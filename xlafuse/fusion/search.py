@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax._src import source_info_util
 
 from xlafuse.fusion.binding import Binding, constant_argument, equations_between, is_permuted, is_whole
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, is_free
@@ -46,6 +47,7 @@ class Search:
         self._attempts: dict[tuple[str, Value], list[_Attempt]] = {}
         self._disallowed: list[Refusal] = []
         self._fitting: list[set[Equation]] = []
+        self._differing: dict[Any, list[tuple[int, list[_Attempt]]]] = {}
         self._primitives: dict[Value, frozenset[str]] = {}
         values = [value for equation in graph.equations for value in equation.outputs]
         self._by_root: dict[str, list[Value]] = {}
@@ -153,13 +155,23 @@ class Search:
         self._disallowed.append(Refusal(operation=spelling.operation, value=value, reason=reason, covered=covered))
 
     def _miss(self, operation: str, value: Value, attempts: Sequence[_Attempt]) -> Miss | None:
-        """Returns the fewest differences between a value and an operation; None where there are too many."""
+        """Returns the fewest differences between a value and an operation; None where there are too many.
+
+        What a line of the program is not, it is in no layer, and what it nearly is, it is in all: so only the first
+        layer is compared with all spellings.
+        """
         if operation not in _TELLING and attempts[0].failure.fitted < _LEAST_FITTED:
             return None
-        for steps in range(MOST_STEPS + 1):
-            found = [self._compared(value, each, steps) for each in attempts]
-            if known := [miss for miss in found if miss is not None]:
-                return min(known, key=lambda miss: miss.cost)
+        assert value.equation is not None
+        line = source_info_util.summarize(value.equation.source.source_info)
+        key = (operation, value.primitive, value.shape, value.dtype, line, len(attempts))
+        for steps, own in self._differing.get(key, ((steps, attempts) for steps in range(MOST_STEPS + 1))):
+            found = [(miss, each) for each in own if (miss := self._compared(value, each, steps)) is not None]
+            if found:
+                best, nearest_attempt = min(found, key=lambda pair: pair[0].cost)
+                self._differing[key] = [(steps, [nearest_attempt])]
+                return best
+        self._differing[key] = []
         return None
 
     def _compared(self, value: Value, attempt: _Attempt, steps: int) -> Miss | None:
