@@ -309,5 +309,5 @@ def _lines_of(launch: LaunchRow, files: set[str]) -> frozenset[str]:
         frames = instruction.metadata.frames if instruction.metadata else ()
         named = ((PurePosixPath(frame.file).name, frame.line) for frame in frames)
         line = next((f"{name}:{number}" for name, number in named if name in files), None)
-        found |= {line} - {None}
+        found |= set() if line is None else {line}
     return frozenset(found)

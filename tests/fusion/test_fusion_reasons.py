@@ -298,5 +298,18 @@ def test_nearly_another_operation(name: str):
 
 
 def test_a_value_that_others_read_is_named_with_its_reader():
-    report = reported(lambda x, s: (rms(x, s).astype(BF16), jnp.tanh(rms(x, s))), ROWS, WIDE_SCALE, ops=["rms_norm"])
-    assert report.taken or any("is read by jnp.tanh elsewhere" in site.reason for site in report.refused)
+    def fn(x, scale):
+        value = rms(x, 1.0)
+        return (value * scale).astype(BF16), jnp.tanh(value)
+
+    report = reported(fn, ROWS, WIDE_SCALE, ops=["rms_norm"])
+    assert any("is read by jnp.tanh elsewhere, too" in site.reason for site in report.refused), str(report)
+
+
+@pytest.mark.parametrize("target", ["h200", "a100"])
+def test_what_the_operation_leaves_to_xla_is_never_taken(target: str):
+    told: list[Report] = []
+    described = load_target(target)
+    with name_target_in_meshes(described), jax.sharding.use_abstract_mesh(mesh_of_one(described)):
+        jax.eval_shape(fuse(lambda x, w: x @ w, report=told.append), ROWS, W)
+    assert (told[0].taken, [site.operation for site in told[0].left]) == ((), ["linear"])

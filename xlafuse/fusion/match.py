@@ -155,8 +155,10 @@ class Matcher:
             return self._fail(found, self._no_place(wanted, found))
         if mine.kind == "dot_general" and _is_narrower(mine, other):
             other = narrowed(other) or other
-        if mine.dtype is not None and (so_far := self._in_dtype(wanted, found, so_far)) is None:
+        fits = so_far if mine.dtype is None else self._in_dtype(wanted, found, so_far)
+        if fits is None:
             return None
+        so_far = fits
         if mine.data != other.data:
             return self._fail(found, f"{noun(found.value)} has another {_differences(other.data, mine.data)}")
         if mine.kind == "position":

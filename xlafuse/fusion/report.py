@@ -30,7 +30,8 @@ class SiteTaken:
         given = [*(f"{name}={array}" for name, array in self.arrays.items())]
         given += [f"{name}={value!r}" for name, value in self.options.items()]
         replaced = f"{self.equations} equation{'' if self.equations == 1 else 's'}"
-        return f"{self.where}: {self.operation}({', '.join(given)}) for {replaced}; {self.implementation}"
+        by = "its definition, as this device has no kernels" if self.implementation == "xla" else self.implementation
+        return f"{self.where}: {self.operation}({', '.join(given)}) for {replaced}; {by}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax._src import source_info_util
 
 from xlafuse.fusion.binding import Binding, constant_argument, equations_between, is_permuted, is_whole
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, is_free
@@ -163,8 +162,8 @@ class Search:
         if operation not in _TELLING and attempts[0].failure.fitted < _LEAST_FITTED:
             return None
         assert value.equation is not None
-        line = source_info_util.summarize(value.equation.source.source_info)
-        key = (operation, value.primitive, value.shape, value.dtype, line, len(attempts))
+        place = value.equation.source.source_info.traceback  # equal for the same instructions of the same calls
+        key = (operation, value.primitive, value.shape, value.dtype, place)
         for steps, own in self._differing.get(key, ((steps, attempts) for steps in range(MOST_STEPS + 1))):
             found = [(miss, each) for each in own if (miss := self._compared(value, each, steps)) is not None]
             if found:

@@ -28,11 +28,11 @@ def worthwhile(
 ) -> tuple[list[Site], list[Site], list[Refusal]]:
     """Returns the sites to call an operation at, those to leave as they are written, and refusals.
 
-    A site whose operation would run by XLA stays as it is written. On targets without kernels all sites are called.
+    A site whose operation would run by XLA stays as it is written. On a CPU all sites are called, and run by XLA.
 
     implementation: returns what the operation of a site takes. keeps_all: calls kernels also where XLA fuses more.
     """
-    if not target_device().is_hopper:
+    if target_device().platform == "cpu":
         return list(sites), [], []
     called = [site for site in sites if implementation(site) != "xla"]
     written = [site for site in sites if site not in called]
