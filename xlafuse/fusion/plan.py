@@ -85,12 +85,14 @@ def make_plan(
         *(each for each in overlapping if not is_computed_by(each.value, taken)),
         *search.refused(spellings, taken, of_products),
     ]
-    # What is said of a larger part of the program says more.
+    # What is said of a larger part of the program says more, and of a known reason no second one is told.
     combining = [
         each
         for each in combining
-        if not any(each.operation == other.operation and each.covered < other.covered for other in outside)
+        if not any(each.operation == other.operation and set() < each.covered < other.covered for other in outside)
     ]
+    known = {(each.operation, each.value.equation) for each in combining}
+    outside = [each for each in outside if known.isdisjoint((each.operation, equation) for equation in each.covered)]
     named: dict[Any, Refusal] = {}
     for each in (*combining, *outside):
         each = replace(each, operation=OPERATIONS.get(each.operation, each.operation))
