@@ -42,7 +42,7 @@ class Remedy:
 
         Where there is none, the text says that a kernel must be written, and why the catalogue's own does not serve.
         """
-        refusal = "no XLA option and no kernel of the catalogue does this"
+        none = refusal = "no XLA option and no kernel of the catalogue does this"
         for kernel in catalogue:
             if kernel.pattern == self.pattern:
                 reason = attempt(kernel.refusal, "its check of these launches failed", launches)
@@ -54,7 +54,7 @@ class Remedy:
         if self.otherwise and (other := self.otherwise.named(catalogue, launches)).kernel:
             return replace(other, text=f"{other.text}; {refusal}")
         if self.kind != "kernel" or self.code:
-            return self
+            return self if refusal is none else replace(self, text=f"{self.text}; {refusal}")
         return replace(self, text=f"write a kernel, e.g. in Pallas ({refusal}): {self.text}")
 
 

@@ -97,6 +97,17 @@ def test_nearly_attention(name: str):
     assert expected in reason
 
 
+@pytest.mark.parametrize("ops", [None, ["attention"]])
+def test_dropped_weights_are_told_with_and_without_the_softmax(ops: list[str] | None):
+    def fn(q, k, v, key):
+        weights = jax.nn.softmax(scores(q, k)).astype(BF16)
+        return jnp.einsum("bhqk,bkhd->bqhd", kept(key, weights), v)
+
+    report = reported(fn, HEADED, HEADED, HEADED, KEY, ops=ops)
+    (reason,) = [site.reason for site in report.refused if site.operation == "attention"]
+    assert "at random" in reason
+
+
 @pytest.mark.parametrize("order", ["bias first", "library"])
 def test_attention_takes_a_bias_and_a_mask(order: str):
     def fn(q, k, v, bias, mask):

@@ -85,20 +85,31 @@ def make_plan(
         *(each for each in overlapping if not is_computed_by(each.value, taken)),
         *search.refused(spellings, taken, of_products),
     ]
-    # What is said of a larger part of the program says more, and of a known reason no second one is told.
-    combining = [
-        each
-        for each in combining
-        if not any(each.operation == other.operation and set() < each.covered < other.covered for other in outside)
-    ]
-    known = {(each.operation, each.value.equation) for each in combining}
-    outside = [each for each in outside if known.isdisjoint((each.operation, equation) for equation in each.covered)]
+    combining, outside = _told_once(combining, outside)
     named: dict[Any, Refusal] = {}
     for each in (*combining, *outside):
         each = replace(each, operation=OPERATIONS.get(each.operation, each.operation))
         named.setdefault((each.operation, origin(each.value).equation), each)
     refusals = [each for each in named.values() if ops is None or each.operation in ops]
     return Plan(graph=graph, sites=sites, written=written, refusals=tuple(refusals), inner=inner)
+
+
+def _told_once(known: Sequence[Refusal], found: Sequence[Refusal]) -> tuple[list[Refusal], list[Refusal]]:
+    """Leaves out what is said of a part of what another refusal of the operation covers.
+
+    A reason that is known of one value, with no equations, stands for what covers that value.
+    """
+    kept, told = [], list(found)
+    for each in known:
+        same = [other for other in told if other.operation == each.operation]
+        if each.covered:
+            if not any(each.covered < other.covered for other in same):
+                kept.append(each)
+            continue
+        around = next((other for other in same if each.value.equation in other.covered), None)
+        kept.append(each if around is None else replace(each, covered=around.covered))
+        told = [other for other in told if other is not around]
+    return kept, told
 
 
 def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Site, ...], list[Refusal]]:

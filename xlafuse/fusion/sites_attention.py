@@ -118,7 +118,7 @@ def _variables(ref: Ref) -> set[int]:
 def _is_softmax(value: Value) -> bool:
     seen = 0
     pending = [value]
-    while pending and seen < 12:
+    while pending and seen < 24:  # random bits of dropout are between
         each = pending.pop(0)
         seen += 1
         if each.primitive == "exp":
