@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Sets the estimates of the block presets beside what an H200 took, from the recordings that ship with the package.
+"""Sets estimates beside what a GPU took: of the block presets on an H200, and of public models on an H100.
 
 Needs no GPU and about a minute:
 
-    PYTHONPATH=. python3 scripts/check_estimates.py          # a row a strategy of each recording
-    PYTHONPATH=. python3 scripts/check_estimates.py --fit    # the medians that the constants come from
+    PYTHONPATH=. python3 scripts/check_estimates.py            # a row a strategy of each recording of the block
+    PYTHONPATH=. python3 scripts/check_estimates.py --models   # a row a program of the public models
+    PYTHONPATH=. python3 scripts/check_estimates.py --fit      # the medians that the constants come from
 
-The constants are in `hlo_analysis/targets/efficiency.py`. They were fitted on `FIT`; the other shapes are held out.
+The constants are in `hlo_analysis/targets/efficiency.py`. They were fitted on `FIT` and `FIT_MODELS`; the other shapes
+and models are held out. `scripts/public_models/record.py` makes the recordings of the models, of two layers each.
 """
 
 from __future__ import annotations
@@ -14,20 +16,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hlo_analysis import Capture, analyze
+from hlo_analysis.measured import with_measured
 from hlo_analysis.program.launch_kinds import EMITTERS
 from hlo_analysis.records import Analysis, Comparison, Launch
+from hlo_analysis.targets.efficiency import EFFICIENCY
 from xlafuse import compare
+from xlafuse.measurements import load
 
 PRESET = "llama3-8b"
 FIT = ((2, 4096, "forward"), (2, 4096, "grad"))
 HELD_OUT = ((1, 512, "forward"), (1, 512, "grad"), (1, 1, "forward"), (16, 1, "forward"))
 STRATEGIES = ("xla", "best", "xla_cudnn")
+RECORDINGS = Path(__file__).parent / "public_models" / "recordings" / "h100"
+FIT_MODELS = ("bert", "gemma", "gpt2", "graphnet")
 CLOSE = 1.5
 """An estimate is close when it is at most so many times too long or too short."""
 
@@ -84,6 +92,38 @@ def accuracy(strategy: str, analysis: Analysis) -> Accuracy:
     )
 
 
+def recorded_model(file: Path) -> Analysis:
+    """The analysis of a recorded program, by today's constants, with its measured times."""
+    capture = Capture.load(file)
+    device = replace(capture.manifest.device, efficiency=EFFICIENCY)
+    capture.manifest = replace(capture.manifest, device=device)
+    return with_measured(analyze(capture), load(file.with_suffix(".json")).strategies["xla"])
+
+
+def longest_in_common(analysis: Analysis, count: int = 5) -> int:
+    """How many of the launches that take longest the estimates name, too."""
+    timed = timed_launches(analysis)
+    measured = sorted(timed, key=lambda item: -item[1] * item[0].repeat)[:count]
+    estimated = sorted(timed, key=lambda item: -item[0].estimated_us * item[0].repeat)[:count]
+    return len({launch.index for launch, _ in measured} & {launch.index for launch, _ in estimated})
+
+
+def print_models() -> None:
+    """Prints a row for each recorded program of a public model."""
+    print("| program | fitted | launches within 1.5x, by time | total | wall clock | of the longest five |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for file in sorted(RECORDINGS.glob("*.zip")):
+        analysis = recorded_model(file)
+        row = accuracy(file.stem, analysis)
+        fitted = "fitted" if file.stem.partition("-")[0] in FIT_MODELS else "held out"
+        print(
+            f"| {file.stem} | {fitted} | {row.close:.1%} | {row.total:.2f} | {row.wall:.2f} "
+            f"| {longest_in_common(analysis)} |",
+            flush=True,
+        )
+        print(f"far off in {file.stem}: {'; '.join(row.far[:5])}", file=sys.stderr)
+
+
 def timed_launches(analysis: Analysis) -> list[tuple[Launch, float]]:
     """Launches with their measured µs; without library calls in a row, which the profile cannot tell apart."""
     return [(launch, launch.measured_us) for launch in analysis.launches if launch.measured_us]
@@ -136,7 +176,12 @@ def main() -> int:
     """Prints the table, or the fit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fit", action="store_true", help="print the medians that the constants come from")
-    if parser.parse_args().fit:
+    parser.add_argument("--models", action="store_true", help="the recorded public models in place of the block")
+    options = parser.parse_args()
+    if options.models:
+        print_models()
+        return 0
+    if options.fit:
         found = fit(analysis for case in FIT for _, analysis in analyses(compared(*case)))
         print("\n".join(f"{name:12} {value:.3f}" for name, value in found.items()))
         return 0

@@ -13,6 +13,7 @@ from hlo_analysis.costs.link import link_bytes
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
+from hlo_analysis.costs.slow_work import atomic_updates, reduced_elements, row_alignment
 from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
@@ -112,6 +113,9 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
             flops,
             context.device,
             kind=kind,
+            reduced=reduced_elements(facts.instructions) if kind in EMITTERS else 0,
+            atomic_updates=atomic_updates(facts.instructions),
+            row_alignment=row_alignment(module, site.computation, instruction),
             attention=is_attention(instruction, kernel),
             grid=grid,
             cache_bytes=cache_bytes(module, instruction, kind),

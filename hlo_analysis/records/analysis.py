@@ -62,6 +62,8 @@ class Efficiency:
 
     memory: float = 1.0
     """Share of the memory bandwidth that kernels reach."""
+    vector: float = 1.0
+    """Share of the vector peak, of multiply-adds, that other operations reach, one FLOP each."""
     power: float = 1.0
     """Share of the matrix peak that the power limit allows for sustained work."""
     matrix: float = 1.0
@@ -72,6 +74,10 @@ class Efficiency:
     """GPU time of a kernel that does almost nothing."""
     cache_bytes_per_clock: float = 0.0
     """L2 cache bandwidth of strided reads, in bytes per multiprocessor and clock; 0 if not known."""
+    atomics_per_clock: float = 0.0
+    """Elements of 16 bits that a multiprocessor adds to memory in a clock; 0 if not known."""
+    unaligned: tuple[float, float] = (1.0, 1.0)
+    """Share of their rate that Triton products reach with rows that start at multiples of 2 bytes, or of 4 or 8."""
     source: str = ""
 
 

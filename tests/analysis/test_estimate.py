@@ -9,6 +9,7 @@ import pytest
 from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import estimate
 from hlo_analysis.costs.flops import Flops
+from hlo_analysis.costs.slow_work import atomic_updates, row_alignment
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.records import Efficiency
 from hlo_analysis.targets import load_target
@@ -20,7 +21,16 @@ DEVICE = replace(
     core_count=100,
     clock_hz=1e9,
     efficiency=Efficiency(
-        memory=0.5, power=0.8, matrix=0.5, attention=0.25, kernel_us=1.0, cache_bytes_per_clock=20.0, source=""
+        memory=0.5,
+        vector=0.5,
+        power=0.8,
+        matrix=0.5,
+        attention=0.25,
+        kernel_us=1.0,
+        cache_bytes_per_clock=20.0,
+        atomics_per_clock=0.5,
+        unaligned=(0.25, 0.5),
+        source="",
     ),
 )
 PRODUCT = Flops(matrix=(("bf16", 10**12),))
@@ -32,6 +42,58 @@ def test_the_longest_of_memory_compute_and_cache():
     assert estimate(10**9, PRODUCT, DEVICE, kind="cudnn", attention=True) == pytest.approx(5001)
     assert estimate(10**9, Flops(), DEVICE, kind="loop", cache_bytes=6 * 10**9) == pytest.approx(3001)
     assert estimate(0, Flops(), DEVICE, kind="loop") == 1.0
+
+
+def test_vector_work_reductions_and_atomics_take_their_time():
+    work = Flops(vector=10**9)
+    per_flop = 2e6 / DEVICE.vector_flops
+    assert estimate(0, work, DEVICE, kind="loop") == pytest.approx(10**9 * per_flop + 1)
+    assert estimate(0, work, DEVICE, kind="reduction", reduced=10**9) == pytest.approx(9 * 10**9 * per_flop + 1)
+    assert estimate(0, Flops(), DEVICE, kind="scatter", atomic_updates=10**8) == pytest.approx(2001)
+
+
+def test_rows_of_odd_sizes_slow_triton_products_alone():
+    assert estimate(0, PRODUCT, DEVICE, kind="triton_gemm", row_alignment=2) == pytest.approx(10001)
+    assert estimate(0, PRODUCT, DEVICE, kind="triton_gemm", row_alignment=4) == pytest.approx(5001)
+    assert estimate(0, PRODUCT, DEVICE, kind="cublaslt", row_alignment=2) == pytest.approx(2501)
+
+
+PRODUCT_OF_ODD_ROWS = """HloModule product
+ENTRY main {
+  logits = bf16[64,%d]{1,0} parameter(0)
+  w = bf16[%d,128]{1,0} parameter(1)
+  ROOT dot = bf16[64,128]{1,0} dot(logits, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+
+
+@pytest.mark.parametrize(("vocabulary", "alignment"), [(50257, 2), (30522, 4), (50260, 8), (50264, 16), (50304, 16)])
+def test_alignment_of_a_product_s_rows(vocabulary: int, alignment: int):
+    module = parse_module(PRODUCT_OF_ODD_ROWS % (vocabulary, vocabulary))
+    assert row_alignment(module, module.entry, module.entry.root_instruction) == alignment
+
+
+SCATTER = """HloModule scatter
+add {
+  a = bf16[] parameter(0)
+  b = bf16[] parameter(1)
+  ROOT c = bf16[] add(a, b)
+}
+ENTRY main {
+  table = %s[512,64]{1,0} parameter(0)
+  rows = s32[32,1]{1,0} parameter(1)
+  updates = %s[32,1,64]{2,1,0} parameter(2)
+  ROOT s = %s[512,64]{1,0} scatter(table, rows, updates), \
+update_window_dims={1,2}, inserted_window_dims={}, \
+scatter_dims_to_operand_dims={0}, index_vector_dim=1, unique_indices=%s, to_apply=add
+}"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unique", "count"), [("bf16", "false", 2048), ("f32", "false", 0), ("bf16", "true", 0)]
+)
+def test_updates_of_16_bits_are_atomic_unless_unique(dtype: str, unique: str, count: int):
+    instructions = parse_module(SCATTER % (dtype, dtype, dtype, unique)).entry.instructions
+    assert atomic_updates(instructions) == count
 
 
 def test_few_blocks_leave_cores_idle():
