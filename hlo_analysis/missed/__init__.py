@@ -9,7 +9,7 @@ Kinds of missed fusion, by module:
 - `producer_consumer.py`: one launch writes what another reads, directly or after a third has updated a part of it in
   place; or writes what a loop then overwrites.
 - `shared_reads.py`: several launches read one input that a single launch could read once.
-- `layout_roundtrip.py`: an argument is transposed whole so that a part of it can be updated.
+- `layout_roundtrip.py`: an array is transposed whole so that a part of it can be updated, or read or written by a loop.
 - `kept_values.py`: the forward pass writes what the backward pass could compute again.
 """
 
@@ -22,7 +22,7 @@ from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
-from hlo_analysis.missed.layout_roundtrip import transposed_for_updates
+from hlo_analysis.missed.layout_roundtrip import transposed_for_loops, transposed_for_updates
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.program import Program
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
@@ -37,6 +37,7 @@ _RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
     filled_for_loops,
     read_at_once,
     read_again,
+    transposed_for_loops,
     kept_for_gradients,
 )
 """The rules that find missed fusions, beside `transposed_for_updates`."""

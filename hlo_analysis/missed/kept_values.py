@@ -1,4 +1,4 @@
-"""Finds values that the forward pass keeps for the backward pass, which could compute them again from what it reads."""
+"""Finds values that the forward pass keeps for the backward pass, which could compute them again."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Intermediate
-from hlo_analysis.remedies import kept_value_remedy
+from hlo_analysis.remedies import Table, kept_value_remedy
+from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
 
 
 def kept_for_gradients(program: Program) -> Iterator[Candidate]:
     """Yields one missed fusion for all values that a launch of the forward pass keeps for the same readers."""
-    launches, device = program.launches, program.device
+    launches, table, device = program.launches, program.table, program.device
     kept: dict[tuple[int, tuple[int, ...]], list[Intermediate]] = defaultdict(list)
     for value in program.intermediates:
-        if value.name not in program.outputs and _is_known_again(launches, value):
+        if value.name not in program.outputs and _is_known_again(table, value):
             kept[value.producer, value.consumers].append(value)
     for (index, indices), values in kept.items():
         producer, readers = launches[index], [launches[reader] for reader in indices]
         made = sum(written(value, producer) for value in values)
         read = {reader: sum(read_by_each(value, launches)[reader] for value in values) for reader in indices}
+        largest = max(values, key=lambda value: value.bytes)
+        remedy = kept_value_remedy(table, producer, largest.name, program.catalogue)
+        if remedy is RECOMPUTED_PAIRS and len(readers) > 1:  # the backward pass then writes it, for them all
+            read = dict.fromkeys(indices, 0)
         yield missed(
-            max(values, key=lambda value: value.bytes),
+            largest,
             producer=index,
             consumers=indices,
             stake=made + sum(read.values()),
@@ -34,18 +39,22 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
             removed=(),
             device=device,
             ends=[producer, *readers],
-            reason="[kept for the backward pass, which also reads all that it is computed from]",
+            reason="[kept for the backward pass, which could compute it from what it reads, or from little more]",
             category=categories.KEPT,
-            remedy=kept_value_remedy(program.table, producer, program.catalogue),
+            remedy=remedy,
         )
 
 
-def _is_known_again(launches: Sequence[LaunchRow], value: Intermediate) -> bool:
-    """Whether only launches of the backward pass read a value, and each also reads what the value is computed from."""
-    producer, readers = launches[value.producer], [launches[index] for index in value.consumers]
+def _is_known_again(table: Table, value: Intermediate) -> bool:
+    """Whether only launches of the backward pass read a value that they could compute again.
+
+    Either each also reads what the value is computed from, or all of that is much smaller than the value.
+    """
+    producer, readers = table.launches[value.producer], [table.launches[index] for index in value.consumers]
     if producer.phase != "forward" or producer.bytes_written < value.bytes:
         return False
     if any(reader.phase != "backward" or reader.computation != producer.computation for reader in readers):
         return False
     inputs = elementwise_inputs(producer, value.name)
-    return bool(inputs) and all(inputs <= {given.name for given in reader.inputs} for reader in readers)
+    is_read = bool(inputs) and all(inputs <= {given.name for given in reader.inputs} for reader in readers)
+    return is_read or is_pairwise(table, producer, value.name)

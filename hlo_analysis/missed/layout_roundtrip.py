@@ -1,4 +1,4 @@
-"""Finds arguments that are transposed because a part is updated in another layout than readers use: caches."""
+"""Finds arrays that are transposed whole for a part of them: caches that are updated, stacks that a loop goes along."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.decisions import categories
+from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, updates_in_place
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import has, is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Intermediate
+from hlo_analysis.records import Device, Intermediate
+from hlo_analysis.remedies.loop_texts import STACKED_FIRST, TRANSPOSED_IN_BODY
 from hlo_analysis.remedies.texts import TRANSPOSED, TRANSPOSED_NOT_DONATED
 
 
@@ -57,6 +59,53 @@ def transposed_for_updates(program: Program) -> Iterator[Candidate]:
             category=categories.IN_PLACE,
             remedy=TRANSPOSED if each.argument in program.donated else TRANSPOSED_NOT_DONATED,
         )
+
+
+def transposed_for_loops(program: Program) -> Iterator[Candidate]:
+    """Yields arguments transposed for a loop to read in slices, and arrays that it wrote so and are transposed back."""
+    launches, device = program.launches, program.device
+    of_caches = {move.index for found in _find_transposed(launches, program.intermediates) for move in found.moves}
+    for value in program.intermediates:
+        producer, readers = launches[value.producer], [launches[index] for index in value.consumers]
+        steps = [reader for reader in readers if _slices(reader, producer)]
+        if steps and _transposes_argument(producer, value) and producer.index not in of_caches:
+            yield _transposed(value, producer, [producer], steps, device)
+        if producer.repeat > 1 and has(producer, "dynamic-update-slice"):
+            back = [reader for reader in readers if _transposes_back(reader, value) and reader.index not in of_caches]
+            if back:
+                yield _transposed(value, producer, back, [producer], device)
+
+
+def _transposed(
+    value: Intermediate, producer: LaunchRow, moves: Sequence[LaunchRow], steps: Sequence[LaunchRow], device: Device
+) -> Candidate:
+    orders = [integers(found, "dimensions") for move in moves for found in move.facts.of("transpose")]
+    keeps_stack = bool(orders) and all(order[0] == 0 for order in orders)
+    does = "read" if producer in moves else "write"
+    return missed(
+        value,
+        producer=producer.index,
+        consumers=value.consumers,
+        stake=sum(map(_moved, moves)),
+        saved_us={move.index: memory_us(move, _moved(move), device) for move in moves},
+        removed=moves,
+        device=device,
+        ends=[*moves, *steps],
+        reason=f"[all of it is transposed in each call, and the steps of a loop {does} it slice by slice]",
+        category=categories.BOUNDARY,
+        remedy=TRANSPOSED_IN_BODY if keeps_stack else STACKED_FIRST,
+    )
+
+
+def _slices(reader: LaunchRow, stack: LaunchRow) -> bool:
+    """Whether a loop's launch takes a slice of what another launch wrote before the loop."""
+    taken = [reader.facts.operand_origins(found)[0] for found in reader.facts.of("dynamic-slice")]
+    return reader.repeat > stack.repeat and any(stack.name in origins for origins in taken)
+
+
+def _transposes_back(launch: LaunchRow, value: Intermediate) -> bool:
+    """Whether a launch transposes all of a value, and does nothing else."""
+    return launch.bytes_read >= launch.bytes_written == value.bytes and only_moves(launch) and has(launch, "transpose")
 
 
 def _transposes_argument(launch: LaunchRow, value: Intermediate) -> bool:

@@ -26,11 +26,14 @@ from hlo_analysis.patterns.pair_patterns import scatters_rows
 from hlo_analysis.patterns.redundant_reads import find_ancestors
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate
-from hlo_analysis.remedies import Remedy, Table, takes_part, vertical_remedy
-from hlo_analysis.remedies.loop_texts import APART, INVARIANT
+from hlo_analysis.remedies import Remedy, Table, of_filled, takes_part, vertical_remedy
+from hlo_analysis.remedies.grouped import wasted_us
+from hlo_analysis.remedies.loop_texts import INVARIANT, SUMMED_IN_CARRY
+from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS
 from hlo_analysis.remedies.texts import (
     ATTENTION_CAST,
     EPILOGUE,
+    GROUPED,
     LINEAR_EPILOGUE,
     LINEAR_PROLOGUE,
     MASKED,
@@ -155,6 +158,12 @@ def _saved(
     """Returns the bytes that a remedy saves, the microseconds by launch, and the launches that it removes."""
     if remedy is ROWS_UPDATED:
         return *_traffic((producer, *near), device), [producer]
+    if remedy is GROUPED:
+        is_inside = producer.index in table.expanded  # else the kernel reads it where a launch masks it
+        at_stake, saved_us = _cost(producer, near, stakes, device) if is_inside else _reads(near, stakes, device)
+        return at_stake, saved_us | wasted_us(table, near, device.launch_overhead_us), [producer] * is_inside
+    if remedy is RECOMPUTED_PAIRS:  # in the backward pass another launch makes it
+        return *_reads(near, stakes, device), []
     if remedy is INVARIANT:
         return *_traffic([producer], device), [producer]
     if remedy is LINEAR_PROLOGUE and producer.kind != "copy":
@@ -288,7 +297,7 @@ def through_updates(program: Program) -> Iterator[Candidate]:
 
 def filled_for_loops(program: Program) -> Iterator[Candidate]:
     """Yields arrays filled with one value before a loop overwrites all of them, as the stacks of `lax.scan`."""
-    launches, device = program.launches, program.device
+    launches, table, device = program.launches, program.table, program.device
     whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
     for value in program.intermediates:
         filler = launches[value.producer]
@@ -303,18 +312,24 @@ def filled_for_loops(program: Program) -> Iterator[Candidate]:
         filler, largest = launches[index], max(values, key=lambda value: value.bytes)
         stake = sum(value.bytes for value in values) * filler.repeat
         writers = {writer.index: writer for found in values.values() for writer in found}
+        remedy = of_filled(table, filler, list(writers.values()))
+        saved_us, removed = {index: memory_us(filler, stake, device)}, [filler]
+        if remedy is SUMMED_IN_CARRY:  # nor does a launch reduce the stack
+            sums = {end.index: end for writer in writers.values() for end in table.sums_of(writer)}
+            read, of_sums = _traffic(list(sums.values()), device)
+            stake, saved_us, removed = stake + read, saved_us | of_sums, [filler, *sums.values()]
         yield missed(
             largest,
             producer=index,
             consumers=tuple(sorted(writers)),
             stake=stake,
-            saved_us={index: memory_us(filler, stake, device)},
-            removed=[filler],
+            saved_us=saved_us,
+            removed=removed,
             device=device,
             ends=[filler, *writers.values()],
             reason="[a loop writes over all of it, a part in each of its runs]",
             category=categories.BOUNDARY,
-            remedy=APART,
+            remedy=remedy,
         )
 
 

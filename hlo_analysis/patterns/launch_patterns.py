@@ -30,9 +30,14 @@ LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce",
 _OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
                "negate", "minimum", "maximum"}  # fmt: skip
 _SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
-_OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "scatter", "dynamic-slice",
+OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "scatter", "dynamic-slice",
                                 "dynamic-update-slice", "concatenate", "slice", "pad", "xor", "rng-bit-generator",
                                 "custom-call", "sort", "transpose"))  # fmt: skip
+"""Opcodes whose elements are made of operands' elements at other places, or of random bits."""
+
+SMALL_SIZE = 16
+"""Coordinates, colours and quadrature points are at most so many."""
+
 # Threefry has 20 rounds, each with an exclusive or.
 _ROUNDS = 20
 _CALLBACKS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
@@ -55,6 +60,11 @@ def is_product(launch: LaunchRow) -> bool:
     """Whether a launch is a matrix product, whoever makes it; cuBLAS also solves triangular systems."""
     solves = "__cublas$triangularSolve" in launch.facts.targets
     return (launch.kind in PRODUCTS or has(launch, "dot")) and not solves
+
+
+def computes_groups(launch: LaunchRow) -> bool:
+    """Whether it is a product of rows that fall into groups (`lax.ragged_dot`), or a step of one."""
+    return any("ragged_dot" in name for name in (launch.op_name, *launch.facts.all_op_names))
 
 
 def convolves(launch: LaunchRow) -> bool:
@@ -178,10 +188,11 @@ def writes_one_value(launch: LaunchRow, name: str) -> bool:
     return constant is not None and constant.opcode == "constant"
 
 
-def elementwise_inputs(launch: LaunchRow, name: str) -> frozenset[str]:
+def elementwise_inputs(launch: LaunchRow, name: str, *, is_pairwise: bool = False) -> frozenset[str]:
     """Returns the inputs that a result is an element-wise function of.
 
     Empty if the result depends on other elements, as a sum does, or on random bits. name: of the result in `outputs`.
+    is_pairwise: whether inputs may also be transposed, and the result be a short sum, as of the squares of differences.
     """
     facts, found, seen = launch.facts, set[str](), set[str]()
     element = name.partition("#")[2]
@@ -191,12 +202,19 @@ def elementwise_inputs(launch: LaunchRow, name: str) -> frozenset[str]:
         step = facts.instructions.get(inside := queue.pop())
         if step is None or inside in facts.parameters:
             found.add(facts.parameters.get(inside, inside))
-        elif step.opcode in _OF_OTHER_ELEMENTS:
+        elif step.opcode in OF_OTHER_ELEMENTS and not (is_pairwise and _is_of_pairs(facts, step)):
             return frozenset()
         elif inside not in seen:
             queue += step.operands
         seen.add(inside)
     return frozenset(found)
+
+
+def _is_of_pairs(facts: LaunchFacts, step: Instruction) -> bool:
+    """Whether it transposes, takes a part, or sums a few elements at a time, as the coordinates of a point."""
+    whole = facts.operand(step, 0)
+    is_short = whole is not None and whole.shape.element_count <= SMALL_SIZE * step.shape.element_count
+    return step.opcode in ("transpose", "slice") or (step.opcode == "reduce" and is_short)
 
 
 def sums_columns(launch: LaunchRow) -> bool:

@@ -94,11 +94,6 @@ def is_one_hot(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
     return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
 
 
-def expands_groups(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether XLA makes one dense product of a product whose rows fall into groups."""
-    return any("ragged_dot" in name for end in (producer, *readers) for name in (end.op_name, *end.facts.all_op_names))
-
-
 def sets_values(scatter: LaunchRow) -> bool:
     """Whether a scatter of the forward pass sets values, and adds nothing up."""
     return scatter.op_name.endswith("/scatter") and scatter.phase == "forward"

@@ -11,6 +11,7 @@ from hlo_analysis.patterns.launch_patterns import (
     convolves,
     fills,
     has,
+    is_library_kernel,
     is_product,
     only_casts,
     only_moves,
@@ -52,8 +53,8 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
     if is_projected:
         return texts.AS_PROJECTED
     stacks = [reader for reader in readers if _stacks(table, reader)]
-    if len(stacks) == len(readers):
-        return loop_texts.STACKED
+    if stacks and len(stacks) == len(readers):
+        return _of_stacks(table, producer, stacks)
     # What is spread out, as a bias over an image, lay nowhere in that size.
     moves = [end for end in ends if only_moves(end) and not broadcasts(end) and end not in stacks]
     pads = [move for move in moves if _pads_for_parts(table, move)]
@@ -63,6 +64,14 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
     if any(has(end, "fft") for end in ends) and not any(map(changes_layout, moves)):
         return None
     return _of_moves(table, producer, readers, moves)
+
+
+def of_filled(table: Table, filler: LaunchRow, writers: Sequence[LaunchRow]) -> Remedy:
+    """The remedy for an array that is filled with one value before a loop's launches write all of it."""
+    if all(map(table.sums_of, writers)):
+        return loop_texts.SUMMED_IN_CARRY
+    steps = max(writer.repeat for writer in writers) // max(filler.repeat, 1)
+    return loop_texts.APART if steps <= loop_texts.MOST_STEPS else loop_texts.GIVEN
 
 
 def _of_scatters(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
@@ -121,11 +130,26 @@ def _stacks(table: Table, move: LaunchRow) -> bool:
     return move.repeat > 1 and has(move, "dynamic-update-slice") and moves and is_left
 
 
-def _of_stack(part: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
-    """The remedy for a part that a loop copies out of a stack."""
+def _of_stacks(table: Table, producer: LaunchRow, stacks: Sequence[LaunchRow]) -> Remedy | None:
+    """The remedy for what a loop's step leaves, and launches copy into stacks; None where only a kernel helps."""
+    if all(table.sums_of(stack) for stack in stacks):
+        return loop_texts.SUMMED_IN_CARRY
+    if producer.repeat <= loop_texts.MOST_STEPS:
+        return loop_texts.STACKED
+    # Of several steps at once XLA fuses all but products and library calls.
+    is_fused = stacks[0].limiter == "overhead" or not (is_product(producer) or is_library_kernel(producer))
+    return loop_texts.UNROLLED if is_fused else None
+
+
+def _of_stack(part: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
+    """The remedy for a part that a loop copies out of a stack; None where only a kernel helps."""
     if all(knows_all_steps(part, reader) for reader in readers):
         return loop_texts.HOISTED
     # cuBLAS takes no part whose index is counted down.
     counts_up = part.kind == "copy" and not has(part, "subtract")
     of_triton = all(reader.kind == "triton_gemm" for reader in readers)
-    return loop_texts.BY_CUBLAS if counts_up and of_triton else loop_texts.UNSTACKED
+    if counts_up and of_triton:
+        return loop_texts.BY_CUBLAS
+    if part.repeat <= loop_texts.MOST_STEPS:
+        return loop_texts.UNSTACKED
+    return loop_texts.UNROLLED if part.limiter == "overhead" else None

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from hlo_analysis.remedies.texts import Remedy
 
+MOST_STEPS = 64
+"""The most steps that a Python loop is told for: it makes a copy of the body for each, which XLA compiles."""
+
 UNSTACKED = Remedy(
     kind="rewrite",
     text="keep the parts apart (a Python loop over a list in place of lax.scan over one stacked array), so that none "
@@ -17,6 +20,39 @@ STACKED = Remedy(
     "is written where it stays and not copied into a stack; what the backward pass alone needs may be computed again "
     "(a policy of jax.checkpoint that does not save it)",
 )
+UNROLLED = Remedy(
+    kind="rewrite",
+    portion=0.5,
+    code="jax.lax.scan(body, state, xs, unroll=4)",
+    text="unroll the loop by two, four or more (unroll= of lax.scan and lax.fori_loop): XLA copies the parts of "
+    "several steps out of a stack or into it in one launch, and fuses what lies between them",
+)
+SUMMED_IN_CARRY = Remedy(
+    kind="rewrite",
+    code="# before: jax.lax.scan(body, state, xs)[1].sum(0)\n"
+    "def step(carry, x):\n"
+    "    state, total = carry\n"
+    "    state, y = body(state, x)\n"
+    "    return (state, total + y), None\n\n"
+    "(state, total), _ = jax.lax.scan(step, (state, jnp.zeros(y_shape, y_dtype)), xs)",
+    text="add it up in the carry of the loop, in place of a stack that is summed over its steps (so, too, a maximum, "
+    "a mean or a weighted sum; of what the last step leaves alone, carry it): nothing else reads the stack",
+)
+STACKED_FIRST = Remedy(
+    kind="rewrite",
+    code="# before: jax.lax.scan(body, x, jnp.moveaxis(w, 1, 0))\n"
+    "w = jnp.stack(layers)  # stored with the layers on axis 0\njax.lax.scan(body, x, w)",
+    text="stack on the axis that is scanned, axis 0, where the array is stored (of weights jnp.stack(layers), "
+    "variable_axes={'params': 0} of nn.scan, param_scan_axis=0; of sequences the time), and take its gradient so: "
+    "else all of it is transposed in each call, and lies in memory twice",
+)
+TRANSPOSED_IN_BODY = Remedy(
+    kind="rewrite",
+    code="# before: jax.lax.scan(body, x, w.swapaxes(1, 2)), whose body does x @ w\n"
+    "jax.lax.scan(body, x, w)  # whose body does x @ w.T",
+    text="transpose each step's slice in the loop's body, x @ w.T, in place of the whole stack before or after the "
+    "loop: a product takes either order as it lies",
+)
 BY_CUBLAS = Remedy(
     kind="option",
     options=(("xla_gpu_enable_triton_gemm", "False"),),
@@ -27,6 +63,12 @@ APART = Remedy(
     kind="rewrite",
     text="keep what the loop gives apart (a Python loop, whose results are a list, in place of lax.scan), or give it "
     "an array to update that is there anyway: here one value is written everywhere first",
+)
+GIVEN = Remedy(
+    kind="rewrite",
+    text="give the loop an array to update that is there anyway (as the state of lax.fori_loop, a donated argument); "
+    "in a gradient keep less for the backward pass, jax.lax.scan(jax.checkpoint(body), ...): here one value is "
+    "written everywhere first",
 )
 HOISTED = Remedy(
     kind="rewrite",

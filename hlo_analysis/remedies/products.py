@@ -9,6 +9,7 @@ from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.dot_merger import can_merge
 from hlo_analysis.patterns.launch_patterns import (
     PRODUCTS,
+    computes_groups,
     dequantizes,
     has,
     is_batched,
@@ -21,7 +22,6 @@ from hlo_analysis.patterns.pair_patterns import (
     accumulates,
     adds_gradients,
     adds_parts,
-    expands_groups,
     gathers,
     is_known_before,
     is_one_hot,
@@ -32,6 +32,7 @@ from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.joined import split_weight
 from hlo_analysis.remedies.low_rank import corrects
+from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -50,8 +51,10 @@ def of_products(
     return texts.ATTENTION if remedy is texts.LINEAR_EPILOGUE and of_attention else remedy
 
 
-def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
-    """The remedy for a value of element-wise work that is kept though it could be computed again."""
+def kept_value_remedy(table: Table, producer: LaunchRow, name: str, catalogue: Catalogue) -> Remedy:
+    """The remedy for a value, by its name, of element-wise work that is kept though it could be computed again."""
+    if is_pairwise(table, producer, name):
+        return RECOMPUTED_PAIRS
     for product in filter(is_product, table.producers(producer)):
         if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
             remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))
@@ -61,7 +64,7 @@ def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -
 
 
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
-    if expands_groups(producer, readers):
+    if any(map(computes_groups, readers)):
         return texts.GROUPED
     if is_one_hot(producer, readers):
         return texts.INDEXED
@@ -106,7 +109,9 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
         return _reduced(table, product, readers)
-    return texts.LINEAR_EPILOGUE if product.phase == "forward" else texts.EPILOGUE
+    # The kernels of the catalogue multiply by one matrix, not by one for each group.
+    is_single = product.phase == "forward" and not computes_groups(product)
+    return texts.LINEAR_EPILOGUE if is_single else texts.EPILOGUE
 
 
 def _reduced(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
@@ -156,7 +161,10 @@ def shared_input_remedy(readers: Sequence[LaunchRow], shared: str) -> Remedy | N
         return texts.UNCHANGED
     if not all(map(is_product, readers)):
         stacks = [reader for reader in readers if reader.repeat > 1 and has(reader, "dynamic-update-slice")]
-        return loop_texts.RECOMPUTED if stacks and 2 * len(stacks) >= len(readers) else texts.MERGE_LOOPS
+        if not stacks or 2 * len(stacks) < len(readers):
+            return texts.MERGE_LOOPS
+        is_for_gradient = any("jvp(" in stack.op_name for stack in stacks)
+        return loop_texts.RECOMPUTED if is_for_gradient else loop_texts.UNROLLED
     return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
 
 

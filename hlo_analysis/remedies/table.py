@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hlo_analysis.patterns.launch_patterns import is_product
+from hlo_analysis.patterns.launch_patterns import computes_groups, is_product
+from hlo_analysis.patterns.stack_sums import reducers
 from hlo_analysis.program.facts import LaunchRow
 
 ROWS_PER_SUM = 8
@@ -19,9 +20,13 @@ _MOST_STEPS = 5
 
 @dataclass(frozen=True)
 class Table:
-    """The launch table, with the producers and readers of each launch; built once for all missed fusions."""
+    """The launch table, with the producers and readers of each launch; built once for all missed fusions.
+
+    outputs: names of values that the program returns.
+    """
 
     launches: Sequence[LaunchRow]
+    outputs: frozenset[str] = frozenset()
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[LaunchRow]]:
@@ -36,6 +41,27 @@ class Table:
     def has_backward(self) -> bool:
         """Whether the program takes a gradient."""
         return any(launch.phase == "backward" for launch in self.launches)
+
+    @cached_property
+    def expanded(self) -> frozenset[int]:
+        """Returns the launches that XLA makes of grouped products (`lax.ragged_dot`).
+
+        These are dense products over all groups, and the launches without a name that mask, transpose or pad for them.
+        """
+        found: set[int] = set()
+        for launch in reversed(self.launches):
+            readers = self.readers.get(launch.index, ())
+            # An argument's name has no '/', and is that of a launch which only moves the argument.
+            is_named = any("/" in name for name in (launch.op_name, *launch.facts.all_op_names))
+            is_for_others = bool(readers) and all(reader.index in found for reader in readers)
+            if computes_groups(launch) or (is_for_others and not is_named):
+                found.add(launch.index)
+        return frozenset(found)
+
+    def sums_of(self, stack: LaunchRow) -> list[LaunchRow]:
+        """Returns the launches that reduce a loop's stack over its steps; none if something else needs the stack."""
+        is_returned = any(value.name in self.outputs for value in stack.outputs)
+        return [] if is_returned else reducers(self.readers, stack)
 
     def producers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
         """Returns the launches that write the inputs of a launch. largest: the most bytes of such an input."""

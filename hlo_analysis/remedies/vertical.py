@@ -17,11 +17,14 @@ from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loo
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import of_convolutions
-from hlo_analysis.remedies.data_movement import of_places
+from hlo_analysis.remedies.data_movement import of_filled, of_places
+from hlo_analysis.remedies.grouped import of_groups
 from hlo_analysis.remedies.products import of_products, summed_in_a_loop
+from hlo_analysis.remedies.recomputed import of_pairs
 from hlo_analysis.remedies.rows import of_rows
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.remedies.tiny_products import of_tiny_products
 from hlo_analysis.rules import attempt
 
 
@@ -55,10 +58,13 @@ def vertical_remedy(
         or (loop_texts.INVARIANT if is_invariant(producer) else None)
         or (loop_texts.DRAWN if draws_in_a_loop(producer) else None)
         or attempt(_of_devices, None, table, producer, readers)
+        or attempt(of_groups, None, table, producer, readers)
+        or attempt(of_tiny_products, None, producer, readers)
         or attempt(of_convolutions, None, producer, readers)
         or attempt(of_places, None, table, producer, readers, is_projected=is_projected)
         or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
         or attempt(of_products, None, table, producer, readers, of_attention=of_attention)
+        or attempt(of_pairs, None, table, producer, readers)
         or attempt(of_rows, texts.ONE_KERNEL, table, producer, readers, category)
     )
 
@@ -116,8 +122,8 @@ def _copied(table: Table, copy: LaunchRow, donated: Collection[str]) -> Remedy:
     if source is None or source.name.startswith("constant"):
         return texts.KEPT
     if source.producer is not None and writes_one_value(table.launches[source.producer], source.name):
-        is_for_loop = any(user.computation != copy.computation for user in table.readers.get(copy.index, ()))
-        return loop_texts.APART if is_for_loop else texts.OTHER_ZEROS
+        loops = [user for user in table.readers.get(copy.index, ()) if user.computation != copy.computation]
+        return of_filled(table, copy, loops) if loops else texts.OTHER_ZEROS
     if source.producer is not None:  # made after the copy: a loop's state, which the iteration before left
         return _state(copy) if source.producer > copy.index else texts.KEPT
     return texts.DONATED if source.name in donated else texts.DONATE
