@@ -93,6 +93,11 @@ def broadcasts(launch: LaunchRow) -> bool:
     return has(launch, "broadcast") and launch.bytes_written >= 2 * launch.bytes_read
 
 
+def only_repeats(launch: LaunchRow) -> bool:
+    """Whether it writes each of its values to several places, and does nothing else, as `jnp.repeat`."""
+    return {opcode for opcode, _ in launch.opcodes} <= {"broadcast", "transpose"} and broadcasts(launch)
+
+
 def repeats_rows(launch: LaunchRow) -> bool:
     """Whether a launch gathers rows, reads each several times, and does nothing else but concatenate them."""
     opcodes = {opcode for opcode, _ in launch.opcodes}

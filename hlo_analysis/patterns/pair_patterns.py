@@ -89,9 +89,13 @@ def adds_parts(product: LaunchRow, reader: LaunchRow) -> bool:
 
 
 def is_one_hot(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether a launch makes a one-hot matrix: it compares a range with indices, and reads little else."""
+    """Whether a launch makes a one-hot matrix: it looks where a range equals indices, and reads little else."""
     compares = any(has(end, "compare") for end in (producer, *readers))
-    return has(producer, "iota") and compares and 8 * producer.bytes_read <= producer.bytes_written
+    directions = [
+        found.attributes.get("direction") for end in (producer, *readers) for found in end.facts.of("compare")
+    ]
+    is_equal = not directions or "EQ" in directions  # a triangle, as of jnp.tril, is where one range is the larger
+    return has(producer, "iota") and compares and is_equal and 8 * producer.bytes_read <= producer.bytes_written
 
 
 def sets_values(scatter: LaunchRow) -> bool:

@@ -16,6 +16,7 @@ from hlo_analysis.patterns.launch_patterns import (
     is_product,
     normalizes,
     only_casts,
+    only_repeats,
     repeats_rows,
 )
 from hlo_analysis.patterns.pair_patterns import (
@@ -72,6 +73,9 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
         return texts.QUANTIZED
     if has(producer, "scatter") and not sets_values(producer):
         return texts.SUMMED_ROWS
+    written = max(value.bytes for reader in readers for value in reader.outputs)
+    if only_repeats(producer) and all(map(is_batched, readers)) and producer.bytes_written > written:
+        return texts.UNREPEATED
     if repeats_rows(producer) and not any(map(is_batched, readers)) and not table.has_backward:
         return texts.GATHERED_AFTER
     if remedy := split_weight(table, producer, readers):

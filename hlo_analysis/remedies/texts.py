@@ -271,6 +271,14 @@ GATHERED_AFTER = Remedy(
     text="multiply first, and gather rows of the product: (x @ w)[indices] in place of x[indices] @ w, part by part of "
     "what is joined. Each row is taken several times, and so multiplied once in place of several times",
 )
+UNREPEATED = Remedy(
+    kind="rewrite",
+    code="# before: jnp.einsum('bthd,bshd->bhts', query, jnp.repeat(key, groups, 2))\n"
+    "query = query.reshape(batch, length, heads // groups, groups, size)\n"
+    "scores = jnp.einsum('bthgd,bshd->bhgts', query, key)",
+    text="repeat nothing for a product: give the other operand an axis for those that share a part, as the heads of "
+    "grouped queries, jnp.einsum('bthgd,bshd->bhgts', query, key). What is repeated here is larger than the result",
+)
 SPLIT_WEIGHT = Remedy(
     kind="rewrite",
     code="# before: jnp.concatenate([x, y[indices]], -1) @ w\n"
