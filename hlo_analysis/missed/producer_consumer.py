@@ -27,13 +27,12 @@ from hlo_analysis.patterns.redundant_reads import find_ancestors
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate
 from hlo_analysis.remedies import Remedy, Table, of_filled, takes_part, vertical_remedy
-from hlo_analysis.remedies.grouped import wasted_us
+from hlo_analysis.remedies.grouped import GROUPED, wasted_us
 from hlo_analysis.remedies.loop_texts import INVARIANT, SUMMED_IN_CARRY
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS
 from hlo_analysis.remedies.texts import (
     ATTENTION_CAST,
     EPILOGUE,
-    GROUPED,
     LINEAR_EPILOGUE,
     LINEAR_PROLOGUE,
     MASKED,

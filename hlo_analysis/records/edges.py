@@ -99,7 +99,8 @@ class MissedFusion:
     bytes_at_stake: int
     time_at_stake_us: float
     """Estimated time saved if only this one is fixed: less waiting for memory in the launches on both ends (none in
-    launches that arithmetic bounds), and the launch overhead that goes away.
+    launches that arithmetic bounds, but for what an expanded grouped product multiplies by zeros), and the launch
+    overhead that goes away.
     """
     remaining_us: float = 0.0
     """Estimated: the part of `time_at_stake_us` that is left once those ranked above are fixed. A launch's time and its

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 from hlo_analysis.patterns.launch_patterns import is_product
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
+
+GROUPED = Remedy(
+    kind="kernel",
+    code="from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # for Hopper\n\n"
+    "y = ragged_dot(x, w, group_sizes=group_sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, "
+    "grid_block_n=1)",
+    text="a grouped product, each group's rows times that group's matrix alone (as ragged_dot of "
+    "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu on Hopper): XLA writes the rows once for every group, all but one "
+    "of them zeros, and multiplies all of it",
+)
 
 
 def of_groups(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
@@ -17,7 +26,7 @@ def of_groups(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -
         return None
     is_inside = producer.index in table.expanded and not is_product(producer)
     is_to_mask = all(_groups_masked(reader) > 1 for reader in readers)
-    return texts.GROUPED if is_inside or is_to_mask or _groups_masked(producer) > 1 else None
+    return GROUPED if is_inside or is_to_mask or _groups_masked(producer) > 1 else None
 
 
 def wasted_us(table: Table, ends: Sequence[LaunchRow], overhead_us: float) -> dict[int, float]:
@@ -31,9 +40,12 @@ def wasted_us(table: Table, ends: Sequence[LaunchRow], overhead_us: float) -> di
 
 def _groups_multiplied(table: Table, product: LaunchRow) -> int:
     """The number of groups that a product's factors were masked for, 1 where no launch shows it."""
-    found, queue = 1, table.producers(product)
+    found, queue, seen = 1, table.producers(product), set[int]()
     while queue:
         launch = queue.pop()
+        if launch.index in seen:
+            continue
+        seen.add(launch.index)
         found = max(found, _groups_masked(launch))
         if launch.index in table.expanded and not is_product(launch):  # may only transpose what another masked
             queue += table.producers(launch)

@@ -31,6 +31,7 @@ from hlo_analysis.patterns.pair_patterns import (
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
+from hlo_analysis.remedies.grouped import GROUPED
 from hlo_analysis.remedies.joined import split_weight
 from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
@@ -66,7 +67,7 @@ def kept_value_remedy(table: Table, producer: LaunchRow, name: str, catalogue: C
 
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if any(map(computes_groups, readers)):
-        return texts.GROUPED
+        return GROUPED
     if is_one_hot(producer, readers):
         return texts.INDEXED
     if dequantizes(producer):

@@ -150,15 +150,6 @@ CHAINED = Remedy(
     text="both products in one kernel, which keeps a block of rows of the first on the chip; it pays where those rows "
     "are short, since every block reads all of the second's weights",
 )
-GROUPED = Remedy(
-    kind="kernel",
-    code="from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # for Hopper\n\n"
-    "y = ragged_dot(x, w, group_sizes=group_sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, "
-    "grid_block_n=1)",
-    text="a grouped product, each group's rows times that group's matrix alone (as ragged_dot of "
-    "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu on Hopper): XLA writes the rows once for every group, all but one "
-    "of them zeros, and multiplies all of it",
-)
 NORM_LINEAR = Remedy(
     kind="kernel",
     pattern="norm_linear",
