@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
-from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Intermediate
 from hlo_analysis.remedies import Table, kept_value_remedy
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
