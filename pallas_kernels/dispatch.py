@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,14 @@ import jax
 from jax.export import is_symbolic_dim
 
 from pallas_kernels.primitives.gradients import differentiated_as, with_backward
+from pallas_kernels.primitives.partitioned import (
+    INSIDE_SHARD_MAP,
+    KernelChosen,
+    automatic_axes,
+    is_open,
+    is_settled,
+    is_spread,
+)
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -36,9 +44,10 @@ Implementation = str | Sequence[str] | None
 All implementations have first derivatives in reverse mode. Second derivatives and forward mode need "xla"; the others
 raise.
 
-A kernel runs on one device. For arrays sharded over several devices, call the operation inside `jax.shard_map`. Outside
-it, None takes "xla" if the mesh axes are explicit. Tracing cannot see automatic mesh axes: XLA then gathers whole
-arrays on every device.
+A kernel runs on one device. For arrays sharded over several devices, call the operation inside `jax.shard_map`.
+Outside it, None takes "xla". Under `jax.jit` it does so, with a `KernelWarning`, only when the program is compiled, as
+tracing cannot see the arguments' shardings. A kernel asked for by name runs there, too: XLA gathers whole arrays on
+every device, and a `KernelWarning` says so. Explicit mesh axes, and arrays outside `jit`, make it raise.
 """
 
 Support = Callable[[], str | None]
@@ -137,15 +146,18 @@ def choose(
         order = _preferred_order(support, preferred)
     else:
         order = _requested_order(operation, requested, support)
-    if (listener := _listener.get()) is not None:
-        reasons = {name: _reason(name, supports) for name, supports in support.items()}
+    if (listener := _listener.get()) is not None and not is_settled(operation):
+        reasons = {name: _reason(name, supports, requested) for name, supports in support.items()}
         listener(Choice(operation=operation, order=order, reasons=reasons, where=_call_site()))
     refused = []
     for name in order:
         reason = f"{operation} has none of that name, only {_listed(support)}"
         if name in support:
-            reason = _reason(name, support[name])
+            reason = _reason(name, support[name], requested)
         if reason is None:
+            if name in _OF_ONE_DEVICE and is_open(operation):
+                file, _, line = _call_site().rpartition(":")
+                raise KernelChosen((file, int(line)), is_requested=requested is not None)
             return name
         refused.append(f"{name!r}: {reason}")
     raise NotImplementedError(
@@ -203,24 +215,32 @@ def _call_site() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _package(frame) in _PACKAGES:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown:0"
 
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _reason(name: str, support: Support) -> str | None:
+def _reason(name: str, support: Support, requested: Implementation) -> str | None:
     if name == "xla":
         return None
     if _has_symbolic_sizes(support):
         return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
-    if name in _OF_ONE_DEVICE and (axes := _mesh_axes(support)):
-        return (
-            f"an array is spread over {', '.join(map(repr, axes))} of an explicit mesh, and a kernel sees one device; "
-            "call the operation inside jax.shard_map"
-        )
+    if name in _OF_ONE_DEVICE and (where := _spread_over(support, requested)):
+        return f"{where}, and {INSIDE_SHARD_MAP}"
     return support()
+
+
+def _spread_over(support: Support, requested: Implementation) -> str | None:
+    """Returns how the call's arrays are spread over devices, as far as a trace can tell; None if they are not."""
+    if any(map(is_spread, _arguments(support))):
+        return "an array is spread over several devices"
+    if axes := _mesh_axes(support):
+        return f"an array is spread over {_listed(axes)} of an explicit mesh"
+    if requested is None and (axes := automatic_axes()):  # perhaps it is not: a kernel asked for runs, with a warning
+        return f"XLA spreads arrays over {_listed(axes)} of the mesh"
+    return None
 
 
 def _has_symbolic_sizes(support: Support) -> bool:
@@ -228,10 +248,7 @@ def _has_symbolic_sizes(support: Support) -> bool:
 
 
 def _mesh_axes(support: Support) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that shard one of the arrays or a dimension mapped by `jax.vmap`.
-
-    Tracing cannot see automatic axes.
-    """
+    """Returns the explicit mesh axes that shard one of the arrays or a dimension mapped by `jax.vmap`."""
     specs = (jax.typeof(leaf).sharding.spec for leaf in _arguments(support) if isinstance(leaf, jax.Array))
     return tuple(sorted({str(axis) for axis in jax.tree.leaves([tuple(spec) for spec in specs])} | mapped_mesh_axes()))
 
@@ -248,5 +265,5 @@ def _check_known(operation: str, name: str, support: Mapping[str, Support]) -> N
     raise ValueError(f"{operation}: unknown implementation {name!r}. {hint}It has {_listed(support)}.")
 
 
-def _listed(support: Mapping[str, Support]) -> str:
-    return ", ".join(map(repr, support))
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.flop_metadata import Products, references
+from pallas_kernels.primitives.partitioned import unless_partitioned
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharing import traced_once
 
@@ -28,6 +29,10 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_operation and kwargs.get("implementation") not in ("xla", ("xla",), ["xla"]):
             args, kwargs = first_order(function.__name__, (args, kwargs))
+            return unless_partitioned(function.__name__, promoted, args, kwargs)
+        return promoted(*args, **kwargs)
+
+    def promoted(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return function(*args, **kwargs)
 

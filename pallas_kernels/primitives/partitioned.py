@@ -1,0 +1,276 @@
+"""Keeps kernels out of programs that XLA partitions: there it gathers whole arrays on every device around each kernel.
+
+Tracing cannot see the shardings of `jax.jit`'s arguments, and the same trace serves all of them. Lowering knows for how
+many devices a program is compiled. So a call that may take XLA is lowered as its kernels or as its reference, and the
+reference is traced only then. A call that names its kernel keeps it, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.interpreters.batching import fancy_primitive_batchers
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.specs import Static
+
+INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
+"""What to do about arrays that are spread over several devices."""
+
+
+class KernelWarning(UserWarning):
+    """A program that XLA partitions calls an operation that has a kernel."""
+
+
+class KernelChosen(Exception):
+    """Ends a call that takes a kernel, to be made again under `settled`; not an error.
+
+    where: file and line of the call. is_requested: whether the caller named the kernel.
+    """
+
+    def __init__(self, where: tuple[str, int], is_requested: bool) -> None:
+        self.where = where
+        self.is_requested = is_requested
+
+
+_open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
+_settled: ContextVar[str | None] = ContextVar("settled", default=None)
+
+
+def is_open(operation: str) -> bool:
+    """Returns whether a call of the operation that takes a kernel is to raise `KernelChosen`."""
+    return _open_to.get() == operation
+
+
+def is_settled(operation: str) -> bool:
+    """Returns whether the call's choice has been made, recorded and checked before."""
+    return _settled.get() == operation
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[str | None], operation: str) -> Iterator[None]:
+    token = variable.set(operation)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def is_spread(array: Any) -> bool:
+    """Returns whether an array has values, and different ones on several devices."""
+    is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return is_concrete and len(array.sharding.device_set) > 1 and not array.is_fully_replicated
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """Returns the current mesh's axes over which XLA may partition the program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1)
+
+
+def unless_partitioned(
+    operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls an operation, with its kernels only where the program runs on one device.
+
+    function: takes `implementation`, and calls `dispatch.choose` with the operation's name.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    if is_settled(operation) or not any(isinstance(leaf, Tracer) for leaf in leaves) or not _may_be_partitioned():
+        return function(*args, **kwargs)
+    try:
+        with _set(_open_to, operation):
+            return function(*args, **kwargs)
+    except KernelChosen as chosen:
+        where, is_requested = chosen.where, chosen.is_requested
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    arrays = [leaves[place] for place in places]
+
+    def call(*arrays: Any, **given: Any) -> Any:
+        merged = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            merged[place] = array
+        args, kwargs = jax.tree.unflatten(structure, merged)
+        with _set(_settled, operation):
+            return function(*args, **{**kwargs, **given})
+
+    site = _Site(operation, *where)
+    if is_requested:
+        arrays[0] = _in_any_case.bind(arrays[0], site=site)
+        return call(*arrays)
+    return _by_devices(site, call, partial(call, implementation="xla"))(*arrays)
+
+
+def _may_be_partitioned() -> bool:
+    """Returns whether XLA may partition the program that is traced. Kernels in the interpreter are host callbacks."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not is_interpreted() and (mesh.size == 1 or mesh.empty or bool(automatic_axes())) and not mesh.manual_axes
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A call of an operation, for warnings."""
+
+    operation: str
+    file: str
+    line: int
+
+    def warn(self, context: Any, what: str) -> None:
+        devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
+        message = f"{self.operation} {what}: the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
+        warnings.warn_explicit(message, KernelWarning, self.file, self.line, registry=_warned)
+
+
+_warned: dict[Any, Any] = {}
+"""Python's record of the warnings given, by which each is shown once for a line of the caller's."""
+
+
+def _by_devices(site: _Site, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a differentiable function of arrays: `kernel` on one device, else `reference`, which computes the same.
+
+    On several devices the gradient computes the reference again from the arrays; XLA merges the two in one program.
+    """
+    run = jax.custom_vjp(lambda *arrays: _either(site, kernel, reference, arrays))
+
+    def forward(*arrays: Any) -> Any:
+        values = [array.value for array in arrays]
+        wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
+        by_kernel = partial(_with_pullback, kernel, wanted)
+        result, pullback = _either(site, by_kernel, lambda *values: (reference(*values), None), values)
+        return result, (pullback, values, Static(wanted))
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        pullback, values, wanted = saved
+        leaves, structure = jax.tree.flatten(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+
+        def all_of(given: Sequence[Any]) -> Any:
+            own = iter(given)
+            zeros = (ad.Zero(leaf.aval) if isinstance(leaf, SymbolicZero) else next(own) for leaf in leaves)
+            return structure.unflatten(zeros)
+
+        def by_kernel(pullback: Any, values: Any, given: Any) -> Any:
+            del values
+            return pullback(all_of(given))
+
+        def by_reference(pullback: Any, values: Any, given: Any) -> Any:
+            del pullback
+            return _with_pullback(reference, wanted.value, *values)[1](all_of(given))
+
+        given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
+        by_kernel = by_reference if pullback is None else by_kernel
+        gradients = iter(_either(site, by_kernel, by_reference, (pullback, values, given)))
+        return tuple(next(gradients) if is_wanted else None for is_wanted in wanted.value)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values: Any) -> Any:
+    """Returns the function's result and its pullback to the wanted arguments."""
+
+    def of_wanted(*own: Any) -> Any:
+        given = iter(own)
+        return function(*(next(given) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)))
+
+    return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))
+
+
+def _either(site: _Site, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any) -> Any:
+    """Calls one of two functions of trees of arrays.
+
+    Results that only the kernel's has, which its backward pass needs, are zeros if it is the reference that runs.
+    """
+    leaves, structure = jax.tree.flatten(tuple(operands))
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return (reference if any(map(is_spread, leaves)) else kernel)(*operands)
+    results: list[Any] = []
+    operand_of: list[int | None] = []
+
+    def by_kernel(*leaves: Any) -> list[Any]:
+        values, tree = jax.tree.flatten(kernel(*structure.unflatten(leaves)))
+        places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        operand_of[:] = [places.get(id(value)) for value in values]
+        results[:] = [tree]
+        return _computed(values, operand_of)
+
+    def by_reference(*leaves: Any) -> list[Any]:
+        with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+            values = jax.tree.leaves(reference(*structure.unflatten(leaves)))
+        values += [None] * (len(operand_of) - len(values))
+        pairs = zip(_computed(values, operand_of), closed.out_avals, strict=True)
+        return [jnp.zeros(aval.shape, aval.dtype) if value is None else value for value, aval in pairs]
+
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    closed = jax.make_jaxpr(by_kernel)(*leaves)
+    computed = iter(_either_p.bind(*leaves, site=site, kernel=closed, reference=by_reference))
+    return results[0].unflatten(next(computed) if place is None else leaves[place] for place in operand_of)
+
+
+def _computed(values: Sequence[Any], operand_of: Sequence[int | None]) -> list[Any]:
+    """Leaves out results that are operands, so that a loop's gradient does not save weights once for each trip."""
+    return [value for value, place in zip(values, operand_of, strict=True) if place is None]
+
+
+def _several(context: Any) -> bool:
+    """Returns whether a program lowered in this context is partitioned."""
+    if isinstance(context, SPMDAxisContext):
+        return context.mesh.size > 1 and context.manual_axes != frozenset(context.mesh.axis_names)
+    return isinstance(context, ShardingContext) and context.num_devices > 1
+
+
+def _lower_either(ctx: Any, *operands: Any, site: _Site, kernel: Any, reference: Callable[..., Any]) -> Any:
+    context = ctx.module_context.axis_context
+    if _several(context):
+        site.warn(context, "is left to XLA")
+        return mlir.lower_fun(reference)(ctx, *operands)
+    return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
+
+
+def _batch_either(axis: Any, operands: Any, places: Any, *, kernel: Any, reference: Any, **params: Any) -> Any:
+    axes = [place if isinstance(place, int) else None for place in places]
+    mapped, other = (jax.vmap(each, axes, axis_size=axis.size) for each in (jaxpr_as_fun(kernel), reference))
+    results = _either_p.bind(*operands, kernel=jax.make_jaxpr(mapped)(*operands), reference=other, **params)
+    return results, [0] * len(results)
+
+
+_either_p = Primitive("either")
+"""One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `_by_devices` has derivatives."""
+_either_p.multiple_results = True
+_either_p.def_impl(
+    lambda *operands, site, kernel, reference: (
+        reference(*operands) if any(map(is_spread, operands)) else jaxpr_as_fun(kernel)(*operands)
+    )
+)
+_either_p.def_effectful_abstract_eval(lambda *_, kernel, **params: (kernel.out_avals, kernel.effects))
+fancy_primitive_batchers[_either_p] = _batch_either
+mlir.register_lowering(_either_p, _lower_either, cacheable=False)
+
+
+def _lower_in_any_case(ctx: Any, operand: Any, *, site: _Site) -> Any:
+    context = ctx.module_context.axis_context
+    if _several(context):
+        site.warn(context, "runs its kernel as requested, around which XLA gathers whole arrays on every device")
+    return [operand]
+
+
+_in_any_case = Primitive("in_any_case")
+"""Its operand. Marks a call whose kernel runs wherever the program does."""
+_in_any_case.def_impl(lambda operand, site: operand)
+_in_any_case.def_abstract_eval(lambda operand, site: operand)
+ad.deflinear2(_in_any_case, lambda cotangent, _, site: [cotangent])
+batching.defvectorized(_in_any_case)
+mlir.register_lowering(_in_any_case, _lower_in_any_case, cacheable=False)
