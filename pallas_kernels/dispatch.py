@@ -25,6 +25,7 @@ from pallas_kernels.primitives.partitioned import (
     INSIDE_SHARD_MAP,
     KernelChosen,
     automatic_axes,
+    interpreter_lacks,
     is_open,
     is_settled,
     is_spread,
@@ -147,13 +148,13 @@ def choose(
     else:
         order = _requested_order(operation, requested, support)
     if (listener := _listener.get()) is not None and not is_settled(operation):
-        reasons = {name: _reason(name, supports, requested) for name, supports in support.items()}
+        reasons = {name: _reason(operation, name, supports, requested) for name, supports in support.items()}
         listener(Choice(operation=operation, order=order, reasons=reasons, where=_call_site()))
     refused = []
     for name in order:
         reason = f"{operation} has none of that name, only {_listed(support)}"
         if name in support:
-            reason = _reason(name, support[name], requested)
+            reason = _reason(operation, name, support[name], requested)
         if reason is None:
             if name in _OF_ONE_DEVICE and is_open(operation):
                 file, _, line = _call_site().rpartition(":")
@@ -222,14 +223,14 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _reason(name: str, support: Support, requested: Implementation) -> str | None:
+def _reason(operation: str, name: str, support: Support, requested: Implementation) -> str | None:
     if name == "xla":
         return None
     if _has_symbolic_sizes(support):
         return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
     if name in _OF_ONE_DEVICE and (where := _spread_over(support, requested)):
         return f"{where}, and {INSIDE_SHARD_MAP}"
-    return support()
+    return support() or (interpreter_lacks(operation) if name == "mosaic" else None)
 
 
 def _spread_over(support: Support, requested: Implementation) -> str | None:

@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.specs import Static
 
@@ -48,6 +49,7 @@ class KernelChosen(Exception):
 
 _open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
 _settled: ContextVar[str | None] = ContextVar("settled", default=None)
+_uninterpretable: ContextVar[tuple[str, str] | None] = ContextVar("uninterpretable", default=None)
 
 
 def is_open(operation: str) -> bool:
@@ -60,9 +62,15 @@ def is_settled(operation: str) -> bool:
     return _settled.get() == operation
 
 
+def interpreter_lacks(operation: str) -> str | None:
+    """Returns why JAX's interpreter cannot run the kernels of this call, or None if it can or is not in use."""
+    name, reason = _uninterpretable.get() or (None, None)
+    return reason if name == operation else None
+
+
 @contextlib.contextmanager
-def _set(variable: ContextVar[str | None], operation: str) -> Iterator[None]:
-    token = variable.set(operation)
+def _set[T](variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
@@ -82,21 +90,12 @@ def automatic_axes() -> tuple[str, ...]:
     return tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1)
 
 
-def unless_partitioned(
-    operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls an operation, with its kernels only where the program runs on one device.
+def call_operation(operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operation, with its kernels only where they can run: on one device, and all of them.
 
     function: takes `implementation`, and calls `dispatch.choose` with the operation's name.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    if is_settled(operation) or not any(isinstance(leaf, Tracer) for leaf in leaves) or not _may_be_partitioned():
-        return function(*args, **kwargs)
-    try:
-        with _set(_open_to, operation):
-            return function(*args, **kwargs)
-    except KernelChosen as chosen:
-        where, is_requested = chosen.where, chosen.is_requested
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     arrays = [leaves[place] for place in places]
 
@@ -108,7 +107,20 @@ def unless_partitioned(
         with _set(_settled, operation):
             return function(*args, **{**kwargs, **given})
 
-    site = _Site(operation, *where)
+    if is_settled(operation):
+        return function(*args, **kwargs)
+    if is_interpreted():
+        may_change = kwargs.get("implementation") is None
+        reason = reason_against(call, tuple(arrays), with_gradient=may_change)
+        with _set(_uninterpretable, reason and (operation, reason)):
+            return function(*args, **kwargs)
+    if not any(isinstance(leaf, Tracer) for leaf in arrays) or not _may_be_partitioned():
+        return function(*args, **kwargs)
+    try:
+        with _set(_open_to, operation):
+            return function(*args, **kwargs)
+    except KernelChosen as chosen:
+        site, is_requested = _Site(operation, *chosen.where), chosen.is_requested
     if is_requested:
         arrays[0] = _in_any_case.bind(arrays[0], site=site)
         return call(*arrays)
@@ -116,9 +128,9 @@ def unless_partitioned(
 
 
 def _may_be_partitioned() -> bool:
-    """Returns whether XLA may partition the program that is traced. Kernels in the interpreter are host callbacks."""
+    """Returns whether XLA may partition the program that is traced: outside `jax.shard_map` and explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not is_interpreted() and (mesh.size == 1 or mesh.empty or bool(automatic_axes())) and not mesh.manual_axes
+    return not mesh.manual_axes and (mesh.empty or mesh.size == 1 or bool(automatic_axes()))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.operands import has_whole_groups
 from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.platform import is_interpreted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,12 @@ class TileForm:
     @property
     def copies(self) -> int:
         """TMA copies that load a tile, each of which arrives at the barrier."""
-        return 1 if self.has_all_rows else self.panels
+        return 1 if self.loads_at_once else self.panels
+
+    @property
+    def loads_at_once(self) -> bool:
+        """Whether one copy loads all panels. In the interpreter, which has no layouts, a tile's array would differ."""
+        return self.has_all_rows and not is_interpreted()
 
     @property
     def panels(self) -> int:
@@ -58,7 +64,9 @@ class TileForm:
         *stack, rows = shape
         swizzle = plgpu.SwizzleTransform(self._swizzle)  # pyright: ignore[reportAbstractUsage]
         shape = (*stack, self.panels, rows, self._width)
-        if self.has_all_rows:
+        if is_interpreted():  # it has other memory for each reference of a union, and knows no layouts
+            return shared(shape, self.dtype, swizzle=self._swizzle)
+        if self.loads_at_once:
             tiling = plgpu.TilingTransform((rows, self._width))  # pyright: ignore[reportAbstractUsage]
             landed = plgpu.SMEM((*stack, rows, self.size), self.dtype, transforms=(tiling, swizzle))
         else:
@@ -67,7 +75,7 @@ class TileForm:
 
     def tiles(self, scratch: Any) -> RowTiles:
         """The tiles of a reference to `scratch`."""
-        landed, read = scratch if self.in_panels else (scratch, scratch)
+        landed, read = scratch if self.in_panels and not is_interpreted() else (scratch, scratch)
         return RowTiles(form=self, landed=landed, read=read)
 
     @property
@@ -119,7 +127,7 @@ class RowTiles:
 
     def load_async(self, source: Any, barrier: Any, axes: str | None = None) -> None:
         """Starts TMA copies from a reference to (rows, size) in device memory, for all blocks along cluster `axes`."""
-        if self.form.has_all_rows:
+        if self.form.loads_at_once:
             place = self.landed.at[(*self.stack, self.rows)]
             plgpu.copy_gmem_to_smem(source, place, barrier, collective_axes=axes)
             return

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.primitives import interpreter
 from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.flop_metadata import Products, references
-from pallas_kernels.primitives.partitioned import unless_partitioned
+from pallas_kernels.primitives.partitioned import call_operation
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharing import traced_once
 
@@ -29,7 +30,7 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_operation and kwargs.get("implementation") not in ("xla", ("xla",), ["xla"]):
             args, kwargs = first_order(function.__name__, (args, kwargs))
-            return unless_partitioned(function.__name__, promoted, args, kwargs)
+            return call_operation(function.__name__, promoted, args, kwargs)
         return promoted(*args, **kwargs)
 
     def promoted(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,6 +58,8 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
     launch = plgpu.kernel(narrow, **options)
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        if is_interpreted():
+            interpreter.check(launch, *args, **kwargs)
         if products is None or is_interpreted():
             return launch(*args, **kwargs)
         with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):

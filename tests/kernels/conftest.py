@@ -15,6 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from interpreter import extend
 
+from pallas_kernels.primitives import interpreter as primitives_interpreter
+
 # The interpreter runs each warpgroup as a host callback that waits for others at barriers, and a callback's own arrays
 # take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
 os.environ.setdefault("PJRT_NPROC", "16")
@@ -54,6 +56,7 @@ def interpreter(monkeypatch):
     interpreter_overlaps.extend(monkeypatch)
     interpreter_reductions.extend(monkeypatch)
     interpreter_unions.extend(monkeypatch)
+    monkeypatch.setattr(primitives_interpreter, "IS_COMPLETE", True)
     with plgpu.force_gpu_interpret_mode(interpreter_gpu.RACES):
         yield
     assert not interpreter_gpu.launches.with_races, "a data race; what raced is printed above"

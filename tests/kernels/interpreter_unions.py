@@ -1,11 +1,8 @@
-"""What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members that are one array, and members
-whose entries are in the same places.
+"""What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members whose entries are in the same places.
 
-The interpreter gives each member memory of its own, and refuses to read by one what was written by another. Our kernels
-have one array under two layouts that put its elements in the same places (`primitives/row_tiles.py`). It also takes two
-uses of a union's members for uses of the same memory, wherever in the members they are. Members of other types
-(`fused_launch.Done`) begin at the same place in each entry along their first two axes: uses of two entries are none
-of the same memory.
+The interpreter takes two uses of a union's members for uses of the same memory, wherever in the members they are.
+Members of other types (`fused_launch.Done`) begin at the same place in each entry along their first two axes: uses of
+two entries are none of the same memory.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ _AXES = 2
 
 def extend(monkeypatch) -> None:
     """Adds it, until the test ends."""
-    members, resolved = jaxpr_interpret.union_members, jaxpr_interpret.resolve_ref
     entries = _Entries()
-    monkeypatch.setattr(jaxpr_interpret, "union_members", partial(_members, members, entries))
-    monkeypatch.setattr(jaxpr_interpret, "resolve_ref", partial(_resolved, members, resolved))
+    monkeypatch.setattr(jaxpr_interpret, "union_members", partial(_members, jaxpr_interpret.union_members, entries))
     plain = GPURaceDetectionState._check_ref_union
     for name in ("check_read", "check_write"):
         monkeypatch.setattr(GPURaceDetectionState, name, entries.noting(getattr(GPURaceDetectionState, name)))
@@ -39,21 +34,8 @@ def extend(monkeypatch) -> None:
 
 def _members(plain: Any, entries: _Entries, union: AbstractRefUnion) -> Any:
     members = plain(union)
-    if _is_one_array(members):
-        return members[:1]
     entries.are_apart &= _have_entries(members)
     return members
-
-
-def _resolved(plain_members: Any, plain: Any, aval: Any, key: Any, transforms: tuple[Any, ...]) -> Any:
-    if isinstance(aval, AbstractRefUnion) and _is_one_array(plain_members(aval)):
-        return key[0], tuple(transforms[1:])
-    return plain(aval, key, transforms)
-
-
-def _is_one_array(members: Any) -> bool:
-    shapes = {(aval.shape, aval.dtype) for aval in map(jaxpr_interpret._member_inner_aval, members)}
-    return len(shapes) == 1
 
 
 def _have_entries(members: Any) -> bool:

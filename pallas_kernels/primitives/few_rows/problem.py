@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
-from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.row_tiles import TileForm
 
 _ROWS = 8
@@ -75,9 +74,8 @@ class Problem:
     @property
     def x_form(self) -> TileForm:
         """Shared-memory layout of x's tiles."""
-        has_all_rows = not is_interpreted()  # the interpreter has no unions of two shapes
         options = {"size": self.config.depth, "dtype": self.dtype, "swizzle": SWIZZLE_BYTES}
-        return TileForm.of(self.rows, has_all_rows=has_all_rows, **options)
+        return TileForm.of(self.rows, has_all_rows=True, **options)
 
     def result_form(self, dtype: jnp.dtype) -> TileForm:
         """Shared-memory layout of a group's results, or of its residual."""
