@@ -25,6 +25,7 @@ from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight, quantize
 from pallas_kernels.ops.rms_norm.api import rms_norm
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.softmax.api import softmax
+from pallas_kernels.primitives.partitioned import KernelWarning
 from pallas_kernels.registry import REGISTRY, get_op
 from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
 
@@ -34,6 +35,7 @@ __all__ = [
     "ArraySpec",
     "Choice",
     "ErrorBound",
+    "KernelWarning",
     "Norm",
     "OpSpec",
     "QuantizedWeight",

@@ -157,8 +157,7 @@ def choose(
             reason = _reason(operation, name, support[name], requested)
         if reason is None:
             if name in _OF_ONE_DEVICE and is_open(operation):
-                file, _, line = _call_site().rpartition(":")
-                raise KernelChosen((file, int(line)), is_requested=requested is not None)
+                raise KernelChosen(is_requested=requested is not None)
             return name
         refused.append(f"{name!r}: {reason}")
     raise NotImplementedError(
@@ -216,7 +215,7 @@ def _call_site() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _package(frame) in _PACKAGES:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown:0"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
 def _package(frame: FrameType) -> str:

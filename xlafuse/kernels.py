@@ -2,6 +2,7 @@
 
 from pallas_kernels import (
     Choice,
+    KernelWarning,
     Norm,
     QuantizedWeight,
     Rope,
@@ -33,6 +34,7 @@ from pallas_kernels import (
 
 __all__ = [
     "Choice",
+    "KernelWarning",
     "Norm",
     "QuantizedWeight",
     "Rope",

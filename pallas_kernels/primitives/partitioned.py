@@ -11,12 +11,13 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax._src.interpreters.batching import fancy_primitive_batchers
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax.core import Tracer
@@ -30,6 +31,7 @@ from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
 """What to do about arrays that are spread over several devices."""
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class KernelWarning(UserWarning):
@@ -37,13 +39,12 @@ class KernelWarning(UserWarning):
 
 
 class KernelChosen(Exception):
-    """Ends a call that takes a kernel, to be made again under `settled`; not an error.
+    """Ends a call that takes a kernel, to be made again once it is settled where; not an error.
 
-    where: file and line of the call. is_requested: whether the caller named the kernel.
+    is_requested: whether the caller named the kernel.
     """
 
-    def __init__(self, where: tuple[str, int], is_requested: bool) -> None:
-        self.where = where
+    def __init__(self, *, is_requested: bool) -> None:
         self.is_requested = is_requested
 
 
@@ -114,55 +115,60 @@ def call_operation(operation: str, function: Callable[..., Any], args: tuple[Any
         reason = reason_against(call, tuple(arrays), with_gradient=may_change)
         with _set(_uninterpretable, reason and (operation, reason)):
             return function(*args, **kwargs)
-    if not any(isinstance(leaf, Tracer) for leaf in arrays) or not _may_be_partitioned():
+    if not any(isinstance(leaf, Tracer) for leaf in arrays) or not may_be_partitioned():
         return function(*args, **kwargs)
     try:
         with _set(_open_to, operation):
             return function(*args, **kwargs)
     except KernelChosen as chosen:
-        site, is_requested = _Site(operation, *chosen.where), chosen.is_requested
+        is_requested = chosen.is_requested
     if is_requested:
-        arrays[0] = _in_any_case.bind(arrays[0], site=site)
+        arrays[0] = _in_any_case.bind(arrays[0], operation=operation)
         return call(*arrays)
-    return _by_devices(site, call, partial(call, implementation="xla"))(*arrays)
+    return _by_devices(operation, call, partial(call, implementation="xla"))(*arrays)
 
 
-def _may_be_partitioned() -> bool:
+def on_one_device[T](operation: str, kernel: Callable[[T], Any], reference: Callable[[T], Any], operands: T) -> Any:
+    """Calls `kernel` where the program runs on one device, else `reference`: two functions of one tree of arrays."""
+    leaves, structure = jax.tree.flatten(operands)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves) or is_interpreted() or not may_be_partitioned():
+        return kernel(operands)
+    functions = (lambda *own, each=each: each(structure.unflatten(own)) for each in (kernel, reference))
+    return _by_devices(operation, *functions)(*leaves)
+
+
+def may_be_partitioned() -> bool:
     """Returns whether XLA may partition the program that is traced: outside `jax.shard_map` and explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.manual_axes and (mesh.empty or mesh.size == 1 or bool(automatic_axes()))
-
-
-@dataclass(frozen=True)
-class _Site:
-    """A call of an operation, for warnings."""
-
-    operation: str
-    file: str
-    line: int
-
-    def warn(self, context: Any, what: str) -> None:
-        devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
-        message = f"{self.operation} {what}: the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
-        warnings.warn_explicit(message, KernelWarning, self.file, self.line, registry=_warned)
 
 
 _warned: dict[Any, Any] = {}
 """Python's record of the warnings given, by which each is shown once for a line of the caller's."""
 
 
-def _by_devices(site: _Site, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def _warn(ctx: Any, operation: str, what: str) -> None:
+    """Warns of an operation in a program for several devices, at the line of the call."""
+    context = ctx.module_context.axis_context
+    devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
+    message = f"{operation} {what}: the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
+    frames = source_info_util.user_frames(ctx.traceback)
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+    warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
+
+
+def _by_devices(operation: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a differentiable function of arrays: `kernel` on one device, else `reference`, which computes the same.
 
     On several devices the gradient computes the reference again from the arrays; XLA merges the two in one program.
     """
-    run = jax.custom_vjp(lambda *arrays: _either(site, kernel, reference, arrays))
+    run = jax.custom_vjp(lambda *arrays: _either(operation, kernel, reference, arrays))
 
     def forward(*arrays: Any) -> Any:
         values = [array.value for array in arrays]
         wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
         by_kernel = partial(_with_pullback, kernel, wanted)
-        result, pullback = _either(site, by_kernel, lambda *values: (reference(*values), None), values)
+        result, pullback = _either(operation, by_kernel, lambda *values: (reference(*values), None), values)
         return result, (pullback, values, Static(wanted))
 
     def backward(saved: Any, cotangents: Any) -> Any:
@@ -184,7 +190,7 @@ def _by_devices(site: _Site, kernel: Callable[..., Any], reference: Callable[...
 
         given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
         by_kernel = by_reference if pullback is None else by_kernel
-        gradients = iter(_either(site, by_kernel, by_reference, (pullback, values, given)))
+        gradients = iter(_either(operation, by_kernel, by_reference, (pullback, values, given)))
         return tuple(next(gradients) if is_wanted else None for is_wanted in wanted.value)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -201,7 +207,7 @@ def _with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values
     return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))
 
 
-def _either(site: _Site, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any) -> Any:
+def _either(operation: str, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any) -> Any:
     """Calls one of two functions of trees of arrays.
 
     Results that only the kernel's has, which its backward pass needs, are zeros if it is the reference that runs.
@@ -228,7 +234,7 @@ def _either(site: _Site, kernel: Callable[..., Any], reference: Callable[..., An
 
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     closed = jax.make_jaxpr(by_kernel)(*leaves)
-    computed = iter(_either_p.bind(*leaves, site=site, kernel=closed, reference=by_reference))
+    computed = iter(_either_p.bind(*leaves, operation=operation, kernel=closed, reference=by_reference))
     return results[0].unflatten(next(computed) if place is None else leaves[place] for place in operand_of)
 
 
@@ -237,17 +243,17 @@ def _computed(values: Sequence[Any], operand_of: Sequence[int | None]) -> list[A
     return [value for value, place in zip(values, operand_of, strict=True) if place is None]
 
 
-def _several(context: Any) -> bool:
-    """Returns whether a program lowered in this context is partitioned."""
+def _is_partitioned(ctx: Any) -> bool:
+    """Returns whether XLA partitions the program that is lowered."""
+    context = ctx.module_context.axis_context
     if isinstance(context, SPMDAxisContext):
         return context.mesh.size > 1 and context.manual_axes != frozenset(context.mesh.axis_names)
     return isinstance(context, ShardingContext) and context.num_devices > 1
 
 
-def _lower_either(ctx: Any, *operands: Any, site: _Site, kernel: Any, reference: Callable[..., Any]) -> Any:
-    context = ctx.module_context.axis_context
-    if _several(context):
-        site.warn(context, "is left to XLA")
+def _lower_either(ctx: Any, *operands: Any, operation: str, kernel: Any, reference: Callable[..., Any]) -> Any:
+    if _is_partitioned(ctx):
+        _warn(ctx, operation, "is left to XLA")
         return mlir.lower_fun(reference)(ctx, *operands)
     return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
 
@@ -263,7 +269,7 @@ _either_p = Primitive("either")
 """One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `_by_devices` has derivatives."""
 _either_p.multiple_results = True
 _either_p.def_impl(
-    lambda *operands, site, kernel, reference: (
+    lambda *operands, operation, kernel, reference: (
         reference(*operands) if any(map(is_spread, operands)) else jaxpr_as_fun(kernel)(*operands)
     )
 )
@@ -272,17 +278,16 @@ fancy_primitive_batchers[_either_p] = _batch_either
 mlir.register_lowering(_either_p, _lower_either, cacheable=False)
 
 
-def _lower_in_any_case(ctx: Any, operand: Any, *, site: _Site) -> Any:
-    context = ctx.module_context.axis_context
-    if _several(context):
-        site.warn(context, "runs its kernel as requested, around which XLA gathers whole arrays on every device")
+def _lower_in_any_case(ctx: Any, operand: Any, *, operation: str) -> Any:
+    if _is_partitioned(ctx):
+        _warn(ctx, operation, "runs its kernel as requested, around which XLA gathers whole arrays on every device")
     return [operand]
 
 
 _in_any_case = Primitive("in_any_case")
 """Its operand. Marks a call whose kernel runs wherever the program does."""
-_in_any_case.def_impl(lambda operand, site: operand)
-_in_any_case.def_abstract_eval(lambda operand, site: operand)
-ad.deflinear2(_in_any_case, lambda cotangent, _, site: [cotangent])
+_in_any_case.def_impl(lambda operand, operation: operand)
+_in_any_case.def_abstract_eval(lambda operand, operation: operand)
+ad.deflinear2(_in_any_case, lambda cotangent, _, operation: [cotangent])
 batching.defvectorized(_in_any_case)
 mlir.register_lowering(_in_any_case, _lower_in_any_case, cacheable=False)

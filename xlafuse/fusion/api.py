@@ -6,19 +6,24 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.core import Tracer, eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
 
+from pallas_kernels.primitives.partitioned import may_be_partitioned
 from xlafuse.fusion.cache import rewritten
 from xlafuse.fusion.modules import Modules, bound_module
 from xlafuse.fusion.report import Report, make_report
 from xlafuse.fusion.sites import Spelling, spellings
 
 ALLOWANCES = ("rounding", "empty_rows")
+_UNSEEN_SHARDINGS = (
+    "A trace cannot see how jax.jit spreads arrays: if the program is compiled for several devices, XLA computes these "
+    "sites, and a KernelWarning says so. Inside jax.shard_map kernels do."
+)
 
 
 class FuseWarning(UserWarning):
@@ -43,7 +48,8 @@ def fuse[**P, T](
     agree, up to layouts and the order of sums and products. The operation chooses its implementation.
 
     Fuse a function before you differentiate it: `jax.grad(fuse(f))`. `fuse(jax.grad(f))` warns with a `FuseWarning` and
-    changes nothing. The result works under `jit`, `grad`, `vmap`, `remat`, and inside `shard_map`. `fuse` searches
+    changes nothing. The result works under `jit`, `grad`, `vmap`, `remat`, and inside `shard_map`. Where `jit` compiles
+    it for several devices, XLA computes the operations, with a `KernelWarning`. `fuse` searches
     loops, conditionals and `remat` inside `fn`, but no functions with derivatives of their own.
 
     Args:
@@ -133,7 +139,9 @@ class _Call:
 
             check_numerics(name, found.plan, closed)
         if self.report is not None:
-            self.report(make_report(name, found.plan, found.implementations, outside=__file__))
+            report = make_report(name, found.plan, found.implementations, outside=__file__)
+            unseen = report.taken and may_be_partitioned() and jax.device_count() > 1
+            self.report(replace(report, notes=(_UNSEEN_SHARDINGS,)) if unseen else report)
         if any(isinstance(each, Tracer) for each in inputs):
             return found.call(*inputs)
         return eval_jaxpr(found.program.jaxpr, found.program.consts, *inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from pallas_kernels.dispatch import Choice, listening
 from pallas_kernels.primitives.gradients import differentiated_as
+from pallas_kernels.primitives.partitioned import on_one_device
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value
@@ -81,8 +83,8 @@ def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str
     differentiated, too.
     """
 
-    def together(arrays):
-        return *_results(operation, arrays, options), arrays["x"]
+    def together(arrays, **given):
+        return *_results(operation, arrays, {**options, **given}), arrays["x"]
 
     def apart(arrays):
         norm, others = arrays["norm"], {name: each for name, each in arrays.items() if name != "norm"}
@@ -96,7 +98,8 @@ def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str
 
     if options.get("implementation") == "xla":
         return together(arrays)
-    return differentiated_as(apart, together)(varying_alike(dict(arrays)))
+    kernels = differentiated_as(apart, together)
+    return on_one_device(operation, kernels, partial(together, implementation="xla"), varying_alike(dict(arrays)))
 
 
 class _Chosen(Exception):

@@ -1,0 +1,210 @@
+"""Operations in programs that XLA partitions: they are XLA's there, with its collectives and no more."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import xlafuse
+from hlo_analysis.targets import load_target
+from pallas_kernels import KernelWarning, attention, linear, recorded_choices, rms_norm
+from pallas_kernels.primitives.partitioned import on_one_device
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+ONE = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Mesh:
+    text = load_target("h200").config_text
+    devices = topologies.get_topology_desc(platform="cuda", topology="1x1x4", target_config=text).devices
+    return Mesh(np.array(devices), ("d",))
+
+
+def struct(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def lowered(function, *structs):
+    """The function under `jax.jit` with these shardings, traced for one H200 as a process on a GPU would."""
+    shardings = tuple(each.sharding for each in structs)
+    plain = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in structs]
+    with jax.sharding.use_abstract_mesh(ONE):
+        traced = jax.jit(lambda *arrays: function(*arrays), in_shardings=shardings).trace(*plain)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def collectives(function, *structs) -> Counter[str]:
+    text = lowered(function, *structs).compile().as_text()
+    assert "mosaic_gpu" not in text
+    return Counter(
+        re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+    )
+
+
+def gradients(function):
+    def run(*arrays):
+        y, pullback = jax.vjp(function, *arrays)
+        return y, pullback(y)
+
+    return run
+
+
+def causal(query, key, value, **options):
+    return attention(query, key, value, is_causal=True, **options)
+
+
+def up(x, w, **options):
+    return linear(x, w, activation="gelu_tanh", **options)
+
+
+OPERATIONS = {
+    "rows": (rms_norm, ((8, 256, 1024), "d"), ((1024,),)),
+    "features": (rms_norm, ((8, 256, 1024), None, None, "d"), ((1024,), "d")),
+    "heads": (causal, *(((2, 512, 8, 64), None, None, "d"),) * 3),
+    "outputs": (up, ((8, 256, 1024),), ((1024, 4096), None, "d")),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_collectives_are_those_of_xla(name, gpus):
+    function, *arguments = OPERATIONS[name]
+    structs = [struct(gpus, *each) for each in arguments]
+    with pytest.warns(KernelWarning, match="is left to XLA: the program is compiled for 4 devices.* jax.shard_map"):
+        found = collectives(gradients(function), *structs)
+    assert found == collectives(gradients(lambda *arrays: function(*arrays, implementation="xla")), *structs)
+
+
+def block(x, scale, up, down):
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale
+    return x + jax.nn.gelu(normed.astype(x.dtype) @ up) @ down
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, gradients], ids=["forward", "gradient"])
+def test_a_fused_block_has_the_collectives_of_the_block(transform, gpus):
+    """Data parallel rows and tensor parallel weights would both be gathered around kernels."""
+    structs = struct(gpus, (4096, 1024)), struct(gpus, (1024,)), struct(gpus, (1024, 4096), None, "d")
+    structs = *structs, struct(gpus, (4096, 1024), "d")
+    reports = []
+    with pytest.warns(KernelWarning):
+        found = collectives(
+            transform(xlafuse.fuse(block, ops=["norm_linear", "rms_norm"], report=reports.append)), *structs
+        )
+    assert reports[0].taken
+    assert found == collectives(transform(block), *structs)
+
+
+def test_one_device_runs_the_kernel_without_a_word(gpus):
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 256, 1024), (1024,))]
+    with jax.sharding.use_abstract_mesh(ONE), warnings.catch_warnings(), recorded_choices() as choices:
+        warnings.simplefilter("error")
+        traced = jax.jit(gradients(rms_norm)).trace(*structs)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert [choice.taken for choice in choices] == ["mosaic"]
+
+
+def test_a_kernel_asked_for_by_name_runs_and_warns_at_the_line_of_the_call(gpus):
+    structs = [struct(gpus, (8, 256, 1024), "d"), struct(gpus, (1024,))]
+
+    def norm(x, scale):
+        return rms_norm(x, scale, implementation="mosaic")
+
+    with pytest.warns(KernelWarning, match="XLA gathers whole arrays on every device") as warned:
+        text = lowered(norm, *structs).as_text()
+    assert "mosaic_gpu_v2" in text
+    (warning,) = warned
+    assert (warning.filename, warning.lineno) == (__file__, norm.__code__.co_firstlineno + 1)
+
+
+def test_inside_shard_map_kernels_run_without_a_word(gpus):
+    structs = [struct(gpus, (8, 256, 1024), "d"), struct(gpus, (1024,))]
+    mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    mapped = jax.shard_map(rms_norm, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardings = tuple(each.sharding for each in structs)
+        plain = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in structs]
+        traced = jax.jit(gradients(mapped), in_shardings=shardings).trace(*plain)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
+
+
+def test_an_automatic_mesh_is_seen_when_tracing():
+    mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    with jax.sharding.use_abstract_mesh(mesh), recorded_choices() as choices:
+        jax.eval_shape(rms_norm, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024,))))
+    assert choices[0].taken == "xla"
+    assert "XLA spreads arrays over 'd' of the mesh" in str(choices[0].reasons["mosaic"])
+
+
+@pytest.fixture
+def rows():
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two simulated CPU devices; run this folder by itself")
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("d",))
+    return jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, P("d")))
+
+
+@jax.custom_vjp
+def tripled(x, scale):
+    """Not what `doubled` computes, so that results show which one ran."""
+    return 3 * x * scale
+
+
+tripled.defvjp(
+    lambda x, scale: (tripled(x, scale), (x, scale, x + 1)),
+    lambda saved, dy: (3 * dy * saved[1], (3 * dy * (saved[2] - 1)).reshape(-1, 4).sum(0)),
+)
+
+
+def either(x, scale):
+    def doubled(operands):
+        return 2 * operands[0] * operands[1]
+
+    return on_one_device("op", lambda operands: tripled(*operands), doubled, (x, scale))
+
+
+def looped(x, scale):
+    body = jax.checkpoint(lambda carry, own: (carry + either(x, own), None))
+    return jax.lax.scan(body, jnp.zeros_like(x), jnp.stack([scale, scale]))[0]
+
+
+@pytest.mark.filterwarnings("ignore::pallas_kernels.KernelWarning")
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "eager"])
+@pytest.mark.parametrize(("function", "times"), [(either, 1), (jax.vmap(either, (0, None)), 1), (looped, 2)])
+def test_several_devices_compute_the_reference_and_one_the_kernel(function, times, wrap, rows):
+    scale = jnp.arange(4.0)
+    gradient = wrap(jax.grad(lambda x, scale: function(x, scale).sum(), argnums=(0, 1)))
+    for x, factor in ((np.asarray(rows), 3), (rows, 2)):
+        x = jnp.asarray(x)
+        if wrap is jax.jit:  # outside jit and without a gradient nothing is traced
+            np.testing.assert_array_equal(wrap(function)(x, scale), times * factor * x * scale)
+        dx, dscale = gradient(x, scale)
+        np.testing.assert_array_equal(dx, jnp.broadcast_to(times * factor * scale, x.shape))
+        np.testing.assert_array_equal(dscale, times * factor * x.sum(0))
+
+
+@pytest.mark.filterwarnings("ignore::pallas_kernels.KernelWarning")
+def test_a_pullback_may_be_compiled_by_itself(rows):
+    scale = jnp.arange(4.0)
+    for function in (either, jax.jit(either)):
+        y, pullback = jax.vjp(function, rows, scale)
+        for run in (pullback, jax.jit(pullback)):
+            np.testing.assert_array_equal(run(jnp.ones_like(y))[1], 2 * rows.sum(0))
+
+
+def test_arrays_that_are_spread_outside_jit_are_left_to_xla(rows):
+    with jax.sharding.use_abstract_mesh(ONE), recorded_choices() as choices:
+        rms_norm(jnp.tile(rows, (1, 64)), jnp.ones(256))
+    assert choices[0].taken == "xla"
+    assert "an array is spread over several devices" in str(choices[0].reasons["mosaic"])
