@@ -111,9 +111,8 @@ def call_operation(operation: str, function: Callable[..., Any], args: tuple[Any
     if is_settled(operation):
         return function(*args, **kwargs)
     if is_interpreted():
-        may_change = kwargs.get("implementation") is None
-        reason = reason_against(call, tuple(arrays), with_gradient=may_change)
-        with _set(_uninterpretable, reason and (operation, reason)):
+        reason = reason_against(call, tuple(arrays), with_gradient=kwargs.get("implementation") is None)
+        with _set(_uninterpretable, None if reason is None else (operation, reason)):
             return function(*args, **kwargs)
     if not any(isinstance(leaf, Tracer) for leaf in arrays) or not may_be_partitioned():
         return function(*args, **kwargs)
@@ -138,9 +137,9 @@ def on_one_device[T](operation: str, kernel: Callable[[T], Any], reference: Call
 
 
 def may_be_partitioned() -> bool:
-    """Returns whether XLA may partition the program that is traced: outside `jax.shard_map` and explicit axes."""
+    """Returns whether XLA may partition the program that is traced: not where all axes are manual or explicit."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.manual_axes and (mesh.empty or mesh.size == 1 or bool(automatic_axes()))
+    return bool(automatic_axes()) or (not mesh.manual_axes and (mesh.empty or mesh.size == 1))
 
 
 _warned: dict[Any, Any] = {}
@@ -229,7 +228,8 @@ def _either(operation: str, kernel: Callable[..., Any], reference: Callable[...,
         with jax.enable_x64(x64), jax.default_matmul_precision(precision):
             values = jax.tree.leaves(reference(*structure.unflatten(leaves)))
         values += [None] * (len(operand_of) - len(values))
-        pairs = zip(_computed(values, operand_of), closed.out_avals, strict=True)
+        types: Sequence[Any] = closed.out_avals
+        pairs = zip(_computed(values, operand_of), types, strict=True)
         return [jnp.zeros(aval.shape, aval.dtype) if value is None else value for value, aval in pairs]
 
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision

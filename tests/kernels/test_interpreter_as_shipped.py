@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "spec"), CASES)
 def test_kernels_are_right_or_say_what_is_missing(op, spec, seed):
-    def draw(seed, implementation="mosaic"):
+    def draw(seed, implementation: str | None = "mosaic"):
         case = testing.make_case(op, spec, seed)
 
         @jax.jit

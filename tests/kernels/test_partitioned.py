@@ -44,7 +44,7 @@ def lowered(function, *structs):
 
 
 def collectives(function, *structs) -> Counter[str]:
-    text = lowered(function, *structs).compile().as_text()
+    text = str(lowered(function, *structs).compile().as_text())
     assert "mosaic_gpu" not in text
     return Counter(
         re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
@@ -137,6 +137,14 @@ def test_inside_shard_map_kernels_run_without_a_word(gpus):
         plain = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in structs]
         traced = jax.jit(gradients(mapped), in_shardings=shardings).trace(*plain)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_long_attention_has_a_gradient_inside_shard_map(check_vma):
+    mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    mapped = jax.shard_map(causal, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
+    heads = [jax.ShapeDtypeStruct((4, 4096, count, 128), jnp.bfloat16) for count in (32, 8, 8)]
+    assert str(jax.make_jaxpr(gradients(mapped))(*heads)).count("attention_backward_fused") == (0 if check_vma else 1)
 
 
 def test_an_automatic_mesh_is_seen_when_tracing():

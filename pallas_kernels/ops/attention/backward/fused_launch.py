@@ -96,6 +96,11 @@ class Scratch(NamedTuple):
     done: Any = None
 
 
+def has_warps_apart(problem: Problem) -> bool:
+    """Returns `Launch.warps_apart` of a problem's launch."""
+    return problem.head_size != 64 or not problem.masking.is_causal
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """Static facts of a launch: the fastest form by head size and mask; TUNING.md has the measurements.
@@ -141,7 +146,7 @@ class Launch:
         Loads and adds then go on while another share waits for its turn. The block's place is hidden from the compiler:
         ptxas spills otherwise.
         """
-        return self.size != 64 or not self.masking.is_causal
+        return has_warps_apart(self.problem)
 
     def score_parts(self, is_masked: bool) -> int:
         """Parts of a step's scores that are computed one after the other, to save registers."""

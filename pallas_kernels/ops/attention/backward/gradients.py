@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, KEY_ROWS, BackwardConfig, can_fuse, tuned_backward
 from pallas_kernels.ops.attention.backward.fused import fused_gradients
+from pallas_kernels.ops.attention.backward.fused_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.keys import key_value_gradients
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
@@ -51,7 +52,9 @@ def attention_backward(
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
     arrays = (query, key, value, out, lse, dout, dlse)
-    if config.fused_parts is None:
+    # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
+    varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
+    if config.fused_parts is None or (varies and has_warps_apart(problem)):
         dq, dk, dv, dscores = _by_two_kernels(*arrays, extras, problem=problem, config=config)
     else:
         (dq, dk, dv), dscores = _by_one_kernel(*arrays, problem=problem, parts=config.fused_parts), None
