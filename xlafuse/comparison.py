@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hlo_analysis.records import Analysis, Comparison, Numerics, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Numerics, SiteRecord, StrategyResult
 from xlafuse.errors import ComparisonError, InapplicablePlanError
 from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
@@ -192,6 +192,7 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
     from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
+    from pallas_kernels.primitives.partitioned import kernel_warnings
     from xlafuse.fusion.program import FusedProgram, NothingFusedError
 
     leave_out_frames(__file__)
@@ -203,22 +204,26 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
         return result
     function, arguments = program.under(strategy)
     fused = FusedProgram(function) if strategy.fuses else None
+    partitioned: dict[str, str] = {}
     try:
         report(strategy.name, "compiling")
-        captured = capture(
-            function if fused is None else fused.function,
-            *arguments,
-            target=program.target,
-            mode=program.mode,
-            compiler_options=dict(strategy.compiler_options),
-            label=strategy.name,
-            **program.capture_options,
-        )
+        with kernel_warnings() as partitioned:
+            captured = capture(
+                function if fused is None else fused.function,
+                *arguments,
+                target=program.target,
+                mode=program.mode,
+                compiler_options=dict(strategy.compiler_options),
+                label=strategy.name,
+                **program.capture_options,
+            )
         if program.keep is not None:
             captured.save(program.keep / f"{strategy.name}.zip")
         report(strategy.name, "analysing")
-        catalogue = program.catalogue_for(strategy)
-        result = dataclasses.replace(result, analysis=analyze(captured, label=strategy.name, catalogue=catalogue))
+        analysis = analyze(captured, label=strategy.name, catalogue=program.catalogue_for(strategy))
+        notes = (*analysis.provenance.notes, *(f"{text}." for text in partitioned))
+        provenance = dataclasses.replace(analysis.provenance, notes=notes)
+        result = dataclasses.replace(result, analysis=dataclasses.replace(analysis, provenance=provenance))
         state, reason = "done", None
     # A failure of one strategy must not lose the results of the others.
     except Exception as error:
@@ -228,7 +233,16 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
         if isinstance(error.__cause__, NothingFusedError):
             state, reason = "not applicable", f"{error.__cause__} {strategy.name!r} would be 'xla' under another name."
     report(strategy.name, state)
-    return dataclasses.replace(result, error=reason, sites=() if fused is None else fused.sites)
+    sites = () if fused is None else fused.sites
+    return dataclasses.replace(result, error=reason, sites=tuple(_as_lowered(site, partitioned) for site in sites))
+
+
+def _as_lowered(site: SiteRecord, partitioned: Mapping[str, str]) -> SiteRecord:
+    """Returns a site that was taken, and left to XLA when the program was lowered for several devices, as such."""
+    text = next((text for text, operation in partitioned.items() if operation == site.operation), None)
+    if text is None or site.outcome != "taken":
+        return site
+    return dataclasses.replace(site, outcome="left to XLA", implementation="", reason=text)
 
 
 def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: Progress) -> Analysis:

@@ -142,6 +142,17 @@ def may_be_partitioned() -> bool:
     return bool(automatic_axes()) or (not mesh.manual_axes and (mesh.empty or mesh.size == 1))
 
 
+_heard: ContextVar[dict[str, str] | None] = ContextVar("heard", default=None)
+
+
+@contextlib.contextmanager
+def kernel_warnings() -> Iterator[dict[str, str]]:
+    """Collects the texts of `KernelWarning`s, which are not shown then, each with its operation."""
+    heard: dict[str, str] = {}
+    with _set(_heard, heard):
+        yield heard
+
+
 _warned: dict[Any, Any] = {}
 """Python's record of the warnings given, by which each is shown once for a line of the caller's."""
 
@@ -151,6 +162,9 @@ def _warn(ctx: Any, operation: str, what: str) -> None:
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
     message = f"{operation} {what}: the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
+    if (heard := _heard.get()) is not None:
+        heard[message] = operation
+        return
     frames = source_info_util.user_frames(ctx.traceback)
     places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
     warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
@@ -228,7 +242,7 @@ def _either(operation: str, kernel: Callable[..., Any], reference: Callable[...,
         with jax.enable_x64(x64), jax.default_matmul_precision(precision):
             values = jax.tree.leaves(reference(*structure.unflatten(leaves)))
         values += [None] * (len(operand_of) - len(values))
-        types: Sequence[Any] = closed.out_avals
+        types: Any = closed.out_avals
         pairs = zip(_computed(values, operand_of), types, strict=True)
         return [jnp.zeros(aval.shape, aval.dtype) if value is None else value for value, aval in pairs]
 
