@@ -47,7 +47,7 @@ def find(fn: Callable[..., Any], shapes: Sequence[Any], target: Target) -> tuple
 
     leaves, structure = jax.tree.flatten(tuple(shapes))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    if any(getattr(leaf, "sharding", None) and len(leaf.sharding.device_set) > 1 for leaf in leaves):
+    if any(getattr(leaf, "sharding", None) and leaf.sharding.num_devices > 1 for leaf in leaves):
         return None
 
     def flat(*arrays: Any) -> list[Any]:

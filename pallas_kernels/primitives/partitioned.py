@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax._src.interpreters.batching import fancy_primitive_batchers
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
+from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -279,6 +280,13 @@ def _batch_either(axis: Any, operands: Any, places: Any, *, kernel: Any, referen
     return results, [0] * len(results)
 
 
+def _discharge_either(ctx: Any, *operands: Any, kernel: Any, **params: Any) -> Any:
+    """Replaces the references that a kernel makes for itself, to update arrays in place, by arrays."""
+    del ctx
+    results = _either_p.bind(*operands, kernel=discharge_state(kernel), **params)
+    return [None] * len(operands), results
+
+
 _either_p = Primitive("either")
 """One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `_by_devices` has derivatives."""
 _either_p.multiple_results = True
@@ -289,6 +297,7 @@ _either_p.def_impl(
 )
 _either_p.def_effectful_abstract_eval(lambda *_, kernel, **params: (kernel.out_avals, kernel.effects))
 fancy_primitive_batchers[_either_p] = _batch_either
+register_discharge_rule(_either_p)(_discharge_either)
 mlir.register_lowering(_either_p, _lower_either, cacheable=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import xlafuse
 from hlo_analysis.targets import load_target
-from pallas_kernels import KernelWarning, attention, linear, recorded_choices, rms_norm
+from pallas_kernels import KernelWarning, attention, linear, recorded_choices, rms_norm, testing
 from pallas_kernels.primitives.partitioned import on_one_device
+from pallas_kernels.registry import REGISTRY
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 ONE = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
@@ -226,3 +228,28 @@ def test_arrays_that_are_spread_outside_jit_are_left_to_xla(rows):
         rms_norm(jnp.tile(rows, (1, 64)), jnp.ones(256))
     assert choices[0].taken == "xla"
     assert "an array is spread over several devices" in str(choices[0].reasons["mosaic"])
+
+
+@pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
+def test_operations_lower_under_remat_vmap_and_scan(op):
+    case = testing.make_case(op, op.tagged("test")[0], seed=0)
+
+    def values(arguments):
+        return tuple(testing.forward(replace(case, arguments=arguments), None).values())
+
+    def rematerialized(arguments):
+        return jax.vjp(jax.checkpoint(values), arguments)[1](case.cotangents)[0]
+
+    def mapped(arguments):
+        batched = {
+            name: jax.tree.map(lambda leaf: leaf[None], arguments[name]) for name in op.batched if name in arguments
+        }
+        return jax.vmap(lambda own: values({**arguments, **own}))(batched)
+
+    def scanned(arguments):
+        return jax.lax.scan(lambda carry, _: (carry, values(arguments)), 0.0, length=2)[1]
+
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), case.arguments)
+    with jax.sharding.use_abstract_mesh(ONE):
+        for program in (rematerialized, mapped, scanned):
+            jax.jit(program).trace(structs).lower(lowering_platforms=("cuda",))
