@@ -100,6 +100,9 @@ def compare(
         plans = {job.strategy.name: job.strategy.plan for job in to_check}
         checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
         results = {name: _with_numerics(each.result(), checked) for name, each in zip(jobs, pending, strict=True)}
+    for name, job in jobs.items():
+        if job.strategy.fuses and (plain := _plain(job.strategy, jobs.values(), results)) is not None:
+            results[name] = _with_regression(results[name], plain, job.strategy, program)
 
     analyses = {name: result.analysis for name, result in results.items() if result.analysis is not None}
     if not analyses:
@@ -152,6 +155,11 @@ class _Program:
     keep: Path | None
     """Folder for the captures."""
     capture_options: Mapping[str, Any]
+
+    @property
+    def extra_options(self) -> dict[str, Any]:
+        """Returns the capture options of further compilations, which do not run on the GPU and are not kept."""
+        return {name: value for name, value in self.capture_options.items() if name not in ("measure", "keep")}
 
     def under(self, strategy: Strategy) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns the function under the strategy's plan, and its arguments."""
@@ -245,6 +253,45 @@ def _as_lowered(site: SiteRecord, partitioned: Mapping[str, str]) -> SiteRecord:
     return dataclasses.replace(site, outcome="left to XLA", implementation="", reason=text)
 
 
+def _plain(strategy: Strategy, jobs: Iterable[_Job], results: Mapping[str, StrategyResult]) -> Analysis | None:
+    """Returns the analysis of the strategy that differs from one only in that it does not fuse."""
+    wanted = strategy.plan, strategy.compiler_options
+    same = (job.strategy for job in jobs if (job.strategy.plan, job.strategy.compiler_options) == wanted)
+    return next((results[each.name].analysis for each in same if not each.fuses), None)
+
+
+def _with_regression(result: StrategyResult, plain: Analysis, strategy: Strategy, program: _Program) -> StrategyResult:
+    """Returns a result that names the operations by which `fuse` makes the program worse, if it does."""
+    from xlafuse.regressions import find_regression
+
+    if result.analysis is None:
+        return result
+    function, arguments = program.under(strategy)
+    operations = [site.operation for site in result.sites if site.outcome == "taken"]
+    options = {**program.extra_options, "compiler_options": dict(strategy.compiler_options)}
+    try:
+        found = find_regression(
+            plain,
+            result.analysis,
+            operations,
+            function,
+            *arguments,
+            target=program.target,
+            mode=program.mode,
+            **options,
+        )
+    except Exception as error:  # the analyses stay useful
+        found = f"Worse than plain XLA; not compiled without some operations: {type(error).__name__}: {error}"
+    if found is None:
+        return result
+    skipped = frozenset() if isinstance(found, str) else found.skip
+    sites = tuple(
+        dataclasses.replace(site, reason=str(found)) if site.outcome == "taken" and site.operation in skipped else site
+        for site in result.sites
+    )
+    return dataclasses.replace(result, description=f"{result.description} {found}", sites=sites)
+
+
 def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: Progress) -> Analysis:
     """Returns the analysis of a strategy with trials of its remedies."""
     from xlafuse.fusion.program import FusedProgram
@@ -254,8 +301,6 @@ def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, coun
         return analysis
     function, arguments = program.under(strategy)
     function = FusedProgram(function).function if strategy.fuses else function
-    # A trial does not run on the GPU, and its capture is not kept.
-    options = {name: value for name, value in program.capture_options.items() if name not in ("measure", "keep")}
     return try_remedies(
         analysis,
         function,
@@ -264,7 +309,7 @@ def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, coun
         target=program.target,
         mode=program.mode,
         progress=lambda change, state: report(f"try {change}", state),
-        **options,
+        **program.extra_options,
     )
 
 

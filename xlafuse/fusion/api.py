@@ -34,6 +34,7 @@ def fuse[**P, T](
     fn: Callable[P, T],
     *,
     ops: Sequence[str] | None = None,
+    skip: Collection[str] = (),
     allow: Collection[str] = (),
     report: Callable[[Report], object] | None = None,
     verify: Literal["numerics"] | None = None,
@@ -57,6 +58,7 @@ def fuse[**P, T](
             whose changed variables are kept. Arguments that are not arrays are static.
         ops: the operations to look for, by name, also at sites that XLA fuses with what is around them; None: all, at
             the other sites.
+        skip: operations to leave out, by name. Smaller operations may take their parts.
         allow: differences to accept. "rounding": the program rounds an intermediate value that the operation does not.
             "empty_rows": where a mask hides a whole row of a softmax, the program gives equal weights and the operation
             zeros.
@@ -69,17 +71,20 @@ def fuse[**P, T](
 
     Raises:
         TypeError: `fn` is no function.
-        ValueError: unknown names in `ops` or `allow`.
+        ValueError: unknown names in `ops`, `skip` or `allow`.
     """
     if not callable(fn):
         raise TypeError(f"fuse: expected a function, got {type(fn).__name__}; call fuse(f) and not fuse(f(x)).")
-    sought = spellings(ops)
+    if isinstance(skip, str):
+        raise TypeError(f"fuse: skip must be a collection of names, got {skip!r}; write skip={{{skip!r}}}.")
+    sought = spellings(ops, skip)
     for name in allow:
         if name not in ALLOWANCES:
             raise ValueError(f"fuse: unknown allowance {name!r}; there are {', '.join(map(repr, ALLOWANCES))}.")
     if verify not in (None, "numerics"):
         raise ValueError(f"fuse: verify must be 'numerics' or None, got {verify!r}.")
-    call = _Call(fn, sought, None if ops is None else tuple(ops), frozenset(allow), report, verify is not None)
+    wanted = None if ops is None else tuple(ops)
+    call = _Call(fn, sought, wanted, frozenset(skip), frozenset(allow), report, verify is not None)
 
     @functools.wraps(fn)
     def fused(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -93,6 +98,7 @@ class _Call:
     fn: Callable[..., Any]
     spellings: tuple[Spelling, ...]
     ops: tuple[str, ...] | None
+    skip: frozenset[str]
     allow: frozenset[str]
     report: Callable[[Report], object] | None
     verifies: bool
@@ -133,7 +139,7 @@ class _Call:
                 self.report(Report(function=name, notes=(reason,)))
             return eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
         source = getattr(self.fn, "__code__", type(self.fn))
-        found = rewritten(closed, inputs, self.spellings, self.allow, self.ops, source)
+        found = rewritten(closed, inputs, self.spellings, self.allow, self.ops, self.skip, source)
         if self.verifies and found.plan.changes:
             from xlafuse.fusion.verify import check_numerics
 

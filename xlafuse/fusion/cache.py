@@ -47,6 +47,7 @@ def rewritten(
     spellings: tuple[Spelling, ...],
     allow: frozenset[str],
     ops: tuple[str, ...] | None,
+    skip: frozenset[str],
     source: Any,
 ) -> Rewritten:
     """Rewrites a closed jaxpr to a program of its constants and arguments, or looks up the one made before.
@@ -57,14 +58,14 @@ def rewritten(
     avals = tuple(jax.typeof(each) for each in inputs)
     settings = (config.trace_context(), jax.default_backend())
     program = canonical(closed.jaxpr)
-    key = (program, avals, tuple(map(id, spellings)), allow, ops, source, settings)
-    return _rewritten(_Request(key, closed, (avals, spellings, allow, ops)))
+    key = (program, avals, tuple(map(id, spellings)), allow, ops, skip, source, settings)
+    return _rewritten(_Request(key, closed, (avals, spellings, allow, ops, skip)))
 
 
 @functools.lru_cache(maxsize=32)
 def _rewritten(request: _Request) -> Rewritten:
-    avals, spellings, allow, ops = request.inputs
-    plan = make_plan(request.closed.jaxpr, spellings, allow, ops)
+    avals, *choices = request.inputs
+    plan = make_plan(request.closed.jaxpr, *choices)
     implementations: dict[Site, str] = {}
     program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, implementations.setdefault))(*avals)
     return Rewritten(plan, program, jax.jit(jex.jaxpr_as_fun(program), inline=True), implementations)

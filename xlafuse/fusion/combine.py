@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
 from xlafuse.fusion.dropout import drops, is_dropped
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, is_free
@@ -24,7 +25,7 @@ from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
 from xlafuse.fusion.site import Refusal, Site, implementation_of
 from xlafuse.fusion.streams import with_streams
-from xlafuse.fusion.worth import worthwhile
+from xlafuse.fusion.worth import COPIES, copies_more, with_gradients_only, worthwhile
 
 _PRODUCTS = ("linear", "gated_linear", "qkv_projection")
 _NORMS = ("rms_norm", "layer_norm")
@@ -35,13 +36,14 @@ _DRAWN = "the operation draws its mask by a generator of its own, and other elem
 
 
 def combined(
-    graph: Graph, sites: Sequence[Site], ops: Collection[str] | None
+    graph: Graph, sites: Sequence[Site], ops: Collection[str] | None, skip: Collection[str] = ()
 ) -> tuple[tuple[Site, ...], tuple[Site, ...], list[Refusal]]:
     """Combines sites and drops parts and unwanted operations.
 
     Returns the sites, those that stay as they are written, and what was refused.
     """
-    combination = Combination(graph, sites, ops)
+    combination = Combination(graph, sites, ops, skip)
+    copying = combination.drop_copying()
     combination.run()
     together = combination.sites
     if not is_acyclic(graph, together):
@@ -50,6 +52,10 @@ def combined(
         Refusal(operation="rope", value=site.results[0], reason=_ALONE)
         for site in together
         if site.operation == "rotation"
+    ]
+    refused += [
+        Refusal(operation=site.operation, value=site.results[0], reason=COPIES, covered=site.covered)
+        for site in copying
     ]
     refused += [
         Refusal(operation="dropout_residual_norm", value=site.results[0], reason=_DRAWN)
@@ -61,16 +67,20 @@ def combined(
         for site in together
         if site.operation == "softmax" and drops(site.results[0])
     ]
-    wanted = [site for site in together if site.operation not in _PARTS and (ops is None or site.operation in ops)]
+    wanted = [site for site in together if site.operation not in _PARTS and combination.is_wanted(site.operation)]
     called, written, more = worthwhile(graph, wanted, combination.implementation, keeps_all=ops is not None)
+    if combination.judges:
+        called = with_gradients_only(graph, called)
     return with_streams(graph, called, combination.implementation), tuple(written), [*refused, *more]
 
 
 class Combination:
     """The sites of a graph while rules combine them."""
 
-    def __init__(self, graph: Graph, sites: Sequence[Site], ops: Collection[str] | None):
+    def __init__(self, graph: Graph, sites: Sequence[Site], ops: Collection[str] | None, skip: Collection[str]):
         self._ops = ops
+        self._skip = skip
+        self.judges = ops is None and target_device().is_hopper
         self._returned = set(graph.outputs)
         self._implementations: dict[Any, str | None] = {}
         self._producers: dict[Value, Site] = {}
@@ -84,6 +94,12 @@ class Combination:
         """Returns the sites as they are now."""
         return list(self._sites.values())
 
+    def drop_copying(self) -> list[Site]:
+        """Drops the products whose kernels would copy more than they save, and returns them."""
+        dropped = [site for site in self.sites if self.judges and site.operation in _PRODUCTS and copies_more(site)]
+        self.replace(dropped, [])
+        return dropped
+
     def run(self) -> None:
         """Applies the rules, one after the other."""
         for name, rule in (
@@ -96,13 +112,14 @@ class Combination:
             ("linear_cross_entropy", self._take_logits),
             (None, self._normalize),
         ):
-            if name is None or self._ops is None or name in self._ops:
+            if name is None or self.is_wanted(name):
                 for site in self.sites:
                     if id(site) in self._sites:
                         rule(site)
 
-    def _is_wanted(self, operation: str) -> bool:
-        return self._ops is None or operation in self._ops
+    def is_wanted(self, operation: str) -> bool:
+        """Returns whether an operation may be called."""
+        return (self._ops is None or operation in self._ops) and operation not in self._skip
 
     def _add(self, site: Site) -> None:
         self._sites[id(site)] = site
@@ -121,7 +138,7 @@ class Combination:
     def accepts(self, new: Site, old: Sequence[Site]) -> bool:
         """Returns whether the larger operation runs, and leaves nothing to XLA that its parts would not."""
         implementation = self.implementation(new)
-        if implementation is None:
+        if implementation is None or (self.judges and copies_more(new)):
             return False
         parts = (self.implementation(site) for site in old if site.operation not in _PARTS)
         return implementation != "xla" or all(part == "xla" for part in parts)
@@ -306,7 +323,7 @@ class Combination:
         (product,) = readers
         assert product is not None
         new = self._normed(product, norm)
-        if self._is_wanted(new.operation) and self.accepts(new, [norm, product]):
+        if self.is_wanted(new.operation) and self.accepts(new, [norm, product]):
             self.replace([norm, product], [new])
 
     def _is_normed(self, product: Site | None, norm: Site) -> bool:

@@ -60,21 +60,25 @@ _BODIES = {
 
 
 def make_plan(
-    jaxpr: Any, spellings: Sequence[Spelling], allow: frozenset[str] = frozenset(), ops: Sequence[str] | None = None
+    jaxpr: Any,
+    spellings: Sequence[Spelling],
+    allow: frozenset[str] = frozenset(),
+    ops: Sequence[str] | None = None,
+    skip: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Plans a `Jaxpr`. ops: the operations that it may call; None: all."""
+    """Plans a `Jaxpr`. ops: the operations that it may call; None: all. skip: those that it may not."""
     graph = build(jaxpr)
     search = Search(graph, allow)
     candidates = [site for spelling in spellings if spelling.may_be_taken for site in search.sites(spelling)]
     sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
-    sites, written, combining = combined(graph, sites, ops)
+    sites, written, combining = combined(graph, sites, ops, skip)
     inner = {}
     for equation in graph.equations:
         bodies = {}
         for name in _BODIES.get(equation.primitive, ()):
             given = equation.params[name]
             own = given if isinstance(given, tuple | list) else (given,)
-            bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), spellings, allow, ops) for body in own)
+            bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), spellings, allow, ops, skip) for body in own)
         if bodies:
             inner[equation] = bodies
     found = (*sites, *written)
@@ -90,7 +94,9 @@ def make_plan(
     for each in (*combining, *outside):
         each = replace(each, operation=OPERATIONS.get(each.operation, each.operation))
         named.setdefault((each.operation, origin(each.value).equation), each)
-    refusals = [each for each in named.values() if ops is None or each.operation in ops]
+    refusals = [
+        each for each in named.values() if (ops is None or each.operation in ops) and each.operation not in skip
+    ]
     return Plan(graph=graph, sites=sites, written=written, refusals=tuple(refusals), inner=inner)
 
 

@@ -41,8 +41,15 @@ class FusedProgram:
     function: what to compile in place of `fn`. Tracing it raises `NothingFusedError` where no site is taken.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, ops: Sequence[str] | None = None, allow: Collection[str] = ()):
-        self.function = _jitted_alike(fuse(fn, ops=ops, allow=allow, report=self._found), fn)
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        ops: Sequence[str] | None = None,
+        skip: Collection[str] = (),
+        allow: Collection[str] = (),
+    ):
+        self.function = _jitted_alike(fuse(fn, ops=ops, skip=skip, allow=allow, report=self._found), fn)
         self._report: Report | None = None
 
     def _found(self, report: Report) -> None:

@@ -27,7 +27,8 @@ class Site:
     negative of the result. results: the values that the call's results replace. orders: how the axes of each result are
     transposed, () for not at all. covered: the equations that the call replaces. shared: covered equations that other
     sites may need. stream: the input of the norm that the call computes, which it also returns, as the last result.
-    Equations and sites that are evaluated later read that.
+    Equations and sites that are evaluated later read that. is_for_gradients: whether XLA computes it where it is not
+    differentiated; there is one result then.
     """
 
     operation: str
@@ -41,6 +42,7 @@ class Site:
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     negated: bool = False
     stream: Value | None = None
+    is_for_gradients: bool = False
 
     @property
     def root(self) -> Equation:
@@ -57,7 +59,9 @@ class Site:
         """Calls the operation, and returns its results with the axes, shapes and dtypes of the program."""
         arrays = arrays if self.prepare is None else self.prepare(arrays)
         options = {**self.options} if implementation is None else {**self.options, "implementation": implementation}
-        if self.stream is None:
+        if self.is_for_gradients:
+            results = _by_xla_unless_differentiated(self.operation, arrays, options)
+        elif self.stream is None:
             results = _results(self.operation, arrays, options)
         elif "norm" in arrays:
             results = _with_stream(self.operation, arrays, options)
@@ -74,6 +78,20 @@ class Site:
 def _results(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
     results = getattr(pallas_kernels, operation)(**arrays, **options)
     return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _by_xla_unless_differentiated(
+    operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    def by_kernel(arrays):
+        return _results(operation, arrays, options)
+
+    def by_xla(arrays):
+        with listening(lambda choice: None):
+            return _results(operation, arrays, {**options, "implementation": "xla"})
+
+    jax.eval_shape(by_kernel, dict(arrays))  # tells a listener the choice
+    return differentiated_as(by_kernel, by_xla)(varying_alike(dict(arrays)))
 
 
 def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:

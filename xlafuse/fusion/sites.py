@@ -6,7 +6,7 @@ writing an operation is a new function here, and no matcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +113,14 @@ PARTS = {
     "gated_linear": ("rms_norm", "layer_norm"),
 }
 """The parts that `combine` makes operations of: other operations, "rotation" and "dequantized"."""
+_JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
+"""Operations that are found also where they are not wanted, as parts of larger ones."""
 
 
-def spellings(operations: Sequence[str] | None = None) -> tuple[Spelling, ...]:
+def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
     """Returns the spellings of some operations and their parts, or all; the largest sites first.
+
+    skip: operations that are not wanted, whose parts may be sites of smaller ones.
 
     Raises:
         ValueError: no such operation.
@@ -146,11 +150,13 @@ def spellings(operations: Sequence[str] | None = None) -> tuple[Spelling, ...]:
         )
         for spelling in module.SPELLINGS
     )
-    if operations is None:
-        return every
     known = ({spelling.operation for spelling in every} | PARTS.keys()) - {"rotation", "dequantized"}
-    for name in operations:
-        if name not in known:
-            raise ValueError(f"fuse: no operation {name!r}; ops are among {', '.join(map(repr, sorted(known)))}.")
-    needed = {*operations, *(part for name in operations for part in PARTS.get(name, ()))}
+    for option, names in (("ops", operations or ()), ("skip", skip)):
+        for name in names:
+            if name not in known:
+                among = ", ".join(map(repr, sorted(known)))
+                raise ValueError(f"fuse: no operation {name!r}; {option} are among {among}.")
+    wanted = (known if operations is None else {*operations}) - {*skip}
+    parts = {part for name in wanted for part in PARTS.get(name, ())}
+    needed = (wanted | parts) - ({*skip} - _JOINED)
     return tuple(spelling for spelling in every if spelling.operation in needed)

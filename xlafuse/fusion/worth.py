@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from pallas_kernels.primitives.platform import target_device
-from xlafuse.fusion.binding import Binding
+from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, is_free
+from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.terms import ELEMENTWISE
 
@@ -19,6 +21,18 @@ _STREAMING = frozenset(("rms_norm", "layer_norm", "softmax", "bias_activation", 
 """Operations that take as long as it takes to read and write their arrays."""
 _READING = _STREAMING | {"cross_entropy"}
 """Those that read large arrays."""
+_ELEMENTWISE = ("bias_activation", "gated_activation")
+"""Those that compute each element by itself."""
+_APART = frozenset((
+    "conv_general_dilated", "custom_vjp_call", "dot_general", "ffi_call", "fft", "pallas_call", "scan", "sort", "top_k",
+    "while",
+))  # fmt: skip
+"""Primitives that XLA computes in launches of their own, apart from elementwise operations on either side.
+
+Compiled for the H200, tanh is fused with ragged_dot, gather, concatenate, pad, cumsum, reduce_window and slices.
+"""
+_WRITTEN = _APART | {"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"}
+"""Those whose results XLA writes to memory; a scatter takes in what computes its updates."""
 _WITH_EPILOGUE = ("dot_general", "conv_general_dilated")
 _FUSIBLE = ELEMENTWISE | {"add", "sub", "mul", "div", "square", "integer_pow", "rsqrt", "custom_jvp_call"}
 
@@ -40,7 +54,7 @@ def worthwhile(
     changes = not keeps_all
     while changes:
         changes = False
-        for site in [each for each in called if each.operation in _READING]:
+        for site in [each for each in called if each.operation in _READING or _is_activated(each)]:
             reason = _Neighbours(graph, called).reason(site)
             if reason is not None:
                 called.remove(site)
@@ -48,6 +62,56 @@ def worthwhile(
                 refused.append(Refusal(operation=site.operation, value=value, reason=reason, covered=covered))
                 changes = True
     return called, written, refused
+
+
+def with_gradients_only(graph: Graph, sites: Sequence[Site]) -> list[Site]:
+    """Returns the sites, with norms of a sum that nothing else reads left to XLA where they are not differentiated.
+
+    Their kernel writes the sum, and XLA does not: 8 MB more of 69 in two norms of 4096 x 1024. In gradients the kernels
+    save 121 MB of 384.
+    """
+    returned = set(graph.outputs)
+
+    def is_unread(site: Site) -> bool:
+        total = site.results[1]
+        return total not in returned and all(user in site.covered for user in total.users)
+
+    return [
+        replace(site, results=site.results[:1], orders=site.orders[:1], is_for_gradients=True)
+        if site.operation in ("rms_norm", "layer_norm") and "residual" in site.arrays and is_unread(site)
+        else site
+        for site in sites
+    ]
+
+
+COPIES = "a kernel would need copies of weights that XLA casts or transposes on the way, larger than what it saves"
+_WEIGHTS = ("w", "w_gate", "w_up", "w_q", "w_k", "w_v")
+
+
+def copies_more(site: Site) -> bool:
+    """Returns whether a product's kernel writes more bytes of weights than it keeps others out of memory.
+
+    XLA casts or transposes a weight on its way to the tensor cores; a kernel reads what is written in memory. With a
+    norm, it keeps the normed x, and with something after the product, the product. norm_linear of 4096 rows of 1024 and
+    32,000 outputs keeps 17 MB and copies 131 MB of a weight in float32, 31 % of the program's bytes.
+    """
+    weights = [site.arrays[name] for name in _WEIGHTS if name in site.arrays]
+    copied = sum(math.prod(w.shape) for w in weights if _is_cast(w.value) or is_permuted(w.order))
+    if not copied or (site.operation == "linear" and not _has_epilogue(site)):
+        return False
+    x = math.prod(site.arrays["x" if "x" in site.arrays else "hidden"].shape)
+    is_alone = site.operation == "norm_linear" and not _has_epilogue(site)
+    products = 0 if is_alone else sum(x // w.shape[0] * w.shape[1] for w in weights)
+    return copied > products + (x if isinstance(site.prepare, Normed) else 0)
+
+
+def _has_epilogue(site: Site) -> bool:
+    return "activation" in site.options or "residual" in site.arrays
+
+
+def _is_cast(value: Value) -> bool:
+    """Returns whether a value is another one in fewer bits."""
+    return value.equation is not None and _narrows(value.equation)
 
 
 class _Neighbours:
@@ -59,6 +123,8 @@ class _Neighbours:
 
     def reason(self, site: Site) -> str | None:
         """Returns why XLA should compute a site, or None."""
+        if _is_activated(site):
+            return self._reader_of_activation(site)
         producer = _without_layouts(site.arrays["x"].value) if site.operation == "bias_activation" else None
         if producer is not None and producer.primitive in _WITH_EPILOGUE:
             return f"XLA does it in the epilogue of {producer.primitive}; a kernel would write and read x once more"
@@ -66,7 +132,7 @@ class _Neighbours:
             return "XLA may make one product of gate and up; a kernel would then need a copy of each"
         largest = max(math.prod(binding.shape) for binding in site.arrays.values())
         for name, binding in site.arrays.items():
-            producer = self._fusible_producer(binding.value)
+            producer = self._fusible_producer(site, binding.value)
             is_large = 2 * math.prod(binding.value.shape) >= largest
             if is_large and _is_sliced(binding):
                 return f"XLA fuses it with the slice that {name} is; a kernel would need a copy of that"
@@ -74,13 +140,34 @@ class _Neighbours:
                 return (
                     f"XLA fuses it with {producer.primitive}, which computes {name}; a kernel would read {name} again"
                 )
-        if site.operation not in _STREAMING:
+        return self._fusing_readers(site) if site.operation in _STREAMING else None
+
+    def _fusing_readers(self, site: Site) -> str | None:
+        result = site.results[0]
+        readers = self._readers(result)
+        if result in self._returned or not readers:
             return None
-        readers = self._readers(site.results[0])
-        if site.results[0] not in self._returned and readers and all(map(self._is_fusible, readers)):
+        if all(map(self._is_fusible, readers)) or (
+            site.operation in _ELEMENTWISE and any(map(self._takes_in, readers))
+        ):
             names = ", ".join(sorted({each.primitive for each in readers}))
             return f"XLA fuses it with what reads its result ({names}); a kernel would write the result once more"
+        if all(map(_narrows, result.users)):
+            narrow = result.users[0].outputs[0].dtype
+            return f"its result is only read as {narrow}, which XLA writes; a kernel would write {result.dtype}"
         return None
+
+    def _reader_of_activation(self, site: Site) -> str | None:
+        """Returns why an activation should stay out of its product.
+
+        Where only products read the result, its gradient keeps x @ w, and XLA's both. Elsewhere XLA computes the
+        activation once more with its reader, in the gradient, too, and only a kernel keeps both.
+        """
+        readers = [each for each in self._readers(site.results[0]) if self._takes_in(each)]
+        if not readers:
+            return None
+        names = ", ".join(sorted({each.primitive for each in readers}))
+        return f"XLA fuses its activation with what reads the result ({names}); gradients would keep one more array"
 
     def _is_of_one_product(self, site: Site) -> bool:
         """Returns whether gate and up are products of one array, outside the sites; XLA joins small ones."""
@@ -91,12 +178,15 @@ class _Neighbours:
         first, second = (set(each.inputs) for each in products)
         return not first.isdisjoint(second)
 
-    def _fusible_producer(self, value: Value) -> Equation | None:
-        """Returns the elementwise equation outside the sites that computes a value, in any layout."""
+    def _fusible_producer(self, site: Site, value: Value) -> Equation | None:
+        """Returns the equation outside the sites that computes a value, in any layout, if XLA fuses it with a site."""
         value = _without_layouts(value)
         producer = value.equation
         is_outside = producer is not None and producer not in self._owners and not producer.is_constant
-        return producer if is_outside and value.primitive in _FUSIBLE and value not in self._returned else None
+        if not is_outside or value in self._returned:
+            return None
+        is_fusible = value.primitive not in _WRITTEN if site.operation in _ELEMENTWISE else value.primitive in _FUSIBLE
+        return producer if is_fusible else None
 
     def _readers(self, value: Value) -> set[Equation]:
         """Returns the equations that read a value, directly or through reshapes and transposes."""
@@ -113,6 +203,22 @@ class _Neighbours:
     def _is_fusible(self, reader: Equation) -> bool:
         owner = self._owners.get(reader)
         return owner.operation in _STREAMING if owner is not None else reader.primitive in _FUSIBLE
+
+    def _takes_in(self, reader: Equation) -> bool:
+        """Returns whether XLA may compute what an equation reads in the same launch, if it is elementwise."""
+        owner = self._owners.get(reader)
+        return owner.operation in _STREAMING if owner is not None else reader.primitive not in _APART
+
+
+def _is_activated(site: Site) -> bool:
+    """Returns whether a site is a product with an activation."""
+    return site.operation == "linear" and "activation" in site.options
+
+
+def _narrows(reader: Equation) -> bool:
+    """Returns whether an equation casts to fewer bits."""
+    is_cast = reader.primitive == "convert_element_type"
+    return is_cast and reader.outputs[0].dtype.itemsize < reader.inputs[0].dtype.itemsize
 
 
 def _is_sliced(binding: Binding) -> bool:

@@ -1,0 +1,133 @@
+"""Finds the operations by which `xlafuse.fuse` makes a program worse: compiles it again without each kind in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xlafuse.parallel import compilation_pool
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Analysis
+
+NOISE = 0.005
+"""The share of a program's bytes or estimated time below which a difference is none."""
+NOISE_BYTES, NOISE_US = 1 << 20, 0.5
+"""Differences that are none in a small program. An estimate of a launch is no finer than half a microsecond."""
+
+
+def is_worse(after: Analysis, before: Analysis) -> bool:
+    """Returns whether a program moves more bytes or is estimated to take more time, by over 0.5 %."""
+    more_bytes, more_us = after.traffic.bytes - before.traffic.bytes, after.estimated_us - before.estimated_us
+    return more_bytes > max(NOISE_BYTES, NOISE * before.traffic.bytes) or more_us > max(
+        NOISE_US, NOISE * before.estimated_us
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    """A program that `fuse` makes worse.
+
+    worse: the fused program compared with the plain one, in words. skip: the operations to leave out; empty where no
+    kind alone is responsible. without: the program without them compared with the fused one.
+    """
+
+    worse: str
+    skip: frozenset[str] = frozenset()
+    without: str = ""
+
+    def __str__(self) -> str:
+        worse = f"fuse makes this program worse: {self.worse}."
+        if not self.skip:
+            return f"{worse} It is no better without any one kind of operation."
+        return f"{worse} skip={{{', '.join(map(repr, sorted(self.skip)))}}} makes that {self.without}."
+
+
+def _difference(before: Analysis, after: Analysis) -> str:
+    """Returns what a program moves and takes more or less than another, in words."""
+    megabytes, us = (after.traffic.bytes - before.traffic.bytes) / 1e6, after.estimated_us - before.estimated_us
+    return f"{_more(megabytes, 'MB', 0)} and an estimated {_more(us, 'µs', 1)}"
+
+
+def _more(amount: float, unit: str, digits: int) -> str:
+    return f"{abs(amount):,.{digits}f} {unit} {'more' if amount > 0 else 'less'}"
+
+
+def find_regression(
+    plain: Analysis,
+    fused: Analysis,
+    operations: Collection[str],
+    fn: Callable[..., Any],
+    *arguments: Any,
+    target: str,
+    **capture_options: Any,
+) -> Regression | None:
+    """Returns how `fuse` makes a program worse, and the operations to skip; None where it does not.
+
+    Compiles only where it does: once for each kind of operation, and once without all that are responsible.
+
+    operations: those that `fuse` calls in `fn`. capture_options: those of both analyses.
+    """
+    from hlo_analysis.targets import load_target
+
+    if not is_worse(fused, plain):
+        return None
+    programs = _Programs(fn, arguments, {**capture_options, "target": target})
+    kinds = [frozenset((operation,)) for operation in sorted(set(operations))]
+    with compilation_pool(load_target(target).kind) as pool:
+        tried = dict(zip(kinds, pool.map(lambda skip: programs.fused(skip)[0] or plain, kinds), strict=True))
+    better = {skip: found for skip, found in tried.items() if is_worse(fused, found) and not is_worse(found, fused)}
+    if len(better) > 1:
+        together = frozenset().union(*better)
+        better[together] = programs.fused(together)[0] or plain
+    if not better:
+        return Regression(worse=_difference(plain, fused))
+    skip, best = min(better.items(), key=lambda item: (item[1].estimated_us, item[1].traffic.bytes))
+    return Regression(worse=_difference(plain, fused), skip=skip, without=_difference(fused, best))
+
+
+def regression_of(
+    fn: Callable[..., Any], *arguments: Any, target: str = "h200", **capture_options: Any
+) -> Regression | None:
+    """Compiles a function with and without `fuse`, and finds how `fuse` makes it worse; None where it does not.
+
+    capture_options: further arguments of `hlo_analysis.capture`, such as `mode`.
+    """
+    options = {**capture_options, "target": target}
+    programs = _Programs(fn, arguments, options)
+    fused, operations = programs.fused(frozenset())
+    if fused is None:
+        return None
+    return find_regression(programs.plain(), fused, operations, fn, *arguments, **options)
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """A function to compile with and without `fuse`."""
+
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def plain(self) -> Analysis:
+        return self._analysed(self.fn)
+
+    def fused(self, skip: frozenset[str]) -> tuple[Analysis | None, tuple[str, ...]]:
+        """Returns the analysis with some operations skipped, and the operations called; None and () where none is."""
+        from xlafuse.fusion.program import FusedProgram, NothingFusedError
+
+        program = FusedProgram(self.fn, skip=skip)
+        try:
+            analysis = self._analysed(program.function)
+        except Exception as error:
+            if isinstance(error.__cause__, NothingFusedError):
+                return None, ()
+            raise
+        return analysis, tuple(site.operation for site in program.sites if site.outcome == "taken")
+
+    def _analysed(self, function: Callable[..., Any]) -> Analysis:
+        from hlo_analysis.analysis import analyze
+        from hlo_analysis.capture import capture
+
+        return analyze(capture(function, *self.arguments, **self.options))
