@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ def find_regression(
     operations: Collection[str],
     fn: Callable[..., Any],
     *arguments: Any,
+    choices: Mapping[str, Any] | None = None,
     target: str,
     **capture_options: Any,
 ) -> Regression | None:
@@ -67,13 +68,14 @@ def find_regression(
 
     Compiles only where it does: once for each kind of operation, and once without all that are responsible.
 
-    operations: those that `fuse` calls in `fn`. capture_options: those of both analyses.
+    operations: those that `fuse` calls in `fn`. choices: its further arguments `ops`, `skip` and `allow`.
+    capture_options: those of both analyses.
     """
     from hlo_analysis.targets import load_target
 
     if not is_worse(fused, plain):
         return None
-    programs = _Programs(fn, arguments, {**capture_options, "target": target})
+    programs = _Programs(fn, arguments, choices or {}, {**capture_options, "target": target})
     kinds = [frozenset((operation,)) for operation in sorted(set(operations))]
     with compilation_pool(load_target(target).kind) as pool:
         tried = dict(zip(kinds, pool.map(lambda skip: programs.fused(skip)[0] or plain, kinds), strict=True))
@@ -88,18 +90,22 @@ def find_regression(
 
 
 def regression_of(
-    fn: Callable[..., Any], *arguments: Any, target: str = "h200", **capture_options: Any
+    fn: Callable[..., Any],
+    *arguments: Any,
+    choices: Mapping[str, Any] | None = None,
+    target: str = "h200",
+    **capture_options: Any,
 ) -> Regression | None:
     """Compiles a function with and without `fuse`, and finds how `fuse` makes it worse; None where it does not.
 
-    capture_options: further arguments of `hlo_analysis.capture`, such as `mode`.
+    choices: further arguments of `fuse`. capture_options: those of `hlo_analysis.capture`, such as `mode`.
     """
     options = {**capture_options, "target": target}
-    programs = _Programs(fn, arguments, options)
+    programs = _Programs(fn, arguments, choices or {}, options)
     fused, operations = programs.fused(frozenset())
     if fused is None:
         return None
-    return find_regression(programs.plain(), fused, operations, fn, *arguments, **options)
+    return find_regression(programs.plain(), fused, operations, fn, *arguments, choices=choices, **options)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class _Programs:
 
     fn: Callable[..., Any]
     arguments: tuple[Any, ...]
+    choices: Mapping[str, Any]
     options: dict[str, Any]
 
     def plain(self) -> Analysis:
@@ -117,7 +124,8 @@ class _Programs:
         """Returns the analysis with some operations skipped, and the operations called; None and () where none is."""
         from xlafuse.fusion.program import FusedProgram, NothingFusedError
 
-        program = FusedProgram(self.fn, skip=skip)
+        skipped = skip | {*self.choices.get("skip", ())}
+        program = FusedProgram(self.fn, **{**self.choices, "skip": skipped})
         try:
             analysis = self._analysed(program.function)
         except Exception as error:

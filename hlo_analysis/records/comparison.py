@@ -36,7 +36,7 @@ class SiteRecord:
     implementation: str = ""
     """The implementation that the operation runs; '' for a site that is not taken."""
     reason: str = ""
-    """Why the site was refused, or left to XLA when the program was lowered."""
+    """Why the site was refused, or left to XLA when the program was lowered; or how, taken, it makes it worse."""
 
 
 @dataclass(frozen=True, kw_only=True)

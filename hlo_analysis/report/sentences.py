@@ -167,7 +167,8 @@ def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
     def text(site: SiteRecord) -> str:
         times = f" ({counts[site]} times)" if counts[site] > 1 else ""
         if site.outcome == "taken":
-            return f"{site.source}: {site.operation} by {site.implementation}{times}"
+            reason = f"; {site.reason}" if site.reason else ""
+            return f"{site.source}: {site.operation} by {site.implementation}{times}{reason}"
         if site.outcome == "left to XLA":
             return f"{site.source}: {site.operation} left to XLA{times}"
         return f"{site.source}: no {site.operation}: {site.reason}{times}"

@@ -111,6 +111,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # --fn puts the current folder on it
     monkeypatch.delitem(sys.modules, "fused_model", raising=False)
     (tmp_path / "fused_model.py").write_text(MODEL)
+    monkeypatch.setattr("xlafuse.cli.fuse.worse_in", lambda *own: ())  # compiles
 
 
 @pytest.fixture

@@ -263,6 +263,7 @@ def fuse(
         ),
     ] = None,
     ops: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = None,
+    skip: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to leave out. Default: none.")] = None,
     allow: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
@@ -271,11 +272,18 @@ def fuse(
         str,
         typer.Option(metavar="TARGET", help="GPU for which operations choose implementations; see `xlafuse targets`."),
     ] = "h200",
+    compiles: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile forward pass and gradient with and without fuse, and name what makes them worse.",
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
 ) -> None:
     """Show as a diff which fused operations `xlafuse.fuse` puts into a function, and what it refuses.
 
-    Compiles nothing and needs no GPU. Exits with 0, even if there is no site, and with 2 on bad input.
+    Needs no GPU. Exits with 0, even if there is no site, and with 2 on bad input.
     """
     with cli_errors():
         from xlafuse.cli.fuse import Request, run
@@ -286,7 +294,9 @@ def fuse(
                 shapes=tuple(shape or ()),
                 args=args,
                 ops=names(ops) or None,
+                skip=names(skip),
                 allow=names(allow),
+                compiles=compiles,
                 target=target,
                 json=json,
             )

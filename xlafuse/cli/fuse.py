@@ -25,8 +25,10 @@ class Request:
     shapes: tuple[str, ...]
     args: str | None
     ops: tuple[str, ...] | None
+    skip: tuple[str, ...]
     allow: tuple[str, ...]
     target: str
+    compiles: bool
     json: bool
 
 
@@ -76,13 +78,17 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Sites found in one trace of a function. note: why nothing was searched."""
+    """Sites found in one trace of a function.
+
+    note: why nothing was searched. worse: how the fused program is worse than the plain one, and what to skip.
+    """
 
     function: str
     note: str | None = None
     taken: tuple[Taken, ...] = ()
     left: tuple[Left, ...] = ()
     refused: tuple[Refused, ...] = ()
+    worse: tuple[str, ...] = ()
 
 
 def run(request: Request) -> None:
@@ -101,7 +107,10 @@ def run(request: Request) -> None:
         function = inputs.load_function(request.fn)
         arguments = inputs.load_arguments(request.args) if request.args else None
         arguments = inputs.function_arguments(function, request.shapes, arguments)
-        findings = find(function, arguments, ops=request.ops, allow=request.allow, target=target)
+        choices = {"ops": request.ops, "skip": request.skip, "allow": request.allow}
+        findings = find(function, arguments, **choices, target=target)
+        if findings.taken and request.compiles and target.kind == "cuda":
+            findings = dataclasses.replace(findings, worse=worse_in(function, arguments, request.target, choices))
     if request.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(findings), indent=2, default=str) + "\n")
     else:
@@ -113,6 +122,7 @@ def find(
     arguments: Sequence[Any],
     *,
     ops: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
     allow: Sequence[str] = (),
     target: Any,
 ) -> Findings:
@@ -134,7 +144,7 @@ def find(
     from xlafuse.fusion.sources import line_of
 
     try:
-        sought = spellings(ops)
+        sought = spellings(ops, skip)
     except ValueError as error:
         raise InputError(str(error)) from None
     if unknown := [name for name in allow if name not in ALLOWANCES]:
@@ -145,7 +155,7 @@ def find(
         if is_differentiated(closed.jaxpr):
             note = f"{name} is differentiated already: name the function that is given to jax.grad instead."
             return Findings(function=name, note=note)
-        plan = make_plan(closed.jaxpr, sought, frozenset(allow), ops)
+        plan = make_plan(closed.jaxpr, sought, frozenset(allow), ops, frozenset(skip))
         implementations: dict[Site, str] = {}
         jax.eval_shape(lambda *arrays: evaluate(plan, [*closed.consts, *arrays], implementations.setdefault), *structs)
     described = (text.partition(": ")[0] for text in describe_arguments(function, arguments))
@@ -172,6 +182,27 @@ def find(
         left += [Left(operation=site.operation, where=line_of(site.root, outside=__file__)) for site in each.written]
         refused |= dict.fromkeys(_refused(each))
     return Findings(function=name, taken=_counted(taken), left=_counted(left), refused=tuple(refused))
+
+
+def worse_in(
+    function: Callable[..., Any], arguments: Sequence[Any], target: str, choices: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Compiles the function and its gradient with and without `fuse`; returns how the fused ones are worse.
+
+    choices: the further arguments of `fuse`. What cannot be compiled, as the gradient of integers, is told, too.
+    """
+    from hlo_analysis import CaptureError
+    from xlafuse.regressions import regression_of
+
+    found = []
+    for mode, what in (("forward", "forward"), ("grad", "gradient")):
+        try:
+            regression = regression_of(function, *arguments, choices=choices, mode=mode, target=target)
+        except CaptureError as error:
+            regression = f"not compared. {str(error).splitlines()[0]}"
+        if regression is not None:
+            found.append(f"{what}: {regression}")
+    return tuple(found)
 
 
 def _counted[T: (Taken, Left)](sites: Sequence[T]) -> tuple[T, ...]:
@@ -267,6 +298,8 @@ def _show(findings: Findings) -> None:
         for sign, text in each.diff:
             line(f"{sign}{text}", {"-": "red", "+": "green"}.get(sign, ""))
         line(f"  # {arrays}", "dim")
+    for each in findings.worse:
+        line(f"\n{each}", "bold")
     if findings.left:
         line("")
     for each in findings.left:

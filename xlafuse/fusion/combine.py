@@ -96,7 +96,8 @@ class Combination:
 
     def drop_copying(self) -> list[Site]:
         """Drops the products whose kernels would copy more than they save, and returns them."""
-        dropped = [site for site in self.sites if self.judges and site.operation in _PRODUCTS and copies_more(site)]
+        products = [site for site in self.sites if self.judges and site.operation in _PRODUCTS]
+        dropped = [site for site in products if self.implementation(site) != "xla" and copies_more(site)]
         self.replace(dropped, [])
         return dropped
 

@@ -1,0 +1,223 @@
+"""`fuse` makes no program worse in bytes or estimated time, of the forward pass or the gradient, on the H200."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xlafuse
+from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+from hlo_analysis.targets import load_target
+from xlafuse.fusion import combine
+from xlafuse.fusion.worth import worthwhile
+from xlafuse.regressions import find_regression, regression_of
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def array(*sizes, dtype=BF16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def assert_not_worse(fn, *arguments, modes=("forward", "grad")):
+    """Compiles what `fuse` changes, and fails where that moves more bytes or is estimated to take longer."""
+    for mode in modes:
+        assert (found := regression_of(fn, *arguments, mode=mode)) is None, f"{mode}: {found}"
+
+
+def reported(fn, *arguments, **options):
+    """The report of `fuse` for the H200."""
+    told, target = [], load_target("h200")
+    with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        jax.eval_shape(xlafuse.fuse(fn, report=told.append, **options), *arguments)
+    return told[0]
+
+
+def taken(fn, *arguments, **options):
+    return sorted(site.operation for site in reported(fn, *arguments, **options).taken)
+
+
+def norm(x, scale):
+    wide = x.astype(F32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+
+
+def experts(x, gate, up, down, sizes):
+    h = jax.nn.silu(jax.lax.ragged_dot(x, gate, sizes)) * jax.lax.ragged_dot(x, up, sizes)
+    return jax.lax.ragged_dot(h, down, sizes)
+
+
+X, SCALE, W = array(4096, 1024), array(1024, dtype=F32), array(1024, 1024)
+WIDE, BACK = array(1024, 4096), array(4096, 1024)
+EXPERTS = X, array(4, 1024, 2048), array(4, 1024, 2048), array(4, 2048, 1024), array(4, dtype=jnp.int32)
+WHOLE = array(1024, 4096, dtype=F32), array(4096, 1024, dtype=F32)
+
+LEFT = {
+    "experts": (experts, EXPERTS, "gated_activation", "ragged_dot_general, which computes gate"),
+    "norm after experts": (
+        lambda x, w, sizes, s: norm(jax.lax.ragged_dot(x, w, sizes), s),
+        (X, array(4, 1024, 1024), array(4, dtype=jnp.int32), SCALE),
+        "rms_norm",
+        "ragged_dot_general, which computes x",
+    ),
+    "gate with a bias": (
+        lambda x, g, u, d, b: (jax.nn.silu(x @ g + b) * (x @ u + b)) @ d,
+        (X, WIDE, WIDE, BACK, array(4096)),
+        "linear",
+        "fuses its activation with what reads the result (mul)",
+    ),
+    "activation for rows of indices": (
+        lambda x, g, r, d: (jax.nn.gelu(x @ g)[r]) @ d,
+        (X, WIDE, array(4096, dtype=jnp.int32), BACK),
+        "linear",
+        "fuses its activation with what reads the result (gather)",
+    ),
+    "relu": (lambda x, a, b: jax.nn.relu(x @ a) @ b, (X, WIDE, BACK), "linear", "keeps its sign"),
+    "norm in float32 for a product": (
+        lambda x, s, w: norm(x, s).astype(BF16) @ w,
+        (array(4096, 1024, dtype=F32), SCALE, W),
+        "rms_norm",
+        "only read as bfloat16",
+    ),
+    "float32 weights of few rows": (
+        lambda x, a, b: jax.nn.gelu(x @ a.astype(BF16)) @ b.astype(BF16),
+        (array(512, 1024), *WHOLE),
+        "linear",
+        "copies of weights",
+    ),
+    "gates of a concatenation": (
+        lambda a, b, u, w: (jax.nn.silu(jnp.concatenate([a, b])) * u) @ w,
+        (X, X, array(8192, 1024), W),
+        "gated_activation",
+        "concatenate, which computes gate",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_xla_computes_on_the_way_is_left_to_it(name):
+    fn, arguments, operation, reason = LEFT[name]
+    report = reported(fn, *arguments)
+    assert operation not in [site.operation for site in report.taken]
+    assert [each for each in report.refused if each.operation == operation and reason in each.reason], report
+
+
+TAKEN = {
+    "activation between products": (lambda x, a, b: jax.nn.gelu(x @ a) @ b, (X, WIDE, BACK), ["linear"]),
+    "beside another product of x": (lambda x, a, b: (jax.nn.gelu(x @ a) @ b, x @ a), (X, WIDE, BACK), ["linear"]),
+    "norm read by all kinds": (
+        lambda x, s, w: (norm(x, s) @ w + jnp.tanh(norm(x, s)), norm(x, s).astype(F32) @ w.astype(F32)),
+        (X, SCALE, W),
+        ["rms_norm"],
+    ),
+    "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),
+    "norm before weights in float32": (
+        lambda x, s, w: norm(x, s) @ w.astype(BF16),
+        (X, SCALE, array(1024, 8192, dtype=F32)),
+        ["rms_norm"],
+    ),
+    "float32 weights of many rows": (
+        lambda x, a, b: jax.nn.gelu(x @ a.astype(BF16)) @ b.astype(BF16),
+        (X, *WHOLE),
+        ["linear"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken_is_not_worse(name):
+    fn, arguments, operations = TAKEN[name]
+    assert taken(fn, *arguments) == operations
+    assert_not_worse(fn, *arguments)
+
+
+PROGRAMS = ("bert", "dlrm", "experts", "gemma", "graphnet", "haiku_lm", "lm1b", "mixer", "pointnet", "resnet", "unet",
+            "vae", "vit")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_not_worse(name):
+    module = import_module(f"programs.{name}")
+    fn = getattr(module, "loss", module.step)
+    assert_not_worse(fn, *module.arguments(), modes=("forward", "grad") if fn is not module.step else ("forward",))
+
+
+def test_skipped_operations_are_left_out_and_their_parts_taken():
+    def fn(x, s, a, b):
+        return jax.nn.silu(norm(x, s) @ a) * (norm(x, s) @ b)
+
+    arguments = X, SCALE, WIDE, WIDE
+    assert taken(fn, *arguments) == ["gated_linear"]
+    assert taken(fn, *arguments, skip={"gated_linear"}) == ["rms_norm"]
+    assert taken(fn, *arguments, skip={"gated_linear", "rms_norm"}) == []
+    assert taken(fn, *arguments, skip={"rms_norm"}) == ["gated_linear"]
+
+
+def test_a_part_may_be_skipped_and_serve_a_larger_operation():
+    def fn(x, s, w, b):
+        return jax.nn.gelu(norm(x, s) @ w) @ b
+
+    assert taken(fn, X, SCALE, WIDE, BACK, skip={"linear", "rms_norm"}) == ["norm_linear"]
+    assert taken(fn, X, SCALE, WIDE, BACK, skip={"norm_linear"}) == ["linear", "rms_norm"]
+
+
+def test_names_in_skip_are_checked():
+    with pytest.raises(ValueError, match="no operation 'relu'; skip are among 'attention'"):
+        xlafuse.fuse(norm, skip={"relu"})
+    with pytest.raises(TypeError, match="skip=\\{'linear'\\}"):
+        xlafuse.fuse(norm, skip="linear")
+
+
+@pytest.fixture
+def takes_all(monkeypatch):
+    """Has `fuse` take what it would leave to XLA."""
+    everything = lambda *own, **options: worthwhile(*own, **{**options, "keeps_all": True})  # noqa: E731
+    monkeypatch.setattr(combine, "worthwhile", everything)
+
+
+def test_a_worse_program_names_what_to_skip(takes_all):
+    def program(*own):
+        return jnp.square(experts(*own).astype(F32)).mean()
+
+    comparison = xlafuse.compare(program, (array(8192, 1024), *EXPERTS[1:]), strategies=["xla", "fused"])
+    fused = comparison["fused"]
+    assert "fuse makes this program worse" in fused.description
+    assert "skip={'gated_activation'}" in fused.description
+    (site,) = [each for each in fused.sites if each.outcome == "taken"]
+    assert "skip={'gated_activation'}" in site.reason
+
+
+class Counted:
+    """An analysis, as far as a regression looks at it."""
+
+    def __init__(self, megabytes: float, us: float):
+        self.traffic, self.estimated_us = type("Traffic", (), {"bytes": int(megabytes * 1e6)}), us
+
+
+@pytest.mark.parametrize(
+    ("fused", "words"),
+    [((1003, 100.4), None), ((1010, 100), "10 MB more"), ((900, 101), "100 MB less and an estimated 1.0 µs more")],
+)
+def test_worse_is_more_bytes_or_time_beyond_half_a_percent(monkeypatch, fused, words):
+    monkeypatch.setattr("xlafuse.regressions._Programs.fused", lambda self, skip: (None, ()))
+    found = find_regression(Counted(1000, 100), Counted(*fused), ["linear"], norm, target="h200")
+    assert (words is None and found is None) or words in str(found)
+
+
+def test_all_that_are_responsible_are_skipped_together(monkeypatch):
+    costs = {"linear": (0, 0), "rope": (30, 5), "softmax": (20, 4), "rms_norm": (-10, -2)}
+
+    def without(self, skip):
+        kept = [cost for name, cost in costs.items() if name not in skip]
+        return Counted(1000 + sum(each[0] for each in kept), 100 + sum(each[1] for each in kept)), ()
+
+    monkeypatch.setattr("xlafuse.regressions._Programs.fused", without)
+    fused, _ = without(None, frozenset())
+    found = find_regression(Counted(1000, 100), fused, costs, norm, target="h200")
+    assert found is not None
+    assert found.skip == {"rope", "softmax"}
+    assert "skip={'rope', 'softmax'} makes that 50 MB less and an estimated 9.0 µs less" in str(found)
