@@ -18,11 +18,15 @@ NOISE_BYTES, NOISE_US = 1 << 20, 0.5
 
 
 def is_worse(after: Analysis, before: Analysis) -> bool:
-    """Returns whether a program moves more bytes or is estimated to take more time, by over 0.5 %."""
-    more_bytes, more_us = after.traffic.bytes - before.traffic.bytes, after.estimated_us - before.estimated_us
-    return more_bytes > max(NOISE_BYTES, NOISE * before.traffic.bytes) or more_us > max(
-        NOISE_US, NOISE * before.estimated_us
-    )
+    """Returns whether a program moves more bytes or is estimated to take more time than another; see `costs_more`."""
+    first, second = ((each.traffic.bytes, each.estimated_us) for each in (after, before))
+    return costs_more(first, second)
+
+
+def costs_more(after: tuple[float, float], before: tuple[float, float]) -> bool:
+    """Returns whether one of (bytes, microseconds) is larger by over 0.5 %, and by more than 1 MiB or half a µs."""
+    limits = zip(after, before, (NOISE_BYTES, NOISE_US), strict=True)
+    return any(own - other > max(least, NOISE * other) for own, other, least in limits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def test_what_xla_computes_on_the_way_is_left_to_it(name):
 
 TAKEN = {
     "activation between products": (lambda x, a, b: jax.nn.gelu(x @ a) @ b, (X, WIDE, BACK), ["linear"]),
-    "beside another product of x": (lambda x, a, b: (jax.nn.gelu(x @ a) @ b, x @ a), (X, WIDE, BACK), ["linear"]),
+    "beside another product of x": (lambda x, a, b, c: (jax.nn.gelu(x @ a) @ b, x @ c), (X, WIDE, BACK, W), ["linear"]),
     "norm read by all kinds": (
         lambda x, s, w: (norm(x, s) @ w + jnp.tanh(norm(x, s)), norm(x, s).astype(F32) @ w.astype(F32)),
         (X, SCALE, W),
