@@ -10,6 +10,10 @@ class HloAnalysisError(Exception):
     """Base class of the errors that this package raises deliberately."""
 
 
+class InputError(HloAnalysisError, ValueError):
+    """Bad input on the command line; the message says what was expected and what came."""
+
+
 class CaptureError(HloAnalysisError):
     """A function could not be traced, or XLA could not compile it.
 

@@ -25,7 +25,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
-from hlo_analysis.capture.meshes import AXIS, NEEDS_DEVICES, mesh_of_one, name_target_in_meshes, without_devices
+from hlo_analysis.capture.meshes import (
+    NEEDS_DEVICES,
+    mesh_of_one,
+    name_target_in_meshes,
+    under_mesh_of_one,
+    without_devices,
+)
 from hlo_analysis.capture.module_scopes import name_modules
 from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
@@ -35,7 +41,7 @@ Mode = Literal["forward", "grad"]
 
 # A block is tens of kilobytes: megabytes are constants. 64 MiB of them made a 2 s compilation take 25 s.
 _LARGE_BYTECODE = 16 << 20
-_LIBRARIES = {"jax", "jaxlib", "flax", "numpy", "functools", "contextlib", "hlo_analysis"}
+_LIBRARIES = {"jax", "jaxlib", "flax", "numpy", "functools", "contextlib", "importlib", "hlo_analysis"}
 """Packages whose frames are not the user's; `leave_out_packages` adds to them."""
 _HOST_MEMORY = ("pinned_host", "unpinned_host")
 
@@ -115,7 +121,7 @@ def lower(
     name = function_name(fn)
     platform = "cpu" if target.kind == "cpu" else "cuda"
     alone = mesh_of_one(target) if platform == "cuda" else None
-    arguments = tuple(jax.tree.map(functools.partial(_abstract, alone=alone), shape) for shape in shapes)
+    arguments = tuple(jax.tree.map(functools.partial(abstract, alone=alone), shape) for shape in shapes)
     described = describe_arguments(fn, arguments)
     if open_sizes := sorted({str(size) for leaf in jax.tree.leaves(arguments) for size in _open_sizes(leaf)}):
         raise CaptureError(
@@ -167,6 +173,12 @@ def lower(
 
 def user_line(error: BaseException) -> str:
     """A line '  at file.py:3, in function: code' for the innermost frame of the user's; '' where there is none."""
+    place = user_place(error)
+    return f"\n  at {place}" if place else ""
+
+
+def user_place(error: BaseException) -> str:
+    """Names the innermost frame of the user's, as 'file.py:3, in function: code'; '' where there is none."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     if not frames:
         return ""
@@ -174,7 +186,7 @@ def user_line(error: BaseException) -> str:
     file = Path(frame.f_code.co_filename)
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     code = linecache.getline(str(file), line).strip()
-    return f"\n  at {shown}:{line}, in {frame.f_code.co_name}{code and f': {code}'}"
+    return f"{shown}:{line}, in {frame.f_code.co_name}{code and f': {code}'}"
 
 
 def _is_users(frame: FrameType) -> bool:
@@ -183,15 +195,8 @@ def _is_users(frame: FrameType) -> bool:
 
 def _lowered_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
     """The function lowered for one device `alone`, for the meshes that the function brings, or for the CPU."""
-    if alone is None:
-        return _lowered(fn, arguments, mode, "cpu")
-    try:
-        with jax.sharding.use_abstract_mesh(alone):
-            return _lowered(fn, arguments, mode, "cuda")
-    except ValueError as error:
-        if f"'{AXIS}'" not in str(error):
-            raise
-    return _lowered(fn, arguments, mode, "cuda")
+    platform = "cpu" if alone is None else "cuda"
+    return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
 
 
 def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:
@@ -304,7 +309,7 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
     return tuple(described)
 
 
-def _abstract(leaf: Any, alone: AbstractMesh | None) -> Any:
+def abstract(leaf: Any, alone: AbstractMesh | None) -> Any:
     """Shape, dtype and cut: an array's values and its place on a device must not enter the program.
 
     The cut over a mesh of several devices stays, without the devices: it decides what each of them computes. So does

@@ -28,6 +28,18 @@ def mesh_of_one(target: Target) -> AbstractMesh:
     return AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=_device(target))
 
 
+def under_mesh_of_one[T](alone: AbstractMesh | None, call: Callable[[], T]) -> T:
+    """Calls under the mesh `alone`, or without it where that is None or the program brings a mesh of its own."""
+    if alone is not None:
+        try:
+            with jax.sharding.use_abstract_mesh(alone):
+                return call()
+        except ValueError as error:
+            if f"'{AXIS}'" not in str(error):
+                raise
+    return call()
+
+
 @contextlib.contextmanager
 def name_target_in_meshes(target: Target) -> Iterator[None]:
     """Within the block, and in this thread only, meshes of `jax.shard_map` that name no GPU name the target's."""

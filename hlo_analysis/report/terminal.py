@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
 from hlo_analysis.report import formats, sentences
+from hlo_analysis.report.console import fitted
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.similar_layers import group_missed
 from hlo_analysis.report.times import measured_sentences
@@ -25,10 +27,11 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     console.print(Text(comparison.title, style="bold"))
     console.print(Text(sentences.verdict(comparison)))
     console.print()
-    is_wide = console.width >= WIDE
-    console.print(strategy_table(comparison, kinds=is_wide, narrow=console.width < NARROW))
-    if not is_wide:
-        console.print(kinds_table(comparison))
+    makers = [functools.partial(strategy_table, comparison, left_out=each) for each in _LEFT_OUT]
+    table = fitted(console, makers)
+    console.print(table)
+    if not isinstance(table, Table) or len(table.columns) < len(makers[0]().columns):
+        console.print(fitted(console, [lambda: kinds_table(comparison)]))
     for line in _footnotes(comparison):
         console.print(Text(line, style="dim"))
     for result in comparison.strategies:
@@ -45,12 +48,8 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
     console.print()
 
 
-WIDE = 116
-"""Terminal width from which the launch kinds fit beside the numbers."""
-
-NARROW = 80
-"""Terminal width below which a number may wrap, because a number that is cut off reads as another number."""
-
+_LEFT_OUT = ((), ("kinds",), ("kinds", "saved"), ("kinds", "saved", "wall"), ("kinds", "saved", "wall", "peak"))
+"""Columns left out of the strategy table, one after the other, until it fits the terminal."""
 
 _MAX_REFUSED = 5
 """Most refused sites listed; the JSON has all of them."""
@@ -63,64 +62,72 @@ def kinds_table(comparison: Comparison) -> Table:
     """Returns a table of the launches of each kind, by strategy."""
     table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
     table.add_column("strategy", no_wrap=True)
-    table.add_column("launches by kind, counted")
+    table.add_column("launches by kind, counted", min_width=20)
     for result in comparison.strategies:
         if result.analysis is not None:
             table.add_row(escape(result.name), _kinds(result.analysis))
     return table
 
 
-def strategy_table(comparison: Comparison, *, kinds: bool, narrow: bool) -> Table:
-    """Returns a table with one row per strategy; percentages compare with the baseline. `narrow` lets cells wrap."""
+def strategy_table(comparison: Comparison, *, left_out: Sequence[str] = ()) -> Table:
+    """Returns a table with one row per strategy; percentages compare with the baseline.
+
+    left_out: columns not to show, among "kinds", "saved", "wall" and "peak".
+    """
     units = units_of(comparison)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("strategy", no_wrap=not narrow, overflow="fold")
-    table.add_column("launches\ncounted", justify="right", overflow="fold")
-    if kinds:
-        table.add_column("by kind\ncounted", overflow="fold")
     has_time = any(result.measured_us is not None for result in comparison.strategies)
     has_wall = any(result.wall_us is not None for result in comparison.strategies)
-    for heading in (
-        f"HBM {units.traffic.name}\ncounted",
-        *(["saved\ncounted"] if comparison.unfused else []),
-        f"roofline {units.time.name}\nestimated",
-        f"estimate {units.time.name}\nestimated",
-        f"peak {units.memory.name}\ncounted",
-        *([f"time {units.time.name}\nmeasured"] if has_time else []),
-        *([f"wall {units.time.name}\nmeasured"] if has_wall else []),
-    ):
-        table.add_column(heading, justify="right", no_wrap=not narrow, overflow="fold")
+    headings = {
+        "launches": "launches\ncounted",
+        "kinds": "by kind\ncounted",
+        "traffic": f"HBM {units.traffic.name}\ncounted",
+        **({"saved": "saved\ncounted"} if comparison.unfused else {}),
+        "roofline": f"roofline {units.time.name}\nestimated",
+        "estimate": f"estimate {units.time.name}\nestimated",
+        "peak": f"peak {units.memory.name}\ncounted",
+        **({"time": f"time {units.time.name}\nmeasured"} if has_time else {}),
+        **({"wall": f"wall {units.time.name}\nmeasured"} if has_wall else {}),
+    }
+    shown = [name for name in headings if name not in left_out]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    for name in shown:
+        if name == "kinds":
+            table.add_column(headings[name], overflow="fold", min_width=_KINDS_WIDTH)
+        else:
+            table.add_column(headings[name], justify="right", no_wrap=True)
     base = comparison[comparison.baseline].analysis
     for result in comparison.strategies:
         name = f"[bold]{escape(result.name)}[/] *" if result.name == comparison.baseline else escape(result.name)
-        table.add_row(
-            name,
-            *_cells(comparison, result, base, units, kinds=kinds),
-            *([units.time.show(result.measured_us)] if has_time else []),
-            *([units.time.show(result.wall_us)] if has_wall else []),
-        )
+        cells = _cells(comparison, result, base, units)
+        table.add_row(name, *(cells.get(each, "–") for each in shown))
     return table
 
 
-def _cells(
-    comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units, *, kinds: bool
-) -> list[str]:
-    analysis, has_saved = result.analysis, comparison.unfused is not None
+_KINDS_WIDTH = 36
+"""Least width of the column of launch kinds; in less room they have a table of their own."""
+
+
+def _cells(comparison: Comparison, result: StrategyResult, base: Analysis | None, units: Units) -> dict[str, str]:
+    """Returns the cells of a strategy's row that are known, by column."""
+    analysis = result.analysis
+    measured = {"time": units.time.show(result.measured_us), "wall": units.time.show(result.wall_us)}
     if analysis is None:
-        return ["[red]none[/]", *(["see below"] if kinds else []), *["–"] * (4 + has_saved)]
+        return {"launches": "[red]none[/]", "kinds": "see below", **measured}
     against = base if base is not None and base is not analysis else None
     bytes_moved, roofline = analysis.traffic.bytes, analysis.roofline_us
-    return [
-        str(analysis.launch_count),
-        *([_kinds(analysis)] if kinds else []),
-        _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
-        *([sentences.saved_percent(comparison, result.name)] if has_saved else []),
-        sentences.roofline_text(analysis, base, units.time)
+    return {
+        "launches": str(analysis.launch_count),
+        "kinds": _kinds(analysis),
+        "traffic": _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
+        **({"saved": sentences.saved_percent(comparison, result.name)} if comparison.unfused is not None else {}),
+        "roofline": sentences.roofline_text(analysis, base, units.time)
         if sentences.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
-        sentences.estimate_text(analysis, base, units.time),
-        units.memory.show(sentences.peak_bytes(analysis)),
-    ]
+        "estimate": sentences.estimate_text(analysis, base, units.time),
+        "peak": units.memory.show(sentences.peak_bytes(analysis)),
+        **measured,
+    }
 
 
 def _kinds(analysis: Analysis) -> str:

@@ -38,6 +38,9 @@ class Mode(StrEnum):
 def _tell_version(
     wanted: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    from hlo_analysis.report.console import write_plain_characters
+
+    write_plain_characters()
     if wanted:
         from importlib.metadata import version
 
@@ -45,7 +48,7 @@ def _tell_version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def report(
     block: Annotated[
         str | None,
@@ -118,8 +121,9 @@ def report(
             "-o",
             "--output",
             metavar="DIR",
-            help="Folder for report.html and report.json. Default: xlafuse-report, or none with --json. The page has "
-            "the PTX of kernels up to 0.5 MB, the JSON all of it.",
+            help="Folder for report.html and report.json, which are overwritten. Default: xlafuse-report, or "
+            "xlafuse-report-2 and so on if that holds a report; none with --json. The page has the PTX of kernels up "
+            "to 0.5 MB, the JSON all of it.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,

@@ -1,4 +1,8 @@
-"""Turns errors into a message on stderr and an exit code: 1 a strategy failed, 2 bad input, 130 interrupted."""
+"""Turns errors into a message on stderr and an exit code.
+
+0: done. 1: a check failed, or a strategy or variant that was asked for has no result. 2: bad input, or the program
+raised. 130: interrupted.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ from contextlib import contextmanager
 
 import typer
 
+from hlo_analysis.errors import HloAnalysisError, InputError
 from xlafuse.errors import ComparisonError, XlafuseError
 
-
-class InputError(XlafuseError, ValueError):
-    """Bad input on the command line; the message says what was expected and what came."""
+__all__ = ["InputError", "StrategyFailedError", "cli_errors"]
 
 
 class StrategyFailedError(XlafuseError, RuntimeError):
@@ -32,15 +35,14 @@ _SHOWN_LINES = 15
 @contextmanager
 def cli_errors() -> Iterator[None]:
     """Turns the packages' own errors into a message and an exit code; other errors are bugs and pass through."""
-    from hlo_analysis.errors import HloAnalysisError
-
     try:
         yield
     except ComparisonError as error:
-        reasons = set(error.reasons.values())
-        _say(_short(str(error)))
+        reasons = sorted(set(error.reasons.values()))
         # All strategies failed for one reason: the program itself is at fault, which is bad input.
-        raise typer.Exit(2 if len(reasons) == 1 else 1) from None
+        is_program = len(reasons) == 1
+        _say(_short(reasons[0].removeprefix("CaptureError: ") if is_program else str(error)))
+        raise typer.Exit(2 if is_program else 1) from None
     except StrategyFailedError as error:
         _say(_short(str(error)))
         raise typer.Exit(1) from None

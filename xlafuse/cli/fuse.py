@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -34,21 +36,21 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Sites at the same lines that `fuse` takes.
+    """Sites at the same line that `fuse` takes.
 
-    call: the call that replaces the site.
-    equations: how many equations one call replaces.
-    count: number of the sites.
-    diff: sign (" ", "-" or "+") and text of each line.
+    where: file and line of the code, as the user wrote it. function: the one around it. call: the call that replaces
+    the code, with the operation's own names for its arrays. arrays: their dtypes and shapes. equations: how many one
+    call replaces. is_in_diff: whether the diff has it. count: number of the sites.
     """
 
     operation: str
     implementation: str
     where: str
+    function: str
     call: str
     arrays: Mapping[str, str]
     equations: int
-    diff: tuple[tuple[str, str], ...]
+    is_in_diff: bool
     count: int = 1
 
 
@@ -80,12 +82,14 @@ class Refused:
 class Findings:
     """Sites found in one trace of a function.
 
-    note: why nothing was searched. worse: how the fused program is worse than the plain one, and what to skip.
+    note: why nothing was searched. diff: a unified diff of the files, which was applied and traced: it gives the
+    program that `fuse` makes. worse: how the fused program is worse than the plain one, and what to skip.
     """
 
     function: str
     note: str | None = None
     taken: tuple[Taken, ...] = ()
+    diff: str = ""
     left: tuple[Left, ...] = ()
     refused: tuple[Refused, ...] = ()
     worse: tuple[str, ...] = ()
@@ -102,15 +106,13 @@ def run(request: Request) -> None:
     from xlafuse.cli import inputs
 
     target = load_target(request.target)
+    load = functools.partial(inputs.load_program, request.fn, request.shapes, request.args)
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
-        function = inputs.load_function(request.fn)
-        arguments = inputs.load_arguments(request.args) if request.args else None
-        arguments = inputs.function_arguments(function, request.shapes, arguments)
         choices = {"ops": request.ops, "skip": request.skip, "allow": request.allow}
-        findings = find(function, arguments, **choices, target=target)
+        findings = find(load, **choices, target=target)
         if findings.taken and request.compiles and target.kind == "cuda":
-            findings = dataclasses.replace(findings, worse=worse_in(function, arguments, request.target, choices))
+            findings = dataclasses.replace(findings, worse=worse_in(*load(), request.target, choices))
     if request.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(findings), indent=2, default=str) + "\n")
     else:
@@ -118,8 +120,7 @@ def run(request: Request) -> None:
 
 
 def find(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
+    load: Callable[[], tuple[Callable[..., Any], Sequence[Any]]],
     *,
     ops: Sequence[str] | None = None,
     skip: Sequence[str] = (),
@@ -128,20 +129,14 @@ def find(
 ) -> Findings:
     """Finds the sites of a function by tracing it for a target, without computing anything.
 
-    arguments: trees of arrays or `jax.ShapeDtypeStruct`; other leaves are static.
+    load: imports the function and makes its arguments: trees of arrays or `jax.ShapeDtypeStruct`; other leaves are
+    static. It is called again for each edit that is tried.
 
     Raises:
         InputError: unknown names, or a function that cannot be traced.
     """
-    import jax
-
-    from hlo_analysis.capture.lowering import describe_arguments, function_name
-    from xlafuse.cli.site_diff import SiteDiff
-    from xlafuse.fusion.api import ALLOWANCES, is_differentiated
-    from xlafuse.fusion.evaluate import evaluate
-    from xlafuse.fusion.plan import make_plan
+    from xlafuse.fusion.api import ALLOWANCES
     from xlafuse.fusion.sites import spellings
-    from xlafuse.fusion.sources import line_of
 
     try:
         sought = spellings(ops, skip)
@@ -149,39 +144,76 @@ def find(
         raise InputError(str(error)) from None
     if unknown := [name for name in allow if name not in ALLOWANCES]:
         raise InputError(f"unknown --allow {unknown[0]!r}; there are {', '.join(ALLOWANCES)}")
-    name = function_name(function)
-    with _traced_for(target):
-        closed, structs = _traced(function, name, arguments)
-        if is_differentiated(closed.jaxpr):
-            note = f"{name} is differentiated already: name the function that is given to jax.grad instead."
-            return Findings(function=name, note=note)
-        plan = make_plan(closed.jaxpr, sought, frozenset(allow), ops, frozenset(skip))
-        implementations: dict[Site, str] = {}
-        jax.eval_shape(lambda *arrays: evaluate(plan, [*closed.consts, *arrays], implementations.setdefault), *structs)
-    described = (text.partition(": ")[0] for text in describe_arguments(function, arguments))
-    leaves = jax.tree.leaves(tuple(arguments))
-    dynamic = (argument for argument, is_array in zip(described, map(_is_array, leaves), strict=True) if is_array)
-    inputs = dict(zip(plan.graph.inputs[len(closed.consts) :], dynamic, strict=True))
-    taken: list[Taken] = []
+    loaded = load()
+    return traced_for(target, lambda: _findings(load, loaded, sought, ops, frozenset(skip), frozenset(allow)))
+
+
+def _findings(
+    load: Callable[[], tuple[Callable[..., Any], Sequence[Any]]],
+    loaded: tuple[Callable[..., Any], Sequence[Any]],
+    sought: Any,
+    ops: Sequence[str] | None,
+    skip: frozenset[str],
+    allow: frozenset[str],
+) -> Findings:
+    """Finds the sites of a function that is loaded; it is loaded again for each edit that is tried."""
+    import jax
+
+    from hlo_analysis.capture.lowering import function_name
+    from xlafuse.cli.edits import call_text
+    from xlafuse.cli.site_diff import Program, checked_edits
+    from xlafuse.fusion.api import is_differentiated
+    from xlafuse.fusion.evaluate import evaluate
+    from xlafuse.fusion.plan import make_plan
+    from xlafuse.fusion.sources import line_of, stack_of
+
+    name = function_name(loaded[0])
+    closed, structs = _traced(*loaded)
+    if is_differentiated(closed.jaxpr):
+        note = f"{name} is differentiated already: name the function that is given to jax.grad instead."
+        return Findings(function=name, note=note)
+    plan = make_plan(closed.jaxpr, sought, allow, ops, skip)
+    implementations: dict[Site, str] = {}
+    jax.eval_shape(lambda *arrays: evaluate(plan, [*closed.consts, *arrays], implementations.setdefault), *structs)
+    places = {
+        site: stack_of(site.root, outside=__file__)
+        for each in plan.walk()
+        for site in sorted(each.sites, key=lambda site: site.root.index)
+    }
+    program = Program(closed=closed, structs=structs, plan=plan, trace=lambda: _traced(*load())[0])
+    edits, diffs = checked_edits(program, {place.file for stack in places.values() for place in stack})
+    taken = [
+        Taken(
+            operation=site.operation,
+            implementation=implementations.get(site, "not computed"),
+            where=line_of(site.root, outside=__file__),
+            function=stack[0].function if stack else name,
+            call="".join(map(str, call_text(site, {each: (each,) for each in site.arrays}))),
+            arrays={own: _array(binding.value.dtype, binding.shape) for own, binding in site.arrays.items()},
+            equations=len(site.covered),
+            is_in_diff=site in edits,
+        )
+        for site, stack in places.items()
+    ]
     left: list[Left] = []
     refused: dict[Refused, None] = {}
     for each in plan.walk():
-        for site in sorted(each.sites, key=lambda site: site.root.index):
-            shown = SiteDiff(site, function=name, inputs=inputs if each is plan else {}, outside=__file__)
-            taken.append(
-                Taken(
-                    operation=site.operation,
-                    implementation=implementations.get(site, "not computed"),
-                    where=shown.where,
-                    call=shown.call,
-                    arrays=shown.arrays,
-                    equations=len(site.covered),
-                    diff=tuple(shown.diff()),
-                )
-            )
         left += [Left(operation=site.operation, where=line_of(site.root, outside=__file__)) for site in each.written]
         refused |= dict.fromkeys(_refused(each))
-    return Findings(function=name, taken=_counted(taken), left=_counted(left), refused=tuple(refused))
+    return Findings(
+        function=name,
+        taken=_counted(taken),
+        diff="\n".join(filter(None, diffs.values())),
+        left=_counted(left),
+        refused=tuple(refused),
+    )
+
+
+def _array(dtype: Any, shape: Sequence[int]) -> str:
+    from hlo_analysis.loading import DTYPES
+
+    name = next((short for short, long in DTYPES.items() if long == dtype.name), dtype.name)
+    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def worse_in(
@@ -211,35 +243,39 @@ def _counted[T: (Taken, Left)](sites: Sequence[T]) -> tuple[T, ...]:
     return tuple(dataclasses.replace(each, count=count) for each, count in counts)
 
 
-def _traced_for(target: Any) -> Any:
-    """Makes operations choose implementations for the target within the context."""
+def traced_for[T](target: Any, call: Callable[[], T]) -> T:
+    """Calls what traces a program, so that its operations choose implementations for the target."""
     import contextlib
 
-    import jax
-
     from hlo_analysis.capture.cudnn import answer_cudnn_checks
-    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
 
-    stack = contextlib.ExitStack()
-    if target.kind == "cuda":
+    if target.kind != "cuda":
+        return call()
+    with contextlib.ExitStack() as stack:
         stack.enter_context(answer_cudnn_checks(target))
         stack.enter_context(name_target_in_meshes(target))
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh_of_one(target)))
-    return stack
+        return under_mesh_of_one(mesh_of_one(target), call)
 
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _traced(function: Callable[..., Any], name: str, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the function's jaxpr over its arrays, and the arrays."""
     import jax
 
-    from hlo_analysis.capture.lowering import describe_arguments, leave_out_packages, user_line
+    from hlo_analysis.capture.lowering import (
+        abstract,
+        describe_arguments,
+        function_name,
+        leave_out_packages,
+        user_line,
+    )
 
     leaves, structure = jax.tree.flatten(tuple(arguments))
-    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
+    structs = [abstract(leaf, None) for leaf in leaves if _is_array(leaf)]
 
     def flat(*arrays: Any) -> list[Any]:
         given = iter(arrays)
@@ -256,29 +292,28 @@ def _traced(function: Callable[..., Any], name: str, arguments: Sequence[Any]) -
             reason += "; have --args return the module, and --fn take it as an argument"
         described = ", ".join(describe_arguments(function, tuple(arguments))) or "none"
         raise InputError(
-            f"{name} could not be traced with arguments ({described}): {type(error).__name__}"
+            f"{function_name(function)} could not be traced with arguments ({described}): {type(error).__name__}"
             f"{reason and f': {reason}'}{user_line(error)}"
         ) from error
 
 
 def _refused(plan: Plan) -> Iterator[Refused]:
-    from xlafuse.fusion.sources import source_lines, stack_of
+    from xlafuse.fusion.sources import stack_of
 
     for refusal in plan.refusals:
         equation = refusal.value.equation
-        where, code = "an argument" if equation is None else "an unknown line", None
+        where, code = "an argument" if equation is None else "an unknown line", ""
         if equation is not None and (stack := stack_of(equation, outside=__file__)):
-            where = f"{stack[0].shown_file}:{stack[0].first_line}"
-            code = source_lines(stack[0].file, stack[0].first_line, stack[0].first_line)
-        yield Refused(
-            operation=refusal.operation, where=where, code=code[0].strip() if code else "", reason=refusal.reason
-        )
+            where = f"{stack[0].shown_file}:{stack[0].line}"
+            code = linecache.getline(stack[0].file, stack[0].line).strip()
+        yield Refused(operation=refusal.operation, where=where, code=code, reason=refusal.reason)
 
 
 def _show(findings: Findings) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from hlo_analysis.report.formats import plural
     from xlafuse.fusion.report import count_text
 
     console = Console(highlight=False, soft_wrap=True)
@@ -291,13 +326,16 @@ def _show(findings: Findings) -> None:
     if findings.note:
         line(findings.note)
     for each in findings.taken:
-        arrays = ", ".join(f"{name} {array}" for name, array in each.arrays.items())
         times = f", {each.count} times" if each.count > 1 else ""
-        what = f"{each.operation} by {each.implementation} for {each.equations} equations{times}"
-        line(f"\n@@ {each.where} @@ {what}", "cyan")
-        for sign, text in each.diff:
-            line(f"{sign}{text}", {"-": "red", "+": "green"}.get(sign, ""))
-        line(f"  # {arrays}", "dim")
+        what = f"{each.operation} by {each.implementation} for {plural(each.equations, 'equation')}{times}"
+        line(f"\n{each.where}, in {each.function}: {what}", "cyan")
+        if not each.is_in_diff:
+            line(f"    by hand: {each.call}")
+        line("    " + ", ".join(f"{name} {array}" for name, array in each.arrays.items()), "dim")
+    if findings.diff:
+        line("")
+    for text in findings.diff.splitlines():
+        line(text, {"-": "red", "+": "green", "@": "cyan"}.get(text[:1], ""))
     for each in findings.worse:
         line(f"\n{each}", "bold")
     if findings.left:

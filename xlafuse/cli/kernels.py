@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,8 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hlo_analysis.loading import argument_shape
+from hlo_analysis.report.console import fitted
 from xlafuse.cli.errors import InputError
-from xlafuse.cli.inputs import argument_shape
+from xlafuse.cli.fuse import traced_for
 
 if TYPE_CHECKING:
     from pallas_kernels import Choice, OpSpec
@@ -29,12 +30,13 @@ def print_kernels() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("operation", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
-    table.add_column("implementations", overflow="fold")
+    table.add_column("what it does", min_width=30)
+    table.add_column("implementations", min_width=12)
     for name, op in REGISTRY.items():
         table.add_row(name, escape(_summary(op)), ", ".join(_implementations(op)))
-    Console().print(table)
-    Console().print("xlafuse kernels NAME: its arguments, and what a call of it takes.", highlight=False)
+    console = Console()
+    console.print(fitted(console, [lambda: table]))
+    console.print("xlafuse kernels NAME: its arguments, and what a call of it takes.", highlight=False)
 
 
 def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
@@ -56,11 +58,10 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
     op, device = REGISTRY[name], load_target(target)
     if arguments:
         given = parsed(op, arguments)
-        with _traced_for(device):
-            try:
-                choice = choice_of(op, given)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise InputError(str(error)) from error
+        try:
+            choice = traced_for(device, lambda: choice_of(op, given))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(str(error)) from error
         _print_choice(choice, target)
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -68,12 +69,13 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
     console.print(escape(f"{name}{inspect.signature(function)}\n\n{inspect.getdoc(function)}\n"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"what calls take on {target}", title_justify="left")
     for heading in ("call", "takes", "runs, too"):
-        table.add_column(heading, overflow="fold")
-    with _traced_for(device):
-        for spec in op.tagged("bench"):
-            taken, *others = choice_of(op, spec.structs()).runnable
-            table.add_row(spec.name, taken, ", ".join(others) or "–")
-    console.print(table)
+        table.add_column(heading, no_wrap=heading == "call")
+    specs = list(op.tagged("bench"))
+    choices = traced_for(device, lambda: [choice_of(op, spec.structs()) for spec in specs])
+    for spec, choice in zip(specs, choices, strict=True):
+        taken, *others = choice.runnable
+        table.add_row(spec.name, taken, ", ".join(others) or "–")
+    console.print(fitted(console, [lambda: table]))
 
 
 def parsed(op: OpSpec, texts: Sequence[str]) -> Mapping[str, Any]:
@@ -133,29 +135,15 @@ def _literal(text: str) -> Any:
         return text
 
 
-@contextlib.contextmanager
-def _traced_for(target: Any) -> Iterator[None]:
-    """Traces for the target's GPU within the context, or for this process's own device if that is the target."""
-    import jax
-
-    from hlo_analysis.capture.cudnn import answer_cudnn_checks
-    from hlo_analysis.capture.meshes import mesh_of_one
-
-    if target.kind != "cuda":
-        yield
-        return
-    with jax.sharding.use_abstract_mesh(mesh_of_one(target)), answer_cudnn_checks(target):
-        yield
-
-
 def _print_choice(choice: Choice, target: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{choice.operation} on {target}", title_justify="left")
     table.add_column("implementation", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table.add_column("", min_width=24)
     for name in dict.fromkeys((*choice.runnable, *choice.reasons)):
         word = "is taken" if name == choice.taken else "runs, too"
         table.add_row(name, escape(choice.reasons[name] or word))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(fitted(console, [lambda: table]))
 
 
 def _summary(op: OpSpec) -> str:

@@ -14,10 +14,10 @@ def print_targets() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("target", no_wrap=True)
-    for heading in ("TB/s", "bf16 TFLOP/s", "multiprocessors"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("GEMM choice", overflow="fold")
-    table.add_column("what it is", overflow="fold")
+    for heading in ("TB/s", "bf16\nTFLOP/s", "SMs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("GEMM\nchoice", no_wrap=True)
+    table.add_column("what it is", min_width=22)
     for name in target_names():
         target = load_target(name)
         device = target.device
@@ -31,7 +31,7 @@ def print_targets() -> None:
             recorded,
             escape(device.description),
         )
-    Console().print(table)
+    _print(table)
 
 
 def print_strategies() -> None:
@@ -40,8 +40,15 @@ def print_strategies() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
-    table.add_column("needs", overflow="fold")
+    table.add_column("what it does", min_width=30)
+    table.add_column("needs", min_width=8)
     for name, strategy in STRATEGIES.items():
         table.add_row(name, escape(strategy.description), ", ".join(strategy.requires) or "–")
-    Console().print(table)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    from hlo_analysis.report.console import fitted
+
+    console = Console()
+    console.print(fitted(console, [lambda: table]))

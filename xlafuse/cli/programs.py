@@ -175,9 +175,7 @@ def _compiled(program: Program) -> Analysis:
         made: Any = program.block
         shapes: tuple[Any, ...] = inputs.block_shape(program.shapes)
     else:
-        made = inputs.load_function(program.fn)
-        arguments = inputs.load_arguments(program.args) if program.args else None
-        shapes = inputs.function_arguments(made, program.shapes, arguments)
+        made, shapes = inputs.load_program(program.fn, program.shapes, program.args)
         if program.strategy == FUSED:
             from xlafuse.fusion import fuse
 

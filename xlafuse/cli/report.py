@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import warnings
@@ -117,7 +118,7 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
 
     program, shapes = _program(request) if not request.captures else (None, ())
     measured = load(request.measured) if request.measured else None
-    folder = request.output or (None if request.json and not request.open_page else DEFAULT_FOLDER)
+    folder = request.output or (None if request.json and not request.open_page else _unused_folder())
     with output_folder(folder) if folder else nullcontext():
         if request.captures:
             from xlafuse.cli.captures import compare_captures
@@ -135,6 +136,12 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
         return comparison, [*written, *_write_trace(comparison, request.trace)], failed
 
 
+def _unused_folder() -> Path:
+    """Returns the default folder; if it holds a report, the first that holds none of those with a number."""
+    names = itertools.chain([DEFAULT_FOLDER], (Path(f"{DEFAULT_FOLDER}-{number}") for number in itertools.count(2)))
+    return next(folder for folder in names if not (folder / "report.html").exists())
+
+
 def use_cpu_without_gpu() -> None:
     """Sets JAX_PLATFORMS=cpu on a machine without an NVIDIA GPU; call it before jax is imported.
 
@@ -146,8 +153,8 @@ def use_cpu_without_gpu() -> None:
 
 
 def _check(request: Request) -> None:
+    from hlo_analysis.loading import compiler_options
     from hlo_analysis.targets import load_target
-    from xlafuse.cli import inputs
     from xlafuse.strategies import get_strategy, resolve_strategies
 
     if request.block is not None and request.fn is not None:
@@ -178,7 +185,7 @@ def _check(request: Request) -> None:
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
     resolve_strategies(request.strategies)
-    inputs.compiler_options(request.options)
+    compiler_options(request.options)
 
 
 def _check_gpu(target: str) -> None:
@@ -200,9 +207,7 @@ def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
         block = request.block or DEFAULT_BLOCK
         get_preset(block)
         return block, inputs.block_shape(request.shapes)
-    function = inputs.load_function(request.fn)
-    arguments = inputs.load_arguments(request.args) if request.args else None
-    return function, inputs.function_arguments(function, request.shapes, arguments)
+    return inputs.load_program(request.fn, request.shapes, request.args)
 
 
 def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[Comparison, list[str]]:
@@ -252,13 +257,13 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
 
 
 def _with_options(options: Sequence[str]) -> Strategy:
-    from xlafuse.cli import inputs
+    from hlo_analysis.loading import compiler_options
     from xlafuse.strategies import Strategy
 
     return Strategy(
         name=OPTIONS_STRATEGY,
         description=f"XLA with {', '.join(options)}.",
-        compiler_options=inputs.compiler_options(options),
+        compiler_options=compiler_options(options),
     )
 
 

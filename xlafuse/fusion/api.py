@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import flax
 import jax
 import numpy as np
 from jax.core import Tracer, eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,6 +28,11 @@ _UNSEEN_SHARDINGS = (
     "A trace cannot see how jax.jit spreads arrays: if the program is compiled for several devices, XLA computes these "
     "sites, and a KernelWarning says so. Inside jax.shard_map kernels do."
 )
+
+
+_PACKAGES = (Path(__file__).parent, jax.__file__, flax.__file__)
+_NOT_USERS = (*(f"{Path(each).parent}{os.sep}" for each in _PACKAGES), contextlib.__file__, functools.__file__)
+"""Files and folders whose frames a warning does not name."""
 
 
 class FuseWarning(UserWarning):
@@ -134,7 +143,7 @@ class _Call:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         inputs = [*closed.consts, *arrays]
         if (reason := _refusal(closed.jaxpr, inputs)) is not None:
-            warnings.warn(f"fuse left {name} as it is: {reason}.", FuseWarning, stacklevel=4)
+            warnings.warn(f"fuse left {name} as it is: {reason}.", FuseWarning, skip_file_prefixes=_NOT_USERS)
             if self.report is not None:
                 self.report(Report(function=name, notes=(reason,)))
             return eval_jaxpr(closed.jaxpr, closed.consts, *arrays)

@@ -46,7 +46,7 @@ class Plan:
                     yield from plan.walk()
 
 
-_BODIES = {
+BODIES = {
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
@@ -75,7 +75,7 @@ def make_plan(
     inner = {}
     for equation in graph.equations:
         bodies = {}
-        for name in _BODIES.get(equation.primitive, ()):
+        for name in BODIES.get(equation.primitive, ()):
             given = equation.params[name]
             own = given if isinstance(given, tuple | list) else (given,)
             bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), spellings, allow, ops, skip) for body in own)
