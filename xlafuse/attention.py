@@ -12,6 +12,8 @@ from jax.typing import ArrayLike
 
 from xlafuse.kernels import attention
 
+__all__ = ["dot_product_attention"]
+
 Implementation = str | Sequence[str] | None
 
 
@@ -197,3 +199,7 @@ def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
             f"{lengths.dtype.name}{list(lengths.shape)}."
         )
     return lengths
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -133,3 +133,7 @@ def _from_start(labels: jax.Array, classes: int) -> jax.Array:
     if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
         return jnp.minimum(labels, classes).astype(jnp.int32)
     return jnp.where(labels < 0, labels + classes, labels)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -306,3 +306,7 @@ def _check_left_to(implementation: Implementation, name: str, reason: str) -> No
     """Raises NotImplementedError if the caller allows only kernels."""
     if implementation is not None and "xla" not in implementation:
         raise NotImplementedError(f"{name}: implementation {implementation!r} cannot run: {reason}.")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis
 
+__all__ = ["assert_fused"]
+
 
 def assert_fused(
     fn: Callable[..., Any],
@@ -61,3 +63,7 @@ def assert_fused(
     if lines:
         raise AssertionError("\n".join(lines))
     return analysis
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -89,7 +89,7 @@ def strategy_table(comparison: Comparison, *, left_out: Sequence[str] = ()) -> T
         **({"wall": f"wall {units.time.name}\nmeasured"} if has_wall else {}),
     }
     shown = [name for name in headings if name not in left_out]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("strategy", no_wrap=True)
     for name in shown:
         if name == "kinds":

@@ -131,58 +131,64 @@ ALL = ("--ops", "rms_norm,softmax")
 """Takes sites also where XLA fuses them with their neighbours."""
 
 
-def test_the_sites_as_a_diff(invoke):
+def test_the_sites_as_a_diff(invoke, tmp_path: Path):
     result = invoke("fuse", "--fn", "fused_model.py:block", "--args", "fused_model.py:block_arguments", *ALL)
     assert result.exit_code == 0
     printed, heading, rest = result.stdout.partition("block: 3 sites taken, 0 refused\n")
-    assert (printed, bool(heading)) == ("traced\n", True)
-    assert rest.splitlines() == [
+    assert (printed, bool(heading)) == ("traced\n", True)  # once, though the file runs again for each edit
+    sites, _, diff = rest.partition("--- fused_model.py\n+++ fused_model.py\n")
+    assert sites.splitlines() == [
         "",
-        "@@ fused_model.py:13-18 @@ rms_norm by mosaic for 12 equations",
+        "fused_model.py:18, in block: rms_norm by mosaic for 12 equations",
+        "    x bf16[8,256], scale f32[256], residual bf16[8,256]",
+        "",
+        "fused_model.py:19, in block: softmax by mosaic for 9 equations",
+        "    x f32[8,256]",
+        "",
+        "fused_model.py:9, in rms: rms_norm by mosaic for 9 equations",
+        "    x f32[8,256], scale f32[256]",
+        "",
+    ]
+    assert [line for line in diff.splitlines() if line[:1] in "-+"] == [
+        "+import xlafuse.kernels",
+        "+from xlafuse.kernels import rms_norm",
+        "-    inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)",
+        "-    return (wide * inverse * weight).astype(h.dtype)",
+        "+    return rms_norm(wide, weight, epsilon=1e-05).astype(h.dtype)",
         "-    total = x + residual",
         "-    wide = total.astype(jnp.float32)",
         "-    variance = jnp.mean(wide**2, axis=-1, keepdims=True)",
-        '     print("traced")',
-        " ",
         '-    normed = (wide * jax.lax.rsqrt(variance + 1e-6) * params["scale"]).astype(x.dtype)',
-        "+    normed, total = rms_norm(x, params['scale'], residual=residual, epsilon=1e-06)",
-        "  # x bf16[8,256], scale f32[256], residual bf16[8,256]",
-        "",
-        "@@ fused_model.py:19-21 @@ softmax by mosaic for 9 equations",
         "-    y = jax.nn.softmax(",
         "-        normed.astype(jnp.float32)",
         "-    )",
-        "+    y = softmax(normed.astype(jnp.float32))",
-        "  # x f32[8,256]",
-        "",
-        "@@ fused_model.py:8-9 @@ rms_norm by mosaic for 9 equations",
-        "-    inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)",
-        "-    return (wide * inverse * weight).astype(h.dtype)",
-        "+    return (rms_norm(x, scale, epsilon=1e-05)).astype(h.dtype)",
-        "  # x f32[8,256], scale f32[256]",
+        '+    normed, total = rms_norm(x, params["scale"], residual=residual, epsilon=1e-06)',
+        "+    y = xlafuse.kernels.softmax(normed.astype(jnp.float32))",  # the file has a softmax of its own
     ]
+    assert (tmp_path / "fused_model.py").read_text() == MODEL
 
 
-def test_arguments_in_another_shape_and_norms_of_products(fused):
+def test_norms_of_products(fused):
     shapes = ("bf16[16,1024,1024]", "f32[1024]", "bf16[1024,1024]", "bf16[1024,1024]")
-    words = [word for shape in shapes for word in ("--shape", shape)]
-    (site,) = fused("products_of_norm", *words)["taken"]
-    norm = "norm=Norm(scale=scale, kind='rms', epsilon=1e-05)"
-    assert site["call"] == f"norm_linear(x, w, {norm}, residual=<positions as bf16[16,1024,1024]>)"
+    found = fused("products_of_norm", *(word for shape in shapes for word in ("--shape", shape)))
+    (site,) = found["taken"]
+    assert site["call"] == "norm_linear(x, w, norm=Norm(scale=norm_scale, epsilon=1e-05), residual=residual)"
+    assert (site["is_in_diff"], found["diff"]) == (False, "")  # the residual is broadcast first
 
 
 def test_json_has_the_same(fused):
     found = fused("block", "--args", "fused_model.py:block_arguments", *ALL)
     assert (found["function"], found["note"], found["refused"]) == ("block", None, [])
-    first = found["taken"][0]
-    assert first.pop("diff")[-1] == ["+", f"    normed, total = {first['call']}"]
-    assert first == {
+    assert "\n+    normed, total = rms_norm(x, " in found["diff"]
+    assert found["taken"][0] == {
         "operation": "rms_norm",
         "implementation": "mosaic",
-        "where": "fused_model.py:13-18",
-        "call": "rms_norm(x, params['scale'], residual=residual, epsilon=1e-06)",
+        "where": "fused_model.py:18",
+        "function": "block",
+        "call": "rms_norm(x, scale, residual=residual, epsilon=1e-06)",
         "arrays": {"x": "bf16[8,256]", "scale": "f32[256]", "residual": "bf16[8,256]"},
         "equations": 12,
+        "is_in_diff": True,
         "count": 1,
     }
 
@@ -212,31 +218,102 @@ def test_what_is_left_to_xla_is_counted_apart(invoke, fused):
     assert printed.endswith("\nfused_model.py:67: linear left to XLA, 2 times\n")
 
 
-def test_what_jit_keeps_is_told_by_where_it_is_called(fused):
-    taken = fused("twice", "--shape", "f32[8,256]", *ALL)["taken"]
-    assert [(each["diff"][0][1].strip(), each["diff"][-1][1].strip()) for each in taken] == [
-        ("a = jax.nn.softmax(x)", "a = softmax(x)"),
-        ("b = 2 * jax.nn.softmax(a)", "b = 2 * softmax(a)"),
-        ("return jax.nn.softmax(x)", "return softmax(x, scale=2.0)"),
-        ("return jax.nn.softmax(x)", "return softmax(x)"),
+def changed(found) -> list[str]:
+    """The lines that a diff takes away and adds, without the import."""
+    lines = [line for line in found["diff"].splitlines()[2:] if line[:1] in ("-", "+")]
+    return [line for line in lines if "import" not in line]
+
+
+def test_jitted_helpers_that_are_called_twice(fused):
+    found = fused("twice", "--shape", "f32[8,256]", *ALL)
+    assert all(each["is_in_diff"] for each in found["taken"])
+    assert changed(found) == [
+        "-    return jax.nn.softmax(x)",  # one of its calls takes a factor, which is no part of it
+        "+    return xlafuse.kernels.softmax(x)",
+        "-    a = jax.nn.softmax(x)",
+        "-    b = 2 * jax.nn.softmax(a)",
+        "-    c = softmax(b)",
+        "+    a = xlafuse.kernels.softmax(x)",
+        "+    c = xlafuse.kernels.softmax(xlafuse.kernels.softmax(a), scale=2.0)",
     ]
 
 
 def test_bodies_of_loops(fused):
-    (site,) = fused("scanned", "--shape", "bf16[8,256]", "--shape", "f32[3,256]")["taken"]
-    assert (site["where"], site["diff"][-1][1]) == (
-        "fused_model.py:7-9",
-        "    return rms_norm(x, scale, epsilon=1e-05)",
+    found = fused("scanned", "--shape", "bf16[8,256]", "--shape", "f32[3,256]")
+    assert found["taken"][0]["where"] == "fused_model.py:9"
+    assert changed(found)[-1] == "+    return rms_norm(h, weight, epsilon=1e-05)"
+
+
+def test_library_code_gets_the_call_and_its_place(invoke, fused):
+    words = ("apply", "--args", "fused_model.py:layer_arguments", *ALL)
+    found = fused(*words)
+    (site,) = found["taken"]
+    assert (site["operation"], site["count"], site["is_in_diff"], found["diff"]) == ("rms_norm", 2, False, "")
+    assert site["function"] == "Layer.__call__"
+    printed = invoke("fuse", "--fn", "fused_model.py:apply", *words[1:]).stdout
+    assert "in Layer.__call__: rms_norm by mosaic for " in printed
+    assert "\n    by hand: rms_norm(x, scale, epsilon=1e-06)\n" in printed
+
+
+EDITS = {
+    "assigned again": (
+        "w = w.astype(jnp.float32)\n    x = x.astype(jnp.float32)\n"
+        "    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)\n"
+        "    x = (x * w).astype(jnp.bfloat16)\n    return x",
+        ["+    x = rms_norm(x, w, epsilon=1e-06)"],
+    ),
+    "used later": (
+        "wide = x.astype(jnp.float32)\n    variance = jnp.mean(wide**2, axis=-1, keepdims=True)\n"
+        "    y = (wide * jax.lax.rsqrt(variance + 1e-6) * w).astype(x.dtype)\n    return y, wide.sum()",
+        ["+    y = rms_norm(x, w, epsilon=1e-06)"],
+    ),
+    "sites in one line": (
+        "return rms(x, w), rms(x + 1, w)",
+        ["+    return rms_norm(h, weight, epsilon=1e-05)"],
+    ),
+    "one call of a helper": (
+        "return rms(x, w), rms(x[:, :96], w[:96])",
+        ["+    return rms_norm(x, w, epsilon=1e-05), rms(x[:, :96], w[:96])"],
+    ),
+    "a loop": (
+        "for _ in range(2):\n        x = rms(x, w)\n    return x",
+        ["+    return rms_norm(h, weight, epsilon=1e-05)"],
+    ),
+    "a lambda": (
+        "return jax.jit(lambda x: rms(x, w) + rms(x[:, :96], w[:96]).sum())(x)",
+        ["+    return jax.jit(lambda x: rms_norm(x, w, epsilon=1e-05) + rms(x[:, :96], w[:96]).sum())(x)"],
+    ),
+    "a sum in place": (
+        "h = rms(x + r, w)\n    return h, x + r",
+        ["+    h, total = rms_norm(x, w, residual=r, epsilon=1e-05)", "+    return h, total"],
+    ),
+}
+"""Bodies of a function of x, r and w, and the lines that put operations there."""
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_that_were_checked(invoke, tmp_path: Path, name):
+    body, wanted = EDITS[name]
+    (tmp_path / "given.py").write_text(
+        f"import jax\nimport jax.numpy as jnp\nfrom fused_model import rms\n\n\ndef f(x, r, w):\n    {body}\n"
     )
+    shapes = [word for shape in ("bf16[8,256]", "bf16[8,256]", "f32[256]") for word in ("--shape", shape)]
+    result = invoke("fuse", "--fn", "given.py:f", *shapes, "--json", "--ops", "rms_norm")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    added = [line for line in found["diff"].splitlines() if line.startswith("+") and "import" not in line]
+    assert [line for line in added if not line.startswith("+++")] == wanted
 
 
-def test_modules_show_the_lines_that_call_flax(fused):
-    (site,) = fused("apply", "--args", "fused_model.py:layer_arguments", *ALL)["taken"]
-    assert (site["operation"], site["count"]) == ("rms_norm", 2)
-    assert site["diff"] == [
-        ["-", "        return self.dropout(self.norm(x))"],
-        ["+", "        return self.dropout(rms_norm(x, scale, epsilon=1e-06))"],
-    ]
+def test_a_mesh_of_the_programs_own(fused, tmp_path: Path):
+    with (tmp_path / "fused_model.py").open("a") as file:
+        file.write(
+            "from jax.sharding import AbstractMesh, PartitionSpec as P\n"
+            "mesh = AbstractMesh((4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))\n"
+            "spread = jax.shard_map(rms, mesh=mesh, in_specs=(P('data'), P()), out_specs=P('data'))\n"
+        )
+    (site,) = fused("spread", "--shape", "bf16[32,256]", *SCALE)["taken"]
+    assert (site["arrays"]["x"], site["is_in_diff"]) == ("bf16[8,256]", True)
 
 
 def test_differentiated_functions_are_told(fused, invoke):

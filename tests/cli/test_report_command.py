@@ -84,7 +84,7 @@ def test_options_reach_the_comparison(invoke, compared):
     ],
 )
 def test_remedies_are_tried_on_xla_by_default(invoke, compared, words, count):
-    assert invoke("report", *words).exit_code == 0
+    assert invoke("report", "--target", "h200", *words).exit_code == 0
     assert compared[0]["tries"] == count
 
 
@@ -137,6 +137,21 @@ def test_files_are_replaced_whole_and_readable_by_others(invoke, compared, tmp_p
     assert stat.S_IMODE((old / "report.json").stat().st_mode) == 0o666 & ~umask
 
 
+def test_without_words_it_prints_its_help(invoke, compared, tmp_path: Path):
+    assert invoke("report").output.startswith("Usage: ")
+    assert (compared, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_only_a_named_folder_is_overwritten(invoke, compared, tmp_path: Path):
+    for number in (1, 2, 3):
+        result = invoke("report", "--block", "tiny", "--shape", "1x8")
+        assert f"wrote xlafuse-report{f'-{number}' * (number > 1)}/report.html" in result.stdout
+    (tmp_path / "xlafuse-report-2/report.html").write_text("old")
+    invoke("report", "--block", "tiny", "--shape", "1x8", "-o", "xlafuse-report-2")
+    assert (tmp_path / "xlafuse-report-2/report.html").read_text() != "old"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_an_output_folder_that_cannot_be_made_is_said_before_compiling(invoke, compared, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     result = invoke("report", "-o", "file/below/out")
@@ -167,6 +182,7 @@ def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pyte
     monkeypatch.setattr(import_module("xlafuse.comparison"), "compare", fail)
     result = invoke("report", "--json")
     assert result.exit_code == 2
+    assert result.stderr.endswith("xlafuse: f does not trace\n")
     assert result.stderr.count("f does not trace") == 1
     assert "needs a block" not in result.stderr
 
@@ -310,7 +326,7 @@ def test_a_strategy_asked_for_without_an_analysis_is_an_error(invoke, monkeypatc
 
 
 def test_a_strategy_that_does_not_apply_is_an_error_only_where_it_was_asked_for(invoke, compared):
-    assert invoke("report").exit_code == 0
+    assert invoke("report", "--target", "h200").exit_code == 0
     assert invoke("report", "--strategies", "xla,xla_gemm_v2").exit_code == 1
 
 
@@ -325,7 +341,7 @@ def test_a_module_that_fails_on_import_is_cli_errors(invoke, tmp_path: Path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     result = invoke("report", "--fn", "broken.py:f")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "running broken.py failed: RuntimeError: first line" in result.stderr
+    assert "running broken.py failed: RuntimeError: first line (broken.py:1, in <module>: raise" in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -277,3 +277,16 @@ def test_a_method_of_a_module():
             return norm(x, self.scale[...])
 
     np.testing.assert_allclose(xlafuse.fuse(Model().forward)(X), norm(X, SCALE), rtol=1e-6)
+
+
+def test_a_warning_names_the_users_line():
+    class Model:
+        def loss(self, x):
+            return jax.grad(lambda x: jnp.sum(x**2))(x)
+
+    fused = xlafuse.fuse(Model().loss)
+    calls = [fused, jax.jit(fused), lambda x: jax.vmap(fused)(x[None])]
+    for call in calls:
+        with pytest.warns(FuseWarning) as caught:
+            call(jnp.ones(8))
+        assert caught[0].filename == __file__

@@ -44,7 +44,7 @@ def _tell_version(
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"xlafuse {version('xlafuse')}")
+        print(f"xlafuse {version('xlafuse')}")
         raise typer.Exit
 
 

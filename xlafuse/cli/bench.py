@@ -259,7 +259,7 @@ def compare(
 
         found, compared = moves(load(old), load(new))
         for line in lines(found, compared):
-            typer.echo(line)
+            print(line)
     raise typer.Exit(1 if any(move.is_regression for move in found) else 0)
 
 
@@ -319,8 +319,8 @@ def tune(
             settings = Settings(match=match, rounds=rounds, seconds=seconds)
             tuner.run(operations, settings, table, table.with_suffix(".log.json"), device_kind=kind, anew=anew)
         for line in tuner.lines(tuning.read(table, kind)):
-            typer.echo(line)
-        typer.echo(f"wrote {table}")
+            print(line)
+        print(f"wrote {table}")
 
 
 def names(text: str | None) -> tuple[str, ...]:
@@ -359,8 +359,8 @@ def _measured(
 
     results = supervisor.run(items, settings, output, benchmark=benchmark, **options)
     for line in summary(results):
-        typer.echo(line)
-    typer.echo(f"wrote {output}")
+        print(line)
+    print(f"wrote {output}")
     return results
 
 

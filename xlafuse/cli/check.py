@@ -144,7 +144,7 @@ def _checked(
         if apart := [text for text in changed if text.startswith(("target:", "mode:"))]:
             raise InputError(f"{baseline} is of another program: {'; '.join(apart)}")
         for text in changed:
-            typer.echo(f"note: {text}")
+            print(f"note: {text}")
         found += [
             (excess, _changed_launches(full, analysis))
             for excess in excesses(
@@ -156,15 +156,15 @@ def _checked(
         ]
     for excess, among in found:
         blamed = responsible(analysis, excess, among)
-        typer.echo(f"exceeded: {excess_text(excess)}")
+        print(f"exceeded: {excess_text(excess)}")
         for line in responsible_lines(blamed):
-            typer.echo(line)
+            print(line)
         if is_annotated:
             for launch, reason in blamed[:_ANNOTATIONS]:
-                typer.echo(annotation(launch, f"{excess_text(excess)}; #{launch.index} {launch.name}: {reason}"))
+                print(annotation(launch, f"{excess_text(excess)}; #{launch.index} {launch.name}: {reason}"))
     if not found:
         total = f"{plural(analysis.launch_count, 'launch')}, {format_bytes(analysis.traffic.bytes)} of HBM traffic"
-        typer.echo(f"ok: {analysis.label} on {analysis.provenance.target}: {total}")
+        print(f"ok: {analysis.label} on {analysis.provenance.target}: {total}")
     return bool(found)
 
 
@@ -196,7 +196,7 @@ def _write(analysis: Analysis, path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: no folder {path.parent}")
     write_files(path.parent, {path.name: lock_to_json(lock_of(analysis))})
-    typer.echo(f"wrote {path}")
+    print(f"wrote {path}")
 
 
 def annotation(launch: Launch, message: str) -> str:

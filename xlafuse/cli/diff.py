@@ -76,7 +76,7 @@ def diff(
             sys.stdout.write(difference_json(found))
         else:
             for line in difference_lines(found, count):
-                typer.echo(line)
+                print(line)
 
 
 def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analysis, Analysis]:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -108,7 +108,7 @@ class Finder:
         """Yields each site, at any depth, with edits to try. inputs: the numbers of the plan's inputs."""
         values, equations = graph_numbers(self.numbering, plan.graph, inputs)
         for site in sorted(plan.sites, key=lambda site: site.root.index):
-            yield site, tuple(dict.fromkeys(_SiteEdits(self, site, values, path).all()))
+            yield site, tuple(dict.fromkeys(_SiteEdits(self, plan, site, values, path).all()))
         for equation, bodies in plan.inner.items():
             for name, plans in bodies.items():
                 given = equation.params[name]
@@ -126,8 +126,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class _SiteEdits:
-    def __init__(self, finder: Finder, site: Site, values: Mapping[Any, int], path: Path):
+    def __init__(self, finder: Finder, plan: Plan, site: Site, values: Mapping[Any, int], path: Path):
         self._finder = finder
+        self._outputs = plan.graph.outputs
         self._site = site
         self._values = values
         self._path = path
@@ -221,7 +222,7 @@ class _SiteEdits:
             if own:
                 targets.append(str(_name(own[-1])))
                 gone.append(own[-1])
-            elif number is None or all(user in self._site.covered for user in result.users):
+            elif number is None or (result not in self._outputs and self._site.covered.issuperset(result.users)):
                 targets.append("_")
             else:
                 targets.append(_unused(source.around(node, *_FUNCTIONS), "total"))
@@ -383,7 +384,7 @@ def _are_assigned_again(function: ast.AST, every: Sequence[ast.Assign], unread: 
     return all(given.count(str(_name(each))) > 1 for each in every if each not in unread)
 
 
-def _is_read(node: ast.AST) -> Any:
+def _is_read(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
 
 

@@ -6,6 +6,7 @@ raised. 130: interrupted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -55,7 +56,7 @@ def cli_errors() -> Iterator[None]:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"xlafuse: {message}", err=True)
+    print(f"xlafuse: {message}", file=sys.stderr)
 
 
 def _short(message: str) -> str:

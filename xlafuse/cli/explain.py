@@ -80,4 +80,4 @@ def explain(
             edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
             lines = edge_list(analysis, edges, count)
         for line in lines:
-            typer.echo(line)
+            print(line)

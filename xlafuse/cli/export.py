@@ -61,7 +61,7 @@ def export(
             raise InputError(f"cannot write {output}: no folder {output.parent}")
         text = _text(load_analyses(saved), form, times, label=saved)
         write_files(output.parent, {output.name: text})
-        typer.echo(f"wrote {output}")
+        print(f"wrote {output}")
 
 
 def _text(analyses: list[Analysis], form: Format, times: Times, *, label: str) -> str:

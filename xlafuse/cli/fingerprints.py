@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex
 
 from xlafuse.fusion.graph import Equation, Graph, Value, is_plain_call
@@ -224,9 +225,9 @@ def _kind(aval: Any) -> str:
 
 def _sample(array: Any) -> tuple[Any, ...]:
     """Returns shape, dtype and some of a constant's numbers."""
-    if isinstance(array, jax.core.Tracer):  # a kernel's memory
+    if isinstance(array, Tracer):  # a kernel's memory
         return (_kind(array.aval),)
-    if not hasattr(array, "shape") or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if not hasattr(array, "shape") or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return (str(array),)
     flat = np.asarray(array).reshape(-1)
     return array.shape, str(array.dtype), flat[:: max(1, flat.size // _MOST_SAMPLES)].tobytes()

@@ -108,7 +108,7 @@ class _Marking(ast.NodeTransformer):
         is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
         if not self._is_inside or span is None or not is_read or isinstance(node, _UNMARKED):
             return node
-        where = [ast.Constant(each) for each in (self._source.file, *span)]
+        where: list[Any] = [ast.Constant(each) for each in (self._source.file, *span)]
         call = ast.Call(ast.Name(_CALL, ast.Load()), [*where, node], [])
         return ast.copy_location(call, node)
 
@@ -166,7 +166,7 @@ def marking() -> Iterator[Sequence[Marked]]:
     frames: dict[Any, int] = {}  # kept, so that no two frames have the same id
 
     def mark(file: str, first: int, last: int, value: Any) -> Any:
-        array = value if isinstance(value, jax.Array | np.ndarray) else None
+        array: Any = value if isinstance(value, jax.Array | np.ndarray) else None
         if array is None and hasattr(type(value), "__jax_array__"):
             array = value.__jax_array__()
         if array is not None:

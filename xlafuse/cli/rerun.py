@@ -26,8 +26,8 @@ def reimported(codes: Mapping[str, CodeType]) -> Iterator[None]:
     path, read = [*sys.path], SourceFileLoader.get_code
 
     @functools.wraps(read)
-    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
-        return codes.get(str(Path(loader.path).resolve())) or read(loader, name)
+    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+        return codes.get(str(Path(self.path).resolve())) or read(self, fullname)
 
     for name in kept:
         del sys.modules[name]

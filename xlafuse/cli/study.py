@@ -43,7 +43,7 @@ def study(
 
         if show:
             for line in list_lines(map(get_study, STUDIES)):
-                typer.echo(line)
+                print(line)
             raise typer.Exit
         if name is None:
             raise InputError("expected the name of a study, or all: `xlafuse study --list` shows them")
@@ -53,10 +53,10 @@ def study(
             result = run_study(chosen, target)
             is_complete &= not any("Error" in note for part in result.parts for note in part.left_out)
             for line in lines(chosen, result):
-                typer.echo(line)
+                print(line)
             if output is not None:
                 path = output / f"{each}.json" if name == "all" else output
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(to_json(result), encoding="utf-8")
-                typer.echo(f"wrote {path}")
+                print(f"wrote {path}")
     raise typer.Exit(0 if is_complete else 1)
