@@ -108,8 +108,8 @@ class _Marking(ast.NodeTransformer):
         is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
         if not self._is_inside or span is None or not is_read or isinstance(node, _UNMARKED):
             return node
-        where: list[Any] = [ast.Constant(each) for each in (self._source.file, *span)]
-        call = ast.Call(ast.Name(_CALL, ast.Load()), [*where, node], [])
+        where: list[Any] = [*map(ast.Constant, (self._source.file, *span)), node]
+        call = ast.Call(ast.Name(_CALL, ast.Load()), where, [])
         return ast.copy_location(call, node)
 
     def _function(self, node: Any) -> Any:
@@ -166,10 +166,10 @@ def marking() -> Iterator[Sequence[Marked]]:
     frames: dict[Any, int] = {}  # kept, so that no two frames have the same id
 
     def mark(file: str, first: int, last: int, value: Any) -> Any:
-        array: Any = value if isinstance(value, jax.Array | np.ndarray) else None
-        if array is None and hasattr(type(value), "__jax_array__"):
-            array = value.__jax_array__()
-        if array is not None:
+        array: Any = value
+        if not isinstance(value, jax.Array) and (as_array := getattr(type(value), "__jax_array__", None)) is not None:
+            array = as_array(value)  # of nnx.Param
+        if isinstance(array, jax.Array | np.ndarray):
             frame = frames.setdefault(sys._getframe(1), len(frames))
             checkpoint_name(array, f"{MARK}{len(found)}")
             found.append(Marked(file, (first, last), frame))
