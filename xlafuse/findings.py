@@ -98,7 +98,7 @@ def _lines(equations: Collection[Any]) -> frozenset[str]:
     from xlafuse.fusion.sources import stack_of
 
     stacks = (stack_of(equation, outside=__file__) for equation in equations)
-    return frozenset(f"{PurePath(stack[0].file).name}:{stack[0].first_line}" for stack in stacks if stack)
+    return frozenset(f"{PurePath(stack[0].file).name}:{stack[0].line}" for stack in stacks if stack)
 
 
 def _call(site: Site) -> str:

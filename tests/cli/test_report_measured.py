@@ -53,9 +53,9 @@ def test_measuring_writes_what_it_measured(invoke, compared, monkeypatch: pytest
 
     compare = comparison.compare
     monkeypatch.setattr(comparison, "compare", lambda *args, **kwargs: with_times(compare(*args, **kwargs)))
-    result = invoke("report", "--measure", "--strategies", "xla")
+    result = invoke("report", "--measure", "--strategies", "xla", "-o", "timed")
     assert result.exit_code == 0, result.output
-    assert set(measurements.load(Path("xlafuse-report/measured.json")).strategies) >= {"xla", "pallas"}
+    assert set(measurements.load(Path("timed/measured.json")).strategies) >= {"xla", "pallas"}
 
 
 @pytest.mark.parametrize(
