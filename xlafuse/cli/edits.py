@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-import inspect
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-import jax
 import numpy as np
 
-import pallas_kernels
+from xlafuse.cli.calls import Text, call_text, number_text, own_results
 from xlafuse.cli.fingerprints import MARK, Fingerprint, Numbering, Path, graph_numbers
 from xlafuse.cli.probes import Marked, Source, Span
 from xlafuse.fusion.binding import is_permuted, laid_out, order_of
 from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.site import Site
-
-Text = tuple[str | Span, ...]
-"""Text with places of the file whose text, edited too, is part of it."""
 
 _HOMES = ("xlafuse.kernels", "pallas_kernels")
 """Modules that have the operations."""
@@ -249,7 +242,7 @@ class _SiteEdits:
         binding = self._site.arrays[name]
         value = binding.value
         if value.literal is not None:
-            return (_number(value.literal),)
+            return (number_text(value.literal),)
         if value not in self._values:
             return None
         keeps = name in self._site.broadcasting
@@ -267,58 +260,6 @@ class _SiteEdits:
         first, last = place.span
         is_outside = {span: not (first <= span[0] and span[1] <= last) for span in spans}
         return min(spans, key=lambda span: (span[1] - span[0] > 40, is_outside[span], span[1] - span[0]), default=None)
-
-
-def _prepared(site: Site, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return site.prepare(dict(arrays)) if site.prepare is not None else dict(arrays)
-
-
-def _structs(site: Site) -> dict[str, Any]:
-    return {name: jax.ShapeDtypeStruct(each.shape, each.value.dtype) for name, each in site.arrays.items()}
-
-
-def own_results(site: Site) -> list[Any]:
-    """Returns shapes and dtypes of what a site's operation returns."""
-    function, options = getattr(pallas_kernels, site.operation), {**site.options, "implementation": "xla"}
-    structs = _structs(site)
-    return jax.tree.leaves(jax.eval_shape(lambda given: function(**_prepared(site, given), **options), structs))
-
-
-def call_text(site: Site, arguments: Mapping[str, Text], callee: Callable[[str], str] = str) -> Text:
-    """Returns the call of a site's operation.
-
-    arguments: expressions for its arrays. callee: returns the expression for a name of `xlafuse.kernels`.
-    """
-    texts: list[Text] = []
-
-    def written(given: dict[str, Any]) -> None:
-        names = {id(array): name for name, array in given.items()}
-
-        def text(name: str, value: Any) -> Text:
-            if isinstance(value, jax.Array):
-                name = names.get(id(value), name)
-                return arguments.get(name, (name,))
-            if isinstance(value, tuple):
-                return ("(", *_listed([text(name, each) for each in value]), ")")
-            if dataclasses.is_dataclass(value):
-                own = [each for each in dataclasses.fields(value) if getattr(value, each.name) is not each.default]
-                fields = [(f"{each.name}=", *text(each.name, getattr(value, each.name))) for each in own]
-                return (f"{callee(type(value).__name__)}(", *_listed(fields), ")")
-            return (_number(value),)
-
-        values = {**site.options, **_prepared(site, given)}
-        for name, parameter in inspect.signature(getattr(pallas_kernels, site.operation)).parameters.items():
-            if values.get(name) is not None:
-                keyword = () if parameter.kind is parameter.POSITIONAL_OR_KEYWORD else (f"{name}=",)
-                texts.append((*keyword, *text(name, values[name])))
-
-    jax.eval_shape(written, _structs(site))
-    call = (f"{callee(site.operation)}(", *_listed(texts), ")")
-    return ("(-", *call, ")") if site.negated else call
-
-
-def _listed(texts: Sequence[Text]) -> Text:
-    return tuple(part for place, text in enumerate(texts) for part in ((", ",) if place else ()) + text)
 
 
 def _callee(source: Source, name: str, imports: dict[str, None]) -> str:
@@ -410,12 +351,3 @@ def _whole(data: bytes, span: Span) -> Span:
 
 _BEFORE_PARENTHESES = rb"([=(,\[{:+\-*/@]|\b(return|in|and|or|not|yield|else|if))\s*$"
 """What stands before parentheses that are not a call's."""
-
-
-def _number(value: Any) -> str:
-    """Formats a value as a Python literal, a number with as few digits as distinguish it from other float32 values."""
-    if isinstance(value, str):
-        return json.dumps(value)
-    if isinstance(value, float | np.floating) and float(np.float32(value)) == value:
-        return str(np.float32(value))
-    return repr(value.item() if isinstance(value, np.generic) else value)

@@ -160,7 +160,7 @@ def _findings(
     import jax
 
     from hlo_analysis.capture.lowering import function_name
-    from xlafuse.cli.edits import call_text
+    from xlafuse.cli.calls import call_text
     from xlafuse.cli.site_diff import Program, checked_edits
     from xlafuse.fusion.api import is_differentiated
     from xlafuse.fusion.evaluate import evaluate
@@ -327,7 +327,8 @@ def _show(findings: Findings) -> None:
         line(findings.note)
     for each in findings.taken:
         times = f", {each.count} times" if each.count > 1 else ""
-        what = f"{each.operation} by {each.implementation} for {plural(each.equations, 'equation')}{times}"
+        by = "computed by XLA here," if each.implementation == "xla" else f"by {each.implementation}"
+        what = f"{each.operation} {by} for {plural(each.equations, 'equation')}{times}"
         line(f"\n{each.where}, in {each.function}: {what}", "cyan")
         if not each.is_in_diff:
             line(f"    by hand: {each.call}")

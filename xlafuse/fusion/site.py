@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +77,9 @@ class Site:
 
 
 def _results(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
-    results = getattr(pallas_kernels, operation)(**arrays, **options)
+    function = getattr(pallas_kernels, operation)
+    call = inspect.signature(function).bind(**arrays, **options)  # as a program would write it: x by place
+    results = function(*call.args, **call.kwargs)
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
