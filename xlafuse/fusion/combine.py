@@ -69,9 +69,10 @@ def combined(
     ]
     wanted = [site for site in together if site.operation not in _PARTS and combination.is_wanted(site.operation)]
     called, written, more = worthwhile(graph, wanted, combination.implementation, keeps_all=ops is not None)
+    called = with_streams(graph, called, combination.implementation)
     if combination.judges:
         called = with_gradients_only(graph, called)
-    return with_streams(graph, called, combination.implementation), tuple(written), [*refused, *more]
+    return called, tuple(written), [*refused, *more]
 
 
 class Combination:

@@ -29,7 +29,7 @@ class Site:
     transposed, () for not at all. covered: the equations that the call replaces. shared: covered equations that other
     sites may need. stream: the input of the norm that the call computes, which it also returns, as the last result.
     Equations and sites that are evaluated later read that. is_for_gradients: whether XLA computes it where it is not
-    differentiated; there is one result then.
+    differentiated; of a norm of a sum there is one result then.
     """
 
     operation: str
@@ -61,7 +61,8 @@ class Site:
         arrays = arrays if self.prepare is None else self.prepare(arrays)
         options = {**self.options} if implementation is None else {**self.options, "implementation": implementation}
         if self.is_for_gradients:
-            results = _by_xla_unless_differentiated(self.operation, arrays, options)
+            options |= {} if self.stream is None else {"returns_total": True}
+            results = _by_xla_unless_differentiated(self.operation, arrays, options, len(self.outputs))
         elif self.stream is None:
             results = _results(self.operation, arrays, options)
         elif "norm" in arrays:
@@ -84,14 +85,16 @@ def _results(operation: str, arrays: Mapping[str, Any], options: Mapping[str, An
 
 
 def _by_xla_unless_differentiated(
-    operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]
+    operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any], count: int
 ) -> tuple[Any, ...]:
+    """Returns the first results, as many as `count`."""
+
     def by_kernel(arrays):
-        return _results(operation, arrays, options)
+        return _results(operation, arrays, options)[:count]
 
     def by_xla(arrays):
         with listening(lambda choice: None):
-            return _results(operation, arrays, {**options, "implementation": "xla"})
+            return _results(operation, arrays, {**options, "implementation": "xla"})[:count]
 
     jax.eval_shape(by_kernel, dict(arrays))  # tells a listener the choice
     return differentiated_as(by_kernel, by_xla)(varying_alike(dict(arrays)))
