@@ -57,7 +57,7 @@ def leave_out_packages(*names: str) -> None:
     _LIBRARIES.update(names)
 
 
-for _name in ("lowering.py", "api.py", "module_scopes.py", "patches.py"):
+for _name in ("lowering.py", "api.py", "meshes.py", "module_scopes.py", "patches.py"):
     leave_out_frames(str(Path(__file__).with_name(_name)))
 
 

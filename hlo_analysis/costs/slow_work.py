@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hlo_analysis.hlo import Computation, Instruction, Module, Shape
-from hlo_analysis.hlo.attributes import dot_dimensions
+from hlo_analysis.hlo import Instruction, Shape
 
 ALIGNED_BYTES = 16
 """What one thread loads at once, and TMA's least pitch of rows."""
@@ -30,11 +29,10 @@ def atomic_updates(instructions: Mapping[str, Instruction]) -> int:
     )
 
 
-def row_alignment(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Returns how many bytes the starts of the rows of a product's operands are all multiples of, 16 at most."""
-    body = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else computation
-    products = [each for each in body.instructions.values() if each.opcode == "dot" and dot_dimensions(each)]
-    rows = [_row_bytes(body.instructions[name].shape) for each in products for name in each.operands]
+def row_alignment(instructions: Mapping[str, Instruction]) -> int:
+    """Returns how many bytes the starts of the rows of a fused product's operands are all multiples of, 16 at most."""
+    names = [name for each in instructions.values() if each.opcode == "dot" for name in each.operands]
+    rows = [_row_bytes(instructions[name].shape) for name in names if name in instructions]
     return min((ALIGNED_BYTES, *(size & -size for size in rows if size)))
 
 

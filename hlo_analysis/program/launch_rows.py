@@ -115,7 +115,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
             kind=kind,
             reduced=reduced_elements(facts.instructions) if kind in EMITTERS else 0,
             atomic_updates=atomic_updates(facts.instructions),
-            row_alignment=row_alignment(module, site.computation, instruction),
+            row_alignment=row_alignment(facts.instructions),
             attention=is_attention(instruction, kernel),
             grid=grid,
             cache_bytes=cache_bytes(module, instruction, kind),

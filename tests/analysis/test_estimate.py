@@ -69,7 +69,7 @@ ENTRY main {
 @pytest.mark.parametrize(("vocabulary", "alignment"), [(50257, 2), (30522, 4), (50260, 8), (50264, 16), (50304, 16)])
 def test_alignment_of_a_product_s_rows(vocabulary: int, alignment: int):
     module = parse_module(PRODUCT_OF_ODD_ROWS % (vocabulary, vocabulary))
-    assert row_alignment(module, module.entry, module.entry.root_instruction) == alignment
+    assert row_alignment(module.entry.instructions) == alignment
 
 
 SCATTER = """HloModule scatter

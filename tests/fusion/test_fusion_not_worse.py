@@ -136,7 +136,7 @@ def test_what_is_taken_is_not_worse(name):
     assert_not_worse(fn, *arguments)
 
 
-PROGRAMS = ("bert", "dlrm", "experts", "gemma", "graphnet", "haiku_lm", "lm1b", "mixer", "pointnet", "resnet", "unet",
+PROGRAMS = ("bert", "dlrm", "experts", "gemma", "graphnet", "haiku_lm", "lm1b", "mixer", "pointnet", "unet",
             "vae", "vit")  # fmt: skip
 
 
