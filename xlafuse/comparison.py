@@ -261,7 +261,7 @@ def _plain(strategy: Strategy, jobs: Iterable[_Job], results: Mapping[str, Strat
 
 
 def _with_regression(result: StrategyResult, plain: Analysis, strategy: Strategy, program: _Program) -> StrategyResult:
-    """Returns a result that names the operations by which `fuse` makes the program worse, if it does."""
+    """Adds to a strategy's result how `fuse` makes the program worse, and what to skip."""
     from xlafuse.regressions import find_regression
 
     if result.analysis is None:
