@@ -158,7 +158,8 @@ def _ends(analysis: Analysis, name: str) -> tuple[_End, ...]:
         return tuple(_End(launch=index) for index in exact)
     named = [(decision.producer, decision.producer_launch) for decision in analysis.decisions]
     named += [(decision.consumer, decision.consumer_launch) for decision in analysis.decisions]
-    if held := sorted({launch for instruction, launch in named if instruction == name and launch is not None}):
+    held_in = [(instruction, launch) for instruction, launch in named if launch is not None]
+    if held := sorted({launch for instruction, launch in held_in if instruction == name}):
         return tuple(_End(launch=launch, instruction=name) for launch in held)
     if scoped := [launch.index for launch in analysis.launches if launch.scope == name]:
         return tuple(_End(launch=index) for index in scoped)
@@ -171,7 +172,7 @@ def _ends(analysis: Analysis, name: str) -> tuple[_End, ...]:
             for text in (launch.name, launch.op_name, launch.scope, launch.source or "", *_scopes(launch.scopes))
         )
         or part in dict(launch.opcodes)
-    ]
+    ] or sorted({launch for instruction, launch in held_in if part in instruction.lower()})
     if found:
         return tuple(_End(launch=index) for index in found)
     known = dict.fromkeys(
@@ -182,7 +183,7 @@ def _ends(analysis: Analysis, name: str) -> tuple[_End, ...]:
     )
     raise UnknownEdgeError(
         f"no launch or instruction of {analysis.label} has {name!r} in its name, op name, scope or source"
-        f"{nearest_names(name, known | dict.fromkeys(instruction for instruction, _ in named))}"
+        f"{nearest_names(name, known | dict.fromkeys(instruction for instruction, _ in held_in))}"
     )
 
 

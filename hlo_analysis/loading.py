@@ -73,7 +73,7 @@ def load_function(name: str, option: str = "--fn") -> Callable[..., Any]:
     """
     found = load_attribute(name, option)
     if not callable(found):
-        raise InputError(f"expected a function from {option} {name}, got a {type(found).__name__}")
+        raise InputError(f"expected a function from {option} {name}, got {type(found).__name__}")
     return found
 
 

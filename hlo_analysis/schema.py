@@ -59,7 +59,7 @@ def from_json[T: (Analysis, Comparison)](cls: type[T], text: str | bytes) -> T:
     except ValueError as error:
         raise DumpError(f"expected {cls.__name__} JSON: {error}") from error
     if not isinstance(data, dict):
-        raise DumpError(f"expected {cls.__name__} JSON, an object; got a {type(data).__name__}")
+        raise DumpError(f"expected {cls.__name__} JSON, an object; got {type(data).__name__}")
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise DumpError(

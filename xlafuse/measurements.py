@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from hlo_analysis.measured import KernelEvent, Profile, ProfileMismatchError, join, read_profile, with_measured
+from hlo_analysis.measured import KernelEvent, Profile, ProfileMismatchError, join, with_measured
 from hlo_analysis.records import Analysis, Comparison, Measured
 from xlafuse.errors import XlafuseError
 
@@ -66,7 +66,9 @@ def load(path: Path) -> Measurements:
                 "report --measure` writes beside report.html"
             )
         return _ADAPTER.validate_python(data, strict=False)
-    except (OSError, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise MeasurementsError(f"cannot read {path}: {error.strerror}") from None
+    except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MeasurementsError(
             f"{path} holds no measured times, or was cut off: {str(error).splitlines()[0]}"
         ) from None
@@ -94,15 +96,13 @@ def with_measurements(comparison: Comparison, measurements: Measurements) -> Com
     return _replaced(comparison, made)
 
 
-def with_profile(comparison: Comparison, path: Path) -> Comparison:
+def with_profile(comparison: Comparison, profile: Profile) -> Comparison:
     """Returns the comparison with the times of a `jax.profiler` profile, for each strategy whose program it shows.
 
     Raises:
         MeasurementsError: the profile shows none of them; the message names the first launch where the baseline
             differs.
-        DumpError: there is no profile, or one without a GPU.
     """
-    profile = read_profile(path)
     made: dict[str, Analysis] = {}
     reasons: dict[str, str] = {}
     for name, analysis in _analysed(comparison):
@@ -111,7 +111,7 @@ def with_profile(comparison: Comparison, path: Path) -> Comparison:
         except ProfileMismatchError as error:
             reasons[name] = str(error)
     if not made:
-        raise MeasurementsError(f"{path}, beside {comparison.baseline}: {reasons[comparison.baseline]}")
+        raise MeasurementsError(f"the profile, beside {comparison.baseline}: {reasons[comparison.baseline]}")
     return _replaced(comparison, made)
 
 

@@ -33,9 +33,7 @@ def compile_error(result: Mapping[str, Any], target: Target, last_words: str) ->
     unknown = _NO_SUCH_OPTION.search(message)
     if unknown:
         name = unknown[1]
-        return UnknownOptionError(
-            f"XLA has no compiler option {name!r}{nearest_names(name, option_names()) or '; see compiler_options='}"
-        )
+        return UnknownOptionError(f"XLA has no compiler option {name!r}{nearest_names(name, option_names())}")
     if target.kind == "cuda" and "topology not implemented" in message:
         return CaptureError(
             f"compiling for {target.name} needs XLA's CUDA compiler, which is not installed: "

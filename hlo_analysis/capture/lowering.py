@@ -152,13 +152,10 @@ def lower(
     except CaptureError:
         raise
     except (Exception, SystemExit) as error:
-        reason = str(error).strip().split("\n\n")[0]
-        if type(error).__name__ == "TraceContextError":  # of flax.nnx: a module in train mode, say
-            reason += "; pass what changes its state as an argument: capture(lambda model, x: model(x), model, x)"
+        advice = "pass what changes its state as an argument: capture(lambda model, x: model(x), model, x)"
         raise CaptureError(
             f"{name} could not be traced for {target.name} with arguments ({', '.join(described) or 'none'}), "
-            f"mode {mode!r}: {type(error).__name__}{reason and f': {reason}'}"
-            f"{user_line(error)}"
+            f"mode {mode!r}: {tracing_error(error, advice)}"
         ) from error
     seconds = time.thread_time() - started
     return Lowered(
@@ -171,10 +168,17 @@ def lower(
     )
 
 
-def user_line(error: BaseException) -> str:
-    """A line '  at file.py:3, in function: code' for the innermost frame of the user's; '' where there is none."""
+def tracing_error(error: BaseException, nnx_advice: str) -> str:
+    """What a failed trace raised, with the user's line; `nnx_advice` goes to a flax.nnx module that changes state.
+
+    JAX also names the traced function and its argument. Those may be a wrapper's, and the user's line tells more.
+    """
+    first = str(error).strip().split("\n\n")[0].splitlines()
+    reason = "\n".join(line for line in first if not line.startswith("The error occurred while tracing the function"))
+    if type(error).__name__ == "TraceContextError":
+        reason += f"; {nnx_advice}"
     place = user_place(error)
-    return f"\n  at {place}" if place else ""
+    return f"{type(error).__name__}{reason and f': {reason}'}" + (f"\n  at {place}" if place else "")
 
 
 def user_place(error: BaseException) -> str:

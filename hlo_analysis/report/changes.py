@@ -112,7 +112,7 @@ def _name(launch: Launch) -> str:
 
 
 def _counts(before: int, after: int) -> tuple[str, str, str]:
-    return str(before), str(after), f"{after - before:+d}" if after != before else "="
+    return str(before), str(after), f"{after - before:+d}".replace("-", "−") if after != before else "="
 
 
 def _sizes(before: int, after: int) -> tuple[str, str, str]:

@@ -50,7 +50,7 @@ def render_html(comparison: Comparison) -> str:
     """
     base = comparison[comparison.baseline]
     shown = base.analysis or next((each.analysis for each in comparison.strategies if each.analysis), None)
-    memory = "HBM" if shown is None else shown.device.memory_name
+    memory = sentences.memory_name(comparison)
     strategies = [
         _strategy(comparison, result, base.analysis, units_of(comparison)) for result in comparison.strategies
     ]

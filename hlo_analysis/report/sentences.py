@@ -34,6 +34,11 @@ TARGET_NAMES = {
 }
 
 
+def memory_name(comparison: Comparison) -> str:
+    """What to call the memory that the programs' launches read and write: 'HBM', or 'memory' where there is none."""
+    return next((each.analysis.device.memory_name for each in comparison.strategies if each.analysis), "HBM")
+
+
 def target_name(name: str) -> str:
     """Returns the target's name as used in a sentence."""
     return TARGET_NAMES.get(name, name)

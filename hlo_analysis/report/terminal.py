@@ -80,7 +80,7 @@ def strategy_table(comparison: Comparison, *, left_out: Sequence[str] = ()) -> T
     headings = {
         "launches": "launches\ncounted",
         "kinds": "by kind\ncounted",
-        "traffic": f"HBM {units.traffic.name}\ncounted",
+        "traffic": f"{sentences.memory_name(comparison)} {units.traffic.name}\ncounted",
         **({"saved": "saved\ncounted"} if comparison.unfused else {}),
         "roofline": f"roofline {units.time.name}\nestimated",
         "estimate": f"estimate {units.time.name}\nestimated",
@@ -113,7 +113,7 @@ def _cells(comparison: Comparison, result: StrategyResult, base: Analysis | None
     analysis = result.analysis
     measured = {"time": units.time.show(result.measured_us), "wall": units.time.show(result.wall_us)}
     if analysis is None:
-        return {"launches": "[red]none[/]", "kinds": "see below", **measured}
+        return {"kinds": "see below", **measured}
     against = base if base is not None and base is not analysis else None
     bytes_moved, roofline = analysis.traffic.bytes, analysis.roofline_us
     return {
@@ -145,8 +145,9 @@ def _with_change(text: str, value: float, base: float | None) -> str:
 def _footnotes(comparison: Comparison) -> list[str]:
     """Explains the table: the baseline, GEMM choices, numerics, failures, and limits of the captures."""
     done = [(result, result.analysis) for result in comparison.strategies if result.analysis is not None]
-    saved = f" Saved: of the HBM traffic of {comparison.unfused}." if comparison.unfused else ""
-    lines = [f"* baseline of the differences. HBM: bytes read and written.{saved}"]
+    memory = sentences.memory_name(comparison)
+    saved = f" Saved: of the {memory} traffic of {comparison.unfused}." if comparison.unfused else ""
+    lines = [f"* baseline of the differences. {memory}: bytes read and written.{saved}"]
     choices: dict[str, list[str]] = {}
     for result, analysis in done:
         choices.setdefault(sentences.gemm_choice(analysis.provenance), []).append(result.name)

@@ -60,6 +60,16 @@ def test_one_name_gives_the_edges_at_it(block: Analysis):
     assert {(edge.producer, edge.consumer) for edge in find_edges(block, "softmax_fusion")} == {(4, 5), (5, 6)}
 
 
+def test_part_of_an_instruction_s_name_means_the_launch_that_holds_it(block: Analysis):
+    held = replace(block.decisions[0], producer="triton_softmax.3", producer_launch=5)
+    lost = replace(block.decisions[0], producer="gone.7", producer_launch=None)
+    changed = replace(block, decisions=(held, lost))
+    assert find_edges(changed, "triton_soft") == find_edges(changed, "5")
+    with pytest.raises(UnknownEdgeError) as error:
+        find_edges(changed, "gone.8")
+    assert "'gone.7'" not in str(error.value)
+
+
 def test_several_edges_are_listed(block: Analysis):
     with pytest.raises(UnknownEdgeError, match=r"fit 2 edges: #4 gemm_fusion_dot\.2 → #5 .*name launches by number"):
         find_edge(block, "block/attention", "block/attention")

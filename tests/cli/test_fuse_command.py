@@ -327,7 +327,7 @@ def test_differentiated_functions_are_told(fused, invoke):
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("number", [], "expected a function from --fn fused_model.py:number, got a int"),
+        ("number", [], "expected a function from --fn fused_model.py:number, got int"),
         ("blok", [], "no 'blok' in fused_model; did you mean 'block'"),
         ("near", [*ROWS], "Give one --shape "),
         ("near", [*ROWS, *SCALE, "--ops", "rms"], "fuse: no operation 'rms'; ops are among"),

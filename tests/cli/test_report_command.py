@@ -226,7 +226,7 @@ def test_open_shows_the_page(invoke, compared, tmp_path: Path, monkeypatch: pyte
         (("--fn", "json:dumsp"), "no 'dumsp' in json; did you mean 'dump' or 'dumps'"),
         (("--fn", "json:dumps.nothing"), "no 'nothing' in dumps"),
         (("--fn", "jax.numpy:tanh", "--shape", "f64[4]"), "JAX makes float32 of it unless JAX_ENABLE_X64=1 is set"),
-        (("--fn", "json:__name__"), "expected a function from --fn json:__name__, got a str"),
+        (("--fn", "json:__name__"), "expected a function from --fn json:__name__, got str"),
         (("--fn", "jax.numpy:tanh", "--shape", "bf17[4]"), "unknown element type 'bf17' in 'bf17[4]'; did you mean"),
         (("--fn", "jax.numpy:tanh", "--shape", "4x4"), "expected --shape as 'bf16[8192,4096]'"),
         (("--fn", "jax.numpy:tanh", "--shape", "f32[4,-1]"), "expected whole numbers"),

@@ -72,3 +72,4 @@ def test_bad_input_is_told(invoke, compared, words: tuple[str, ...], message: st
     result = invoke("report", *words)
     assert result.exit_code == 2
     assert message in result.stderr.replace("\n", " ")
+    assert bool(compared) == (words[0] == "--trace")  # only the trace needs the comparison

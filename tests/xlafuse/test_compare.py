@@ -167,6 +167,15 @@ def test_a_function_that_does_not_trace_fails_once_for_all():
     assert set(caught.value.reasons) == {"xla", "xla_cublas"}
 
 
+def test_a_function_fails_for_the_same_reason_with_and_without_fuse():
+    def decides(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(ComparisonError, match=r"xla, fused: .*decides could not be traced") as caught:
+        compare(decides, (ROWS,), strategies=["xla", "fused"])
+    assert len(set(caught.value.reasons.values())) == 1
+
+
 def test_a_lone_array_is_one_argument():
     comparison = compare(softmax, ROWS, strategies=["xla"])
     assert comparison["xla"].analysis.provenance.arguments == ("x: bf16[256,512]",)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from hlo_analysis.measured import join
+from hlo_analysis.measured import join, read_profile
 from hlo_analysis.records import Comparison, Measured
 from tests.measured.profiles import profile, xspace
 from tests.report.examples import llama_comparison, with_times
@@ -58,11 +58,11 @@ def test_a_profile_is_of_the_strategies_that_it_shows(comparison: Comparison, tm
     analysis = comparison["xla_cudnn"].analysis
     assert analysis is not None
     write([f"{launch.kernel or 'nvjet'}@{launch.name}" for launch in analysis.launches] * 2)
-    found = times(with_profile(comparison, tmp_path))
+    found = times(with_profile(comparison, read_profile(tmp_path)))
     assert found == {"xla_cudnn": pytest.approx(7.0 * len(analysis.launches), rel=0.01)}
     write(["other"] * 99)
     with pytest.raises(MeasurementsError, match=r"beside xla: the profile is of another program.*has launch 0"):
-        with_profile(comparison, tmp_path)
+        with_profile(comparison, read_profile(tmp_path))
 
 
 def test_recordings_of_the_block_benchmark_are_whole_strategies(comparison: Comparison):

@@ -224,7 +224,7 @@ def strategies() -> None:
 
 @app.command()
 def kernels(
-    operation: Annotated[str | None, typer.Argument(metavar="[NAME]", help="An operation. Default: all.")] = None,
+    operation: Annotated[str | None, typer.Argument(metavar="NAME", help="An operation. Default: all.")] = None,
     arg: Annotated[
         list[str] | None,
         typer.Option(

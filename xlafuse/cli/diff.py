@@ -31,10 +31,10 @@ def diff(
     before: Annotated[
         str | None,
         typer.Argument(
-            metavar="[A]", help="A saved capture, a folder that xla_dump_to wrote, or a report.json[:STRATEGY]."
+            metavar="A", help="A saved capture, a folder that xla_dump_to wrote, or a report.json[:STRATEGY]."
         ),
     ] = None,
-    after: Annotated[str | None, typer.Argument(metavar="[B]", help="The other side, in the same form.")] = None,
+    after: Annotated[str | None, typer.Argument(metavar="B", help="The other side, in the same form.")] = None,
     fn: Fn = None,
     shape: Shape = None,
     args: Args = None,
@@ -48,7 +48,9 @@ def diff(
     ] = None,
     mode: ModeOption = "forward",
     target: Target = "h200",
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of changes of each kind to list.")] = 10,
+    count: Annotated[
+        int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of changes of each kind to list.")
+    ] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
     timeout: Timeout = 300.0,
 ) -> None:

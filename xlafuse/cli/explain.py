@@ -26,13 +26,13 @@ def explain(
     producer: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PRODUCER]",
+            metavar="PRODUCER",
             help="A launch or an instruction: its HLO name, a launch's number, or part of an op name, scope or "
             "source line. Without CONSUMER, lists the edges at it; without both, the costliest edges.",
         ),
     ] = None,
     consumer: Annotated[
-        str | None, typer.Argument(metavar="[CONSUMER]", help="The launch or instruction that reads the value.")
+        str | None, typer.Argument(metavar="CONSUMER", help="The launch or instruction that reads the value.")
     ] = None,
     fn: Fn = None,
     shape: Shape = None,
@@ -46,7 +46,7 @@ def explain(
         bool,
         typer.Option("--ptx", help="Print the PTX of the launches that PRODUCER names, instead of the edges at them."),
     ] = False,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of edges to list.")] = 10,
+    count: Annotated[int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of edges to list.")] = 10,
     timeout: Timeout = 300.0,
 ) -> None:
     """Tell why two parts of a program are in one launch or in two, what that costs, and what to do.

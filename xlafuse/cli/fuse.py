@@ -271,7 +271,7 @@ def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any
         describe_arguments,
         function_name,
         leave_out_packages,
-        user_line,
+        tracing_error,
     )
 
     leaves, structure = jax.tree.flatten(tuple(arguments))
@@ -287,13 +287,10 @@ def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any
     try:
         return jax.make_jaxpr(flat)(*structs), structs
     except (Exception, SystemExit) as error:
-        reason = str(error).strip().split("\n\n")[0]
-        if type(error).__name__ == "TraceContextError":  # of flax.nnx
-            reason += "; have --args return the module, and --fn take it as an argument"
         described = ", ".join(describe_arguments(function, tuple(arguments))) or "none"
         raise InputError(
-            f"{function_name(function)} could not be traced with arguments ({described}): {type(error).__name__}"
-            f"{reason and f': {reason}'}{user_line(error)}"
+            f"{function_name(function)} could not be traced with arguments ({described}): "
+            + tracing_error(error, "have --args return the module, and --fn take it as an argument")
         ) from error
 
 

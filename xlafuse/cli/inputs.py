@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hlo_analysis.loading import argument, first_line, load_attribute, load_function
+from hlo_analysis.report.formats import plural
 from xlafuse.cli.errors import InputError
 
 
@@ -35,7 +36,7 @@ def load_arguments(name: str) -> tuple[Any, ...]:
         except (Exception, SystemExit) as error:
             raise InputError(f"--args {name}: calling it failed: {first_line(error)}") from error
     if not isinstance(found, tuple | list):
-        raise InputError(f"expected a tuple of arguments from --args {name}, got a {type(found).__name__}")
+        raise InputError(f"expected a tuple of arguments from --args {name}, got {type(found).__name__}")
     return tuple(found)
 
 
@@ -55,8 +56,8 @@ def function_arguments(
         signature.bind(*arguments)
     except TypeError as error:
         raise InputError(
-            f"{getattr(fn, '__name__', 'the function')}{signature} cannot be called with {len(arguments)} arguments: "
-            f"{error}. {_how_to_give(signature)}"
+            f"{getattr(fn, '__name__', 'the function')}{signature} cannot be called with "
+            f"{plural(len(arguments), 'argument')}: {error}. {_how_to_give(signature)}"
         ) from None
     return arguments
 

@@ -41,7 +41,7 @@ def print_strategies() -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("what it does", min_width=30)
-    table.add_column("needs", min_width=8)
+    table.add_column("needs", no_wrap=True)
     for name, strategy in STRATEGIES.items():
         table.add_row(name, escape(strategy.description), ", ".join(strategy.requires) or "–")
     _print(table)

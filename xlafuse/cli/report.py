@@ -113,11 +113,13 @@ def _last_note(analysis: Analysis) -> str:
 
 def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
     """Returns the comparison, its files, and the names of the strategies that failed."""
+    from hlo_analysis.measured import read_profile
     from hlo_analysis.report import redacted
     from xlafuse.measurements import load, with_measurements, with_profile
 
     program, shapes = _program(request) if not request.captures else (None, ())
     measured = load(request.measured) if request.measured else None
+    profile = read_profile(request.profile) if request.profile else None
     folder = request.output or (None if request.json and not request.open_page else _unused_folder())
     with output_folder(folder) if folder else nullcontext():
         if request.captures:
@@ -128,8 +130,8 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
             comparison, failed = _compare(request, program, shapes)
         if measured is not None:
             comparison = with_measurements(comparison, measured)
-        if request.profile is not None:
-            comparison = with_profile(comparison, request.profile)
+        if profile is not None:
+            comparison = with_profile(comparison, profile)
         if request.redact:
             comparison = redacted(comparison)
         written = _write(comparison, folder, has_times=request.measure) if folder else []
