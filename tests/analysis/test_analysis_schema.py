@@ -78,7 +78,7 @@ def test_the_schema_refuses_what_is_missing_or_wrong(analyses):
     [
         ("", "expected Analysis JSON: "),
         ('{"schema_version": 1,', "expected Analysis JSON: "),
-        ("[1]", "an object; got a list"),
+        ("[1]", "an object; got list"),
         ("{}", "of schema version 3, got None"),
         ('{"schema_version": 1}', "of schema version 3, got 1; make the report again"),
         ('{"schema_version": 3, "label": 3}', "label: Input should be a valid string"),
