@@ -64,6 +64,11 @@ class Match:
     variables: Mapping[int, int]
     differences: tuple[Difference, ...] = ()
 
+    @property
+    def only_rounds(self) -> bool:
+        """Returns whether the program has fewer bits and is else the pattern."""
+        return all(each.kind == "rounds" for each in self.differences)
+
 
 @dataclass
 class Failure:

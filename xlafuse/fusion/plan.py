@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from xlafuse.fusion.binding import Binding, transposed
 from xlafuse.fusion.combine import combined
 from xlafuse.fusion.graph import Equation, Graph, Value, build, is_free
-from xlafuse.fusion.reasons import OPERATIONS
-from xlafuse.fusion.search import Search, is_computed_by, origin
+from xlafuse.fusion.reasons import refusals
+from xlafuse.fusion.search import Search
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sites import Spelling
 from xlafuse.fusion.words import noun
@@ -21,14 +22,19 @@ class Plan:
     """The sites of a graph.
 
     written: sites that XLA computes best, whose equations stay. inner: the plans of the bodies of loops and calls, by
-    equation and parameter.
+    equation and parameter. why_not: makes `refusals`.
     """
 
     graph: Graph
     sites: tuple[Site, ...]
     written: tuple[Site, ...]
-    refusals: tuple[Refusal, ...]
     inner: Mapping[Equation, Mapping[str, tuple[Plan, ...]]]
+    why_not: Callable[[], tuple[Refusal, ...]]
+
+    @functools.cached_property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The values that are nearly results of operations, and why they are not. Computing it takes time."""
+        return self.why_not()
 
     @property
     def changes(self) -> bool:
@@ -81,41 +87,12 @@ def make_plan(
             bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), spellings, allow, ops, skip) for body in own)
         if bodies:
             inner[equation] = bodies
-    found = (*sites, *written)
-    taken = frozenset().union(*(site.covered | site.shared for site in found), *(each.covered for each in combining))
-    others = frozenset().union(*(site.covered for site in found if site.operation != "linear"))
-    of_products = frozenset().union(*(site.covered for site in found)) - others
-    outside = [
-        *(each for each in overlapping if not is_computed_by(each.value, taken)),
-        *search.refused(spellings, taken, of_products),
-    ]
-    combining, outside = _told_once(combining, outside)
-    named: dict[Any, Refusal] = {}
-    for each in (*combining, *outside):
-        each = replace(each, operation=OPERATIONS.get(each.operation, each.operation))
-        named.setdefault((each.operation, origin(each.value).equation), each)
-    refusals = [
-        each for each in named.values() if (ops is None or each.operation in ops) and each.operation not in skip
-    ]
-    return Plan(graph=graph, sites=sites, written=written, refusals=tuple(refusals), inner=inner)
 
+    def why_not() -> tuple[Refusal, ...]:
+        found = refusals(search, spellings, (*sites, *written), combining, overlapping)
+        return tuple(each for each in found if (ops is None or each.operation in ops) and each.operation not in skip)
 
-def _told_once(known: Sequence[Refusal], found: Sequence[Refusal]) -> tuple[list[Refusal], list[Refusal]]:
-    """Leaves out what is said of a part of what another refusal of the operation covers.
-
-    A reason that is known of one value, with no equations, stands for what covers that value.
-    """
-    kept, told = [], list(found)
-    for each in known:
-        same = [other for other in told if other.operation == each.operation]
-        if each.covered:
-            if not any(each.covered < other.covered for other in same):
-                kept.append(each)
-            continue
-        around = next((other for other in same if each.value.equation in other.covered), None)
-        kept.append(each if around is None else replace(each, covered=around.covered))
-        told = [other for other in told if other is not around]
-    return kept, told
+    return Plan(graph=graph, sites=sites, written=written, inner=inner, why_not=why_not)
 
 
 def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Site, ...], list[Refusal]]:

@@ -1,23 +1,95 @@
-"""Says why a part of a program is not an operation, in its author's words."""
+"""Says why parts of a program are not operations, in its author's words.
+
+Planning needs none of this: a report asks for it. A value is told by the first of these that it is: the match of a
+spelling that is refused; an operation but for a few differences (see `near`); a value of which much matches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from xlafuse.fusion.binding import equations_between
 from xlafuse.fusion.dropout import is_random
-from xlafuse.fusion.graph import LAYOUTS, Equation, Value, is_free
+from xlafuse.fusion.graph import Equation, Value, is_free
 from xlafuse.fusion.layouts import number
 from xlafuse.fusion.match import Difference, Match, other_number
-from xlafuse.fusion.site import Refusal
+from xlafuse.fusion.near import MOST_STEPS, computes_wide, nearest
+from xlafuse.fusion.search import TELLING, Attempt, Search, is_computed_by, origin, pieces_of
+from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.sites import OPERATIONS, Spelling
+from xlafuse.fusion.terms import BY_ELEMENT
 from xlafuse.fusion.words import listed, noun
 
-OPERATIONS = {"rotation": "rope", "dequantized": "quantized_linear"}
-"""The operations that reports name for parts that are none themselves."""
+_LEAST_FITTED = 4
+"""A value is told as nearly an operation if at least so many parts fitted, or all but a few differences."""
+_REACH = 40
+
+
+def refusals(
+    search: Search,
+    spellings: Sequence[Spelling],
+    sites: Sequence[Site],
+    combining: Sequence[Refusal],
+    overlapping: Sequence[Refusal],
+) -> tuple[Refusal, ...]:
+    """Returns why values outside the sites are not results of operations, once for each operation and value.
+
+    combining, overlapping: what was refused when sites were combined, and since they overlap.
+    """
+    taken = frozenset().union(*(site.covered | site.shared for site in sites), *(each.covered for each in combining))
+    by_linear, by_others = (
+        frozenset().union(*(site.covered for site in sites if (site.operation == "linear") is is_linear))
+        for is_linear in (True, False)
+    )
+
+    def is_taken(operation: str, value: Value) -> bool:
+        """Returns whether a site has a value; what `linear` has, `lora_linear` may have more of."""
+        return is_computed_by(value, taken - (by_linear - by_others) if operation == "lora_linear" else taken)
+
+    for spelling in spellings:
+        if not spelling.may_be_taken:
+            list(search.sites(spelling, outside=taken))
+    disallowed = [each for each in search.disallowed if not is_taken(each.operation, each.value)]
+    told = {(each.operation, origin(each.value)) for each in disallowed}
+    attempts = {
+        (operation, value): sorted(own, key=lambda each: -each.failure.fitted)
+        for (operation, value), own in search.attempts.items()
+        if not is_taken(operation, value) and (operation, origin(value)) not in told
+    }
+    misses = _apart(list(_misses(attempts, can_round="rounding" not in search.allow)))
+    known = frozenset().union(*search.fitting, *(each.covered for each in (*misses, *disallowed)))
+    found = [each for each in overlapping if not is_computed_by(each.value, taken)]
+    found += [*disallowed, *(miss.refusal() for miss in misses), *_deepest(attempts, known)]
+    combining, found = _told_once(combining, found)
+    named: dict[Any, Refusal] = {}
+    for each in (*combining, *found):
+        operation = OPERATIONS.get(each.operation, each.operation)
+        named.setdefault((operation, origin(each.value).equation), replace(each, operation=operation))
+    return tuple(named.values())
+
+
+def _told_once(known: Sequence[Refusal], found: Sequence[Refusal]) -> tuple[list[Refusal], list[Refusal]]:
+    """Leaves out what is said of a part of what another refusal of the operation covers.
+
+    A reason that is known of one value, with no equations, stands for what covers that value.
+    """
+    kept, told = [], list(found)
+    for each in known:
+        same = [other for other in told if other.operation == each.operation]
+        if each.covered:
+            if not any(each.covered < other.covered for other in same):
+                kept.append(each)
+            continue
+        around = next((other for other in same if each.value.equation in other.covered), None)
+        kept.append(each if around is None else replace(each, covered=around.covered))
+        told = [other for other in told if other is not around]
+    return kept, told
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Miss:
+class _Miss:
     """A value that is the result of an operation but for some differences. is_allowed: allow={"rounding"} takes it."""
 
     operation: str
@@ -38,36 +110,54 @@ class Miss:
         """Returns the refusal, at the first further step or other number, if there is one."""
         steps = [each.value for each in self.match.differences if each.kind in ("step", "number")]
         place = next((value for value in steps if value.equation is not None), self.value)
-        return Refusal(operation=self.operation, value=place, reason=self.reason(), covered=self.covered)
-
-    def reason(self) -> str:
-        """Says what the operation does not do as the program does."""
-        operation = OPERATIONS.get(self.operation, self.operation)
-        options = [f"a {name}" for name in ("bias", "mask", "residual") if name in self.match.arrays]
-        with_options = f"{operation} with {listed(options)}" if options else operation
-        found = sorted(self.match.differences, key=lambda each: _index(each.value))
-        steps = [each for each in found if each.kind == "step"]
-        parts = []
-        if any(map(_drops, steps)):
-            parts.append(f"the program drops elements at random (dropout) inside it, which {operation} does not")
-            steps = [each for each in steps if not _drops(each) and not _is_of_number(each)]
-        else:
-            parts += [_other_number(each, operation) for each in found if each.kind == "number"]
-        parts += [f"the program also {_step(each)}, which {with_options} does not" for each in steps]
-        for kind, dtype in (("rounds", "float32"), ("keeps", "16 bits")):
-            if values := [_computed(each.value) for each in found if each.kind == kind]:
-                nouns = listed(list(dict.fromkeys(map(noun, values))))
-                own = next(each.value.dtype for each in found if each.kind == kind)
-                verb, rest = (
-                    ("computes", f"{operation} in") if kind == "rounds" else ("keeps", f"{operation} rounds to")
-                )
-                parts.append(f"the program {verb} {nouns} in {own}, and {rest} {dtype}")
-        return "; ".join(dict.fromkeys(parts)) + ("; allow={'rounding'} takes it" if self.is_allowed else "")
+        reason = _reason(OPERATIONS.get(self.operation, self.operation), self.match)
+        reason += "; allow={'rounding'} takes it" if self.is_allowed else ""
+        return Refusal(operation=self.operation, value=place, reason=reason, covered=self.covered)
 
 
-def apart(misses: Sequence[Miss]) -> list[Miss]:
+def _misses(attempts: Mapping[tuple[str, Value], Sequence[Attempt]], *, can_round: bool) -> Iterator[_Miss]:
+    """Yields the fewest differences between values and operations, where they are few.
+
+    What a line of the program is not, it is in no layer, and what it nearly is, it is in all: so only the first layer
+    is compared with all spellings.
+    """
+    differing: dict[Any, list[tuple[int, Sequence[Attempt]]]] = {}
+    for (operation, value), own in attempts.items():
+        if operation not in TELLING and own[0].failure.fitted < _LEAST_FITTED:
+            continue
+        assert value.equation is not None
+        place = value.equation.source.source_info.traceback  # equal for the same instructions of the same calls
+        key = (operation, value.primitive, value.shape, value.dtype, place)
+        found: list[tuple[_Miss, int, Attempt]] = []
+        for steps, some in differing.get(key, [(steps, own) for steps in range(MOST_STEPS + 1)]):
+            near = ((_compared(value, each, steps, can_round), steps, each) for each in some)
+            found = [(miss, steps, each) for miss, steps, each in near if miss is not None]
+            if found:
+                break
+        best = min(found, key=lambda each: each[0].cost, default=None)
+        differing[key] = [] if best is None else [(best[1], [best[2]])]
+        if best is not None:
+            yield best[0]
+
+
+def _compared(value: Value, attempt: Attempt, steps: int, can_round: bool) -> _Miss | None:
+    """Compares a value once more with a spelling, this time with so many further steps at most."""
+    spelling = attempt.spelling
+    match = nearest(attempt.pattern, spelling.floating, value, pieces_of(spelling, value), steps=steps)
+    if match is None or not match.differences:
+        return None
+    return _Miss(
+        operation=spelling.operation,
+        value=value,
+        match=match,
+        covered=frozenset(equations_between(value, match.arrays.values())),
+        is_allowed=can_round and match.only_rounds and computes_wide(attempt.pattern),
+    )
+
+
+def _apart(misses: Sequence[_Miss]) -> list[_Miss]:
     """Chooses misses that do not overlap, those with the fewest differences first."""
-    chosen: list[Miss] = []
+    chosen: list[_Miss] = []
     taken: set[Equation] = set()
     for miss in sorted(misses, key=lambda miss: miss.cost):
         own = {equation for equation in miss.covered if not is_free(equation)}
@@ -77,34 +167,57 @@ def apart(misses: Sequence[Miss]) -> list[Miss]:
     return chosen
 
 
-def _index(value: Value) -> int:
-    return -1 if value.equation is None else value.equation.index
+def _deepest(attempts: Mapping[tuple[str, Value], Sequence[Attempt]], known: frozenset[Equation]) -> Iterator[Refusal]:
+    """Yields the difference that ended the longest attempt at each place of which the known equations say nothing."""
+    deepest: dict[Value, tuple[int, Refusal]] = {}
+    for (operation, value), (attempt, *_) in attempts.items():
+        failure = attempt.failure
+        if failure.at is not None and failure.fitted >= _LEAST_FITTED and not _reaches(value, known):
+            place = failure.at if failure.at.equation else value
+            found = failure.fitted, Refusal(operation=operation, value=place, reason=failure.reason)
+            deepest[origin(place)] = max(deepest.get(origin(place), found), found, key=lambda each: each[0])
+    yield from (refusal for _, refusal in deepest.values())
 
 
-def _other_number(difference: Difference, operation: str) -> str:
-    kind = "product" if difference.place else "sum"
-    return other_number(kind, difference.found, difference.wanted, operation)
+def _reaches(value: Value, known: frozenset[Equation]) -> bool:
+    """Returns whether a value is computed, element by element, of what one of the equations computes."""
+    pending, seen = [value], {value}
+    while pending and len(seen) < _REACH:
+        each = pending.pop(0)
+        if each.equation is None:
+            continue
+        if each.equation in known and not is_free(each.equation):
+            return True
+        if each.primitive in BY_ELEMENT:
+            new = [inner for inner in each.equation.inputs if inner not in seen]
+            seen.update(new)
+            pending += new
+    return False
 
 
-def _computed(value: Value) -> Value:
-    """Returns the value that is cast, or put in another layout."""
-    while value.primitive in LAYOUTS and value.equation is not None and value.equation.inputs[0].equation is not None:
-        value = value.equation.inputs[0]
-    return value
-
-
-def _step(difference: Difference) -> str:
-    """Names a step of the program with the other operand."""
-    value, place = difference.value, difference.place
-    assert value.equation is not None
-    others = [each for k, each in enumerate(value.equation.inputs) if k != place]
-    if len(others) != 1 or (verb := _VERBS.get(value.primitive)) is None:
-        return f"applies {noun(value)}" + (" (a mask, or a choice)" if value.primitive == "select_n" else "")
-    constant = number(others[0])
-    if constant is not None:
-        return f"{verb} {float(constant):g}"
-    array = _computed(others[0])
-    return f"{verb} an array ({array.dtype}{list(array.shape)})"
+def _reason(operation: str, match: Match) -> str:
+    """Says what the operation does not do as the program does."""
+    options = [f"a {name}" for name in ("bias", "mask", "residual") if name in match.arrays]
+    with_options = f"{operation} with {listed(options)}" if options else operation
+    found = sorted(match.differences, key=lambda each: each.value.equation.index if each.value.equation else -1)
+    steps = [each for each in found if each.kind == "step"]
+    parts = []
+    if any(map(_drops, steps)):
+        parts.append(f"the program drops elements at random (dropout) inside it, which {operation} does not")
+        steps = [each for each in steps if not _drops(each) and _number_beside(each) is None]
+    else:
+        numbers = [each for each in found if each.kind == "number"]
+        kinds = ("product" if each.place else "sum" for each in numbers)
+        parts += [other_number(k, each.found, each.wanted, operation) for k, each in zip(kinds, numbers, strict=True)]
+    parts += [f"the program also {_step(each)}, which {with_options} does not" for each in steps]
+    for kind, verb, rest in (
+        ("rounds", "computes", f"{operation} in float32"),
+        ("keeps", "keeps", f"{operation} rounds to 16 bits"),
+    ):
+        if values := [each.value for each in found if each.kind == kind]:
+            nouns = listed(list(dict.fromkeys(noun(origin(value)) for value in values)))
+            parts.append(f"the program {verb} {nouns} in {values[0].dtype}, and {rest}")
+    return "; ".join(dict.fromkeys(parts))
 
 
 _VERBS = {
@@ -113,16 +226,29 @@ _VERBS = {
 }  # fmt: skip
 
 
-def _is_of_number(difference: Difference) -> bool:
-    """Returns whether a step takes a number beside the value, as the division by the share that dropout keeps does."""
-    equation = difference.value.equation
-    others = [] if equation is None else [each for k, each in enumerate(equation.inputs) if k != difference.place]
-    return len(others) == 1 and number(others[0]) is not None
+def _step(step: Difference) -> str:
+    """Names a step of the program with the other operand."""
+    others, verb = _others(step), _VERBS.get(step.value.primitive)
+    if len(others) != 1 or verb is None:
+        choice = " (a mask, or a choice)" if step.value.primitive == "select_n" else ""
+        return f"applies {noun(step.value)}{choice}"
+    constant, array = _number_beside(step), origin(others[0])
+    return f"{verb} an array ({array.dtype}{list(array.shape)})" if constant is None else f"{verb} {constant:g}"
 
 
-def _drops(difference: Difference) -> bool:
+def _others(step: Difference) -> list[Value]:
+    """Returns the operands of a step beside the one that fits."""
+    inputs = step.value.equation.inputs if step.value.equation else ()
+    return [each for place, each in enumerate(inputs) if place != step.place]
+
+
+def _number_beside(step: Difference) -> float | None:
+    """Returns the number that a step takes beside the value, as division by the share that dropout keeps does."""
+    others = _others(step)
+    constant = number(others[0]) if len(others) == 1 else None
+    return None if constant is None else float(constant)
+
+
+def _drops(step: Difference) -> bool:
     """Returns whether a step sets elements to zero at random."""
-    value = difference.value
-    if value.equation is None or value.primitive not in ("mul", "select_n"):
-        return False
-    return any(is_random(each) for k, each in enumerate(value.equation.inputs) if k != difference.place)
+    return step.value.primitive in ("mul", "select_n") and any(map(is_random, _others(step)))

@@ -113,6 +113,8 @@ PARTS = {
     "gated_linear": ("rms_norm", "layer_norm"),
 }
 """The parts that `combine` makes operations of: other operations, "rotation" and "dequantized"."""
+OPERATIONS = {"rotation": "rope", "dequantized": "quantized_linear"}
+"""The operations that reports name for parts that are none themselves."""
 _JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
 """Operations that are found also where they are not wanted, as parts of larger ones."""
 
@@ -150,7 +152,7 @@ def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = f
         )
         for spelling in module.SPELLINGS
     )
-    known = ({spelling.operation for spelling in every} | PARTS.keys()) - {"rotation", "dequantized"}
+    known = ({spelling.operation for spelling in every} | PARTS.keys()) - OPERATIONS.keys()
     for option, names in (("ops", operations or ()), ("skip", skip)):
         for name in names:
             if name not in known:
